@@ -53,12 +53,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="the field that holds the prompt, completion, reward, group, ...; none leaves it out, and reward may be "
         "a sum: accuracy+0.5*format; may be given several times",
     )
-    command.add_argument(
-        "--group-by",
-        default="auto",
-        choices=("auto", "prompt"),
-        help="auto: the format's groups, else rows in turn with equal prompts; prompt: all rows with one prompt",
-    )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument("--no-eos", action="store_true", help="do not end encoded completions with the EOS token")
     command.add_argument(
@@ -86,7 +80,6 @@ def execute(args: argparse.Namespace) -> int:
         format=args.format,
         tokenizer=args.tokenizer,
         fields=dict(args.fields),
-        group_by=args.group_by,
         chat_template=not args.no_chat_template,
         eos=not args.no_eos,
         durability=args.durability,
@@ -114,7 +107,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     ]
     if report.num_skipped:
         made.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
-    left_out = max((file.num_left_out for file in report.files), default=0)
+    left_out = sum(file.num_left_out for file in report.files)
     if left_out:
         made.append(f"  {left_out:,} left out: failed, not trained, or without sampled tokens")
     if report.num_encoded:

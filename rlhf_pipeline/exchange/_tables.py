@@ -17,7 +17,7 @@ SCHEMA_FILE = "trajectory_schema.json"
 """Beside an exported dataset: the columns of the store, which Arrow alone does not tell."""
 SCHEMA_KEY = b"trajectory_schema"
 """The same in the metadata of an exported Parquet file."""
-ROWS_PER_READ = 256
+ROWS_PER_READ = 64
 
 _SUMMARIES = ("aggregated_results.jsonl",)
 """Files of figures that tools write beside their rollouts."""
@@ -32,26 +32,13 @@ class Source:
     container: Container
 
     def rows(self) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`: the line's number in a JSONL file, from 1; else the row's, from 0.
-
-        Raises:
-            DataError: a line or the file cannot be read.
-        """
+        """Yield `(number, row)`: the line's number in a JSONL file, from 1; else the row's, from 0."""
         if self.container == "jsonl":
             yield from _jsonl_rows(self.path)
             return
-        number = 0
-        for batch in self.arrow_batches():
-            for row in batch.to_pylist():
-                yield number, row
-                number += 1
+        yield from enumerate(row for batch in self._arrow_batches() for row in batch.to_pylist())
 
-    def arrow_batches(self) -> Iterator[Any]:
-        """Yield the Arrow record batches of a Parquet file or dataset, a few hundred rows each.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+    def _arrow_batches(self) -> Iterator[Any]:
         pyarrow = need("pyarrow")
         try:
             if self.container == "parquet":
@@ -82,11 +69,7 @@ def schema_beside(path: Path, container: Container) -> Path:
 
 
 def need(module: str) -> Any:
-    """Import pyarrow or datasets, which are optional.
-
-    Raises:
-        DefinitionError: it is not installed.
-    """
+    """Import pyarrow or datasets, which are optional."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -96,15 +79,9 @@ def need(module: str) -> Any:
 
 
 def find_sources(paths: Sequence[str | Path], container: Container | None = None) -> list[Source]:
-    """Return what is to be read, in order; a plain folder stands for the JSONL and Parquet files in it.
+    """Return what is to be read, in order: files, saved datasets, and for a folder the JSONL and Parquet files in it.
 
-    Args:
-        paths: files, saved datasets, or folders of files; `10.jsonl` comes after `9.jsonl`.
-        container: what the files are, where their names do not tell.
-
-    Raises:
-        MissingPathError: a path is not there.
-        DefinitionError: a file is of no known kind, or a folder holds none.
+    `container` is what files are whose names do not tell; `10.jsonl` comes after `9.jsonl`.
     """
     found: list[Source] = []
     for given in paths:
@@ -167,9 +144,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise DataError(
                         f"{path} is one JSON array, not one object per line. Convert it: jq -c '.[]' FILE > FILE.jsonl"
                     ) from error
-                torn = (
-                    "" if line.endswith(b"\n") else " The last line has no line break: its writer may still be at work."
-                )
+                torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
                 raise DataError(
                     f"{path}:{number}: this line is not JSON ({error}): {what!r}.{torn} Fix or delete it and type the "
                     "command again; what was imported before it stays and is not imported twice."

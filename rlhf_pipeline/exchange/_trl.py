@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.recorder import TrajectoryRecorder, weighted
 from rlhf_pipeline.policies.model_parts import evaluated
 
+_log = logging.getLogger("rlhf_pipeline")
 _SAMPLES, _GRADES, _SCORES = (
     "_generate_and_score_completions",
     "_calculate_rewards",
@@ -31,6 +33,9 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
             f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
             "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
+    _check_server(trainer)
+    if compute_log_probs and (cut := _truncated(trainer)) and not getattr(trainer, "use_vllm", False):
+        _log.warning("log-probs of completions sampled with %s cannot be computed afterwards, so they are NaN", cut)
     recorder.rank = trainer.accelerator.process_index
     recorder.world_size = trainer.accelerator.num_processes
     sample, grade = getattr(trainer, _SAMPLES), getattr(trainer, _GRADES)
@@ -57,6 +62,28 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     trainer.add_callback(flush_callback(recorder))
 
 
+def _truncated(trainer: Any) -> str:
+    """Return the settings by which a trainer samples from another distribution than the model's at its temperature."""
+    plain = {"top_p": (1, None), "top_k": (0, -1, None), "min_p": (0, None), "repetition_penalty": (1, None)}
+    given = {name: getattr(trainer, name, None) for name in plain}
+    given |= getattr(getattr(trainer, "args", None), "generation_kwargs", None) or {}
+    return ", ".join(f"{name}={value}" for name, value in given.items() if value not in plain.get(name, ()))
+
+
+def _check_server(trainer: Any) -> None:
+    """Refuse a vLLM server whose log-probs are not of the distribution that it samples from; TRL only warns."""
+    if not getattr(trainer, "use_vllm", False) or trainer.vllm_mode != "server":
+        return
+    if not trainer.accelerator.is_main_process or (trainer.temperature == 1 and not _truncated(trainer)):
+        return
+    mode = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise DefinitionError(
+            f"the vLLM server gives log-probs as {mode}: at temperature 1, not at the trainer's {trainer.temperature}. "
+            "Start it with --logprobs-mode processed_logprobs."
+        )
+
+
 def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, compute: bool) -> None:
     ids: Sequence[Sequence[int]] = heard["completion_ids"]
     num = len(ids)
@@ -64,9 +91,11 @@ def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], o
     rewards = weighted(_array(heard["rewards"])[mine], _array(trainer.reward_weights))
     padded, real = output["prompt_ids"].cpu().numpy(), output["prompt_mask"].cpu().numpy().astype(bool)
     prompts = [row[mask] for row, mask in zip(padded, real, strict=True)]
-    scores = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
-    if scores is None and compute:
-        scores = _computed(trainer, prompts, ids)
+    scores = output.get("sampling_per_token_logps")
+    if scores is None and not _truncated(trainer):
+        scores = output.get("old_per_token_logps")
+        if scores is None and compute:
+            scores = _computed(trainer, prompts, ids)
     ends = set(getattr(trainer, "eos_token_ids", None) or ())
     tools = output.get("tool_mask")
     columns = [{k: v for k, v in row.items() if k not in ("prompt", "image", "images")} for row in heard["inputs"]]

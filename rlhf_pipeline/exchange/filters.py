@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -86,19 +87,19 @@ def _value(name: str, text: str, condition: str) -> float | int:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     if name == "created_at":
-        try:
-            moment = datetime.datetime.fromisoformat(text)
-        except ValueError:
-            pass
-        else:
-            return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+        with suppress(ValueError):
+            return seconds_of(text)
     if text.startswith((">", "<", "=")):
         raise DefinitionError(f"the filter {condition!r}: an operator is one of >= <= == != > <, for example >=.")
     raise DefinitionError(
         f"the filter {condition!r}: {text!r} is not a number" + (" or date." if name == "created_at" else ".")
     )
+
+
+def seconds_of(moment: str | datetime.datetime) -> float:
+    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
+    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()

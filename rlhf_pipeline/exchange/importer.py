@@ -1,30 +1,110 @@
-"""Importing other tools' rollouts into a store: streamed, one commit per batch, and never twice."""
+"""Importing other tools' rollouts, and exports, into a store: streamed, one commit per batch, and never twice."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange._completion import ONE_ROW, Rollout
-from rlhf_pipeline.exchange._counts import FileReport, ImportReport
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
-from rlhf_pipeline.exchange._exported import import_stored
-from rlhf_pipeline.exchange._fields import Reader
-from rlhf_pipeline.exchange._nested import TinkerReader
+from rlhf_pipeline.exchange._columns import batch_of, from_row
+from rlhf_pipeline.exchange._completion import Encoder, Rollout
+from rlhf_pipeline.exchange._reader import ONE_ROW, Reader
 from rlhf_pipeline.exchange._tables import Container, Source, find_sources
-from rlhf_pipeline.exchange.formats import CONTAINERS, NAMES, find_format, is_tinker_summary
-from rlhf_pipeline.exchange.target import Files, open_target
+from rlhf_pipeline.exchange.formats import (
+    CONTAINERS,
+    NAMES,
+    Rewards,
+    find_format,
+    is_tinker_summary,
+    tinker_reward,
+    tinker_samples,
+)
+from rlhf_pipeline.exchange.target import NAME, There, check_columns, open_target
+from trajectory_store import Schema, StoreError
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 1 << 20
-GroupBy = Literal["auto", "prompt"]
+Rows = Iterator[tuple[str, Mapping[str, Any], bool]]
+"""The place of a row in its file, its columns, and whether its text was encoded."""
+
+
+@dataclass(kw_only=True)
+class FileReport:
+    """The result of one file."""
+
+    path: Path
+    format: str
+    about: str = ""
+    """Which field was read as what."""
+    num_imported: int = 0
+    num_skipped: int = 0
+    """Trajectories that the store had already."""
+    num_left_out: int = 0
+    """Rows that are not finished trajectories: failed calls, agents that are not trained."""
+
+
+@dataclass(kw_only=True)
+class ImportReport:
+    """The result of an import.
+
+    Attributes:
+        store: the folder.
+        files: one report per file, in order.
+        num_groups: groups among the imported trajectories.
+        num_tokens: their tokens, prompts included.
+        num_encoded: trajectories whose text was encoded.
+        num_without_log_probs: trajectories without behaviour log-probs.
+        num_without_reward: trajectories whose reward is not finite.
+        reward_sum: of the others.
+    """
+
+    store: Path
+    files: list[FileReport] = field(default_factory=list[FileReport])
+    num_groups: int = 0
+    num_tokens: int = 0
+    num_encoded: int = 0
+    num_without_log_probs: int = 0
+    num_without_reward: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def num_imported(self) -> int:
+        """Trajectories that were written."""
+        return sum(file.num_imported for file in self.files)
+
+    @property
+    def num_skipped(self) -> int:
+        """Trajectories that were in the store before."""
+        return sum(file.num_skipped for file in self.files)
+
+    @property
+    def mean_reward(self) -> float | None:
+        """The mean reward of the imported trajectories that have one."""
+        graded = self.num_imported - self.num_without_reward
+        return self.reward_sum / graded if graded else None
+
+    def tally(self, row: Mapping[str, Any], *, encoded: bool = False) -> None:
+        """Count one trajectory."""
+        self.num_encoded += encoded
+        self.num_tokens += len(row.get("input_ids", ()))
+        scores = row.get("log_probs")
+        scored = scores is not None and not np.isnan(scores[row.get("assistant_mask", ...)]).all()
+        self.num_without_log_probs += not scored
+        reward = float(row.get("task_reward", math.nan))
+        if math.isfinite(reward):  # as for the learner, which passes over the others
+            self.reward_sum += reward
+        else:
+            self.num_without_reward += 1
 
 
 def import_files(
@@ -34,7 +114,6 @@ def import_files(
     format: str = "auto",
     tokenizer: Any | None = None,
     fields: Mapping[str, str] | None = None,
-    group_by: GroupBy = "auto",
     chat_template: bool = True,
     eos: bool = True,
     durability: Literal["process", "power", "group"] | None = None,
@@ -56,8 +135,6 @@ def import_files(
         tokenizer: of transformers, or the folder or hub name of one; only needed for text without token ids.
         fields: target to field name, for example `{"prompt": "question"}`; `none` leaves a target out. `reward` may
             be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
-        group_by: `auto` takes the group that the format names, else rows in turn with equal prompts; `prompt` takes
-            all rows of a file with the same prompt.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
         eos: end an encoded completion with the EOS token, unless it was cut off by a length limit.
         durability: of the store; see `TrajectoryStore.create`.
@@ -65,111 +142,145 @@ def import_files(
         on_file: called when a file's format is known.
         on_commit: called after every commit.
 
-    Returns:
-        What was made.
-
     Raises:
         MissingPathError: a file or the tokenizer is not there.
         DefinitionError: the format, a field or the tokenizer is missing or wrong.
         DataError: a row is broken; it is named, and what was read before it is in the store.
         RunExistsError: another import writes to the store.
         StoreError: the store cannot be written.
-
-    >>> import json, tempfile
-    >>> from trajectory_store import TrajectoryStore
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> row = {"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "rewards": [1.0, 0.0]}
-    >>> _ = (folder / "rollouts.jsonl").write_text(json.dumps(row))
-    >>> report = import_files([folder / "rollouts.jsonl"], folder / "store")
-    >>> report.num_imported, report.num_groups, report.mean_reward
-    (2, 1, 0.5)
-    >>> import_files([folder / "rollouts.jsonl"], folder / "store").num_skipped
-    2
-    >>> with TrajectoryStore.open(folder / "store") as store:
-    ...     store.read(store.ids(), ["input_ids"])["input_ids"][1].tolist()
-    [1, 2, 4, 5]
     """
     if format not in NAMES:
         raise DefinitionError(f"there is no format '{format}'." + did_you_mean(format, NAMES))
-    if group_by not in ("auto", "prompt"):
-        raise DefinitionError(f"group_by is '{group_by}'." + did_you_mean(group_by, ("auto", "prompt")))
-    container = cast(Container, format) if format in CONTAINERS else None
-    sources = find_sources(files, container)
+    sources = find_sources(files, cast(Container, format) if format in CONTAINERS else None)
     encoder = Encoder(tokenizer, chat=chat_template, eos=eos)
     report = ImportReport(store=Path(into).expanduser())
     plan = _recognise(sources, format, fields or {})
-    stored = [item for item in plan if item.reader is None]
-    if stored:
-        if len(stored) != len(plan):
-            raise DefinitionError("exports of a store and other files cannot be imported in one command.")
-        for item in stored:
-            import_stored(item.source, report.store, report, item.report, durability, batch_rows, on_file, on_commit)
-        return report
-    with open_target(report.store, durability=durability) as store:
-        there = Files(store)
+    exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
+    if exported and len(exported) != len(plan):
+        raise DefinitionError("exports of a store and other files cannot be imported in one command.")
+    columns = {column.name: column for schema in exported[::-1] for column in schema}
+    with open_target(
+        report.store, Schema(columns.values()) if exported else trajectory_schema(), durability=durability
+    ) as store:
+        there, groups = There(store), set[int]()
         for item in plan:
             report.files.append(item.report)
             if on_file is not None:
                 on_file(item.report)
-            _Import(there, item, report, encoder, group_by, batch_rows, on_commit).run()
+            if isinstance(item.reader, Schema):
+                check_columns(store, item.reader)
+                there = There(store)  # one export may hold what another one gave
+                rows = _exported(item.source, item.reader)
+            else:
+                rows = _converted(item.source, item.reader, item.report, there.begin(item.source.path), encoder)
+            for batch in _batches(rows, batch_rows):
+                found = there.find([where for where, _, _ in batch], [row for _, row, _ in batch])
+                new = [(row, encoded) for (_, row, encoded), old in zip(batch, found, strict=True) if not old]
+                item.report.num_skipped += len(batch) - len(new)
+                if not new:
+                    continue
+                store.append_batch(batch_of(store.schema, [row for row, _ in new]))
+                item.report.num_imported += len(new)
+                for row, encoded in new:
+                    report.tally(row, encoded=encoded)
+                    groups.add(int(row.get("group_id", -1)))
+                report.num_groups = len(groups) - (-1 in groups)
+                if on_commit is not None:
+                    on_commit(report)
     return report
+
+
+def _batches(rows: Rows, size: int) -> Iterator[list[tuple[str, Mapping[str, Any], bool]]]:
+    """Yield rows some at a time; those before an error, then the error."""
+    batch: list[tuple[str, Mapping[str, Any], bool]] = []
+    tokens, error = 0, None
+    while True:
+        try:
+            item = next(rows, None)
+        except (DataError, DefinitionError) as raised:
+            item, error = None, raised
+        if item is not None:
+            batch.append(item)
+            tokens += len(item[1].get("input_ids", ()))
+        if batch and (item is None or len(batch) >= size or tokens >= BATCH_TOKENS):
+            yield batch
+            batch, tokens = [], 0
+        if error is not None:
+            raise error
+        if item is None:
+            return
 
 
 @dataclass(kw_only=True)
 class _Item:
     source: Source
-    reader: Reader | None
-    """None for an export of a store."""
     report: FileReport
-    version: int | None = None
-    """The policy version of all its rows, where the path tells it."""
+    reader: Reader | Schema
+    """The columns of an export of a store need no reader."""
 
 
 def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]) -> list[_Item]:
     plan: list[_Item] = []
     summaries: list[Source] = []
-    tinker: TinkerReader | None = None
+    rewards: Rewards = {}
     for source in sources:
         with contextlib.closing(source.rows()) as rows:
             row = next((row for _, row in rows), None)
         if row is None:
             continue
+        written = source.schema_json()
         try:
-            found = find_format(format, row, is_export=source.schema_json() is not None)
+            found = find_format(format, row, is_export=written is not None)
             if found is None:
                 if fields:
                     raise DefinitionError("an export of a store names its own fields; leave out --field.")
-                plan.append(_Item(source=source, reader=None, report=FileReport(path=source.path, format="store")))
+                schema = trajectory_schema() if written is None else _schema(source, written)
+                about = "all columns as they were exported"
+                if written is None:
+                    about = "the columns that this version knows; the export's own list of columns is not beside it"
+                report = FileReport(path=source.path, format="store", about=about)
+                plan.append(_Item(source=source, report=report, reader=schema))
                 continue
             if found.name == "tinker":
-                tinker = tinker or TinkerReader(row, fields, found)
                 if is_tinker_summary(row):
                     summaries.append(source)
                     continue
-                reader: Reader = tinker
-            else:
-                reader = found.make(row, fields, found)
+                found = replace(found, parts=partial(tinker_samples, rewards))
+            reader = Reader(found, row, fields, source.path)
         except DefinitionError as error:
             raise DefinitionError(f"{source.path}: {error}") from None
-        file = FileReport(path=source.path, format=found.name)
-        plan.append(_Item(source=source, reader=reader, report=file, version=found.version_of(source.path)))
+        plan.append(_Item(source=source, reader=reader, report=FileReport(path=source.path, format=found.name)))
     for source in summaries:
         for number, row in source.rows():
-            with naming(source, number):
-                cast(TinkerReader, tinker).learn(row)
+            with _naming(source, number):
+                tinker_reward(rewards, row)
     if not plan:
         if summaries:
             raise DefinitionError(
                 f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
             )
         raise DataError(f"{', '.join(str(source.path) for source in sources)}: there are no rows to import.")
+    known = (
+        f"reward=total_reward of {sum(map(len, rewards.values())):,} summaries" if rewards else "no rollout summaries"
+    )
     for item in plan:
-        item.report.about = item.reader.about() if item.reader is not None else "all columns as they were exported"
+        if isinstance(item.reader, Reader):
+            item.report.about = item.reader.about() + (f", {known}" if item.report.format == "tinker" else "")
     return plan
 
 
+def _schema(source: Source, written: str) -> Schema:
+    try:
+        return Schema.from_json(json.loads(written))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StoreError) as error:
+        raise DataError(
+            f"{source.path}: the list of its columns, which `export` wrote, cannot be read ({type(error).__name__}: "
+            f"{error}). Export the store again."
+        ) from error
+
+
 @contextlib.contextmanager
-def naming(source: Source, number: int) -> Iterator[None]:
+def _naming(source: Source, number: int) -> Iterator[None]:
     """Prefix errors with the file and the row."""
     try:
         yield
@@ -179,108 +290,52 @@ def naming(source: Source, number: int) -> Iterator[None]:
         raise DataError(f"{source.where(number)}: a value is nested too deeply to be kept.") from None
 
 
-class _Import:
-    """One file into the store."""
+def _exported(source: Source, schema: Schema) -> Rows:
+    for number, row in source.rows():
+        with _naming(source, number):
+            # In Arrow what the store was not given is null; in JSON it is not there, and null is NaN.
+            if source.container != "jsonl":
+                row = {name: value for name, value in row.items() if value is not None}
+            made = from_row(schema, row)
+        yield source.where(number), made, False
 
-    def __init__(
-        self,
-        there: Files,
-        item: _Item,
-        report: ImportReport,
-        encoder: Encoder,
-        group_by: GroupBy,
-        batch_rows: int,
-        on_commit: Callable[[ImportReport], None] | None,
-    ) -> None:
-        self.store, self.source, self.file, self.report = there.store, item.source, item.report, report
-        self.reader, self.version = cast(Reader, item.reader), item.version
-        self.encoder, self.group_by, self.batch_rows, self.on_commit = encoder, group_by, batch_rows, on_commit
-        self.known = there.known(item.source.path)
-        self.num = 0
-        self.num_groups = 0
-        self._groups: dict[bytes, int] = {}
-        self._last_group: tuple[Any, int] | None = None
-        self._old: list[tuple[int, Rollout, str]] = []
-        self._new: list[tuple[int, int, Rollout, str]] = []
-        self._num_tokens = 0
-        self._highest_group = -1
 
-    def run(self) -> None:
-        """Read to the end; what was read before an error is committed first."""
-        try:
-            for number, row in self.source.rows():
-                with naming(self.source, number):
-                    for rollout in self.reader.read(row):
-                        self._take(rollout, number)
-        finally:
-            self.file.num_left_out = getattr(self.reader, "left_out", 0)
-            self._check_old()
-            self._commit()
+def _converted(source: Source, reader: Reader, report: FileReport, base: int, encoder: Encoder) -> Rows:
+    """Yield the rows of another tool's file; their ids follow from their places in it, counted from `base`."""
+    groups, place = _Groups(), base
+    for number, given in source.rows():
+        made: list[tuple[Mapping[str, Any], bool]] = []
+        with _naming(source, number):
+            for rollout in reader.read(given):
+                if rollout is None:
+                    report.num_left_out += 1
+                    continue
+                ids = {NAME: place, "group_id": base + groups.number(rollout, number)}
+                said = {"file": str(source.path), "row": number, "format": report.format}
+                encoded = rollout.prompt_ids is None or rollout.completion_ids is None
+                made.append((encoder.row(rollout, said) | ids, encoded))
+                place += 1
+        for row, encoded in made:
+            yield source.where(number), row, encoded
 
-    def _take(self, rollout: Rollout, number: int) -> None:
-        if self.version is not None:
-            rollout.policy_version = self.version
-        place, group = self.num, self._group(rollout, number)
-        if place < self.known.num:
-            self.num += 1
-            self.file.num_skipped += 1
-            self._old.append((place, rollout, self.source.where(number)))
-            if len(self._old) >= self.batch_rows:
-                self._check_old()
-            return
-        self._check_old()  # nothing is added to what a changed file gave before
-        encoded = self.encoder.encode(rollout)
-        self.num += 1
-        meta: dict[str, Any] = {"source": {"file": str(self.source.path), "row": number, "format": self.file.format}}
-        if encoded is not None:
-            meta["encoded"] = encoded
-            self.report.num_encoded += 1
-        self._new.append((place, group, rollout, meta_of(rollout, meta)))
-        self._num_tokens += len(rollout.prompt_ids or ()) + len(rollout.completion_ids or ())
-        if len(self._new) >= self.batch_rows or self._num_tokens >= BATCH_TOKENS:
-            self._commit()
 
-    def _group(self, rollout: Rollout, number: int) -> int:
+class _Groups:
+    """Numbers the groups of a file."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._last: Any = None
+
+    def number(self, rollout: Rollout, row: int) -> int:
+        """Return the number of a rollout's group; `row` is its row in the file."""
         key = rollout.group
-        prompt = rollout.prompt if rollout.prompt_ids is None else list(rollout.prompt_ids)
-        if self.group_by == "prompt":
-            key = prompt
-        elif key is None:
-            this = (rollout.policy_version, prompt)
-            if self._last_group is None or self._last_group[0] != this:
-                self._last_group = (this, self.num_groups)
-                self.num_groups += 1
-            return self._last_group[1]
-        elif key == ONE_ROW:
-            key = (ONE_ROW, number)
+        if key is None:  # rows in turn with one prompt: called after the first of them
+            prompt = rollout.prompt if rollout.prompt_ids is None else rollout.prompt_ids
+            if self._last is None or self._last[:2] != (rollout.policy_version, prompt):
+                self._last = (rollout.policy_version, prompt, row)
+            key = self._last
+        elif key[0] == ONE_ROW:
+            key = (*key, row)
         # A digest, so that the groups of a file cost little memory whatever names them.
         digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest not in self._groups:
-            self._groups[digest] = self.num_groups
-            self.num_groups += 1
-        return self._groups[digest]
-
-    def _check_old(self) -> None:
-        old, self._old = self._old, []
-        if old:
-            places, rollouts, wheres = zip(*old, strict=True)
-            self.known.check_same(places, rollouts, wheres)
-
-    def _commit(self) -> None:
-        new, self._new, self._num_tokens = self._new, [], 0
-        if not new:
-            return
-        rollouts = [rollout for _, _, rollout, _ in new]
-        places = np.array([place for place, _, _, _ in new], np.int64)
-        groups = np.array([group for _, group, _, _ in new], np.int64)
-        columns = columns_of(
-            rollouts, groups + self.known.base, places + self.known.base, [meta for _, _, _, meta in new]
-        )
-        self.store.append(columns)
-        self.file.num_imported += len(new)
-        seen = self._highest_group
-        self._highest_group = max(seen, int(groups.max()))
-        self.report.num_groups += len(np.unique(groups[groups > seen]))
-        self.report.tally(columns)
-        if self.on_commit is not None:
-            self.on_commit(self.report)
+        return self._numbers.setdefault(digest, len(self._numbers))

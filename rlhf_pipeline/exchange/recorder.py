@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._completion import Messages, Rollout, as_answer, as_text
-from rlhf_pipeline.exchange._encode import Encoder, columns_of, meta_of
+from rlhf_pipeline.exchange._columns import batch_of
+from rlhf_pipeline.exchange._completion import Encoder, Messages, Rollout, Row, values_of
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
 from trajectory_store import StoreError
 
@@ -28,16 +28,6 @@ _log = logging.getLogger("rlhf_pipeline")
 _LOCK = ".recorder.lock"
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
-
-
-_AS: Mapping[str, Callable[[Any], Any]] = {
-    "completion": lambda value: as_text(value, "completion"),
-    "reward": lambda value: math.nan if value is None else float(value),
-    "advantage": float,
-    "answer": as_answer,
-    "meta": dict,
-}
-"""How a value that was given becomes a field of a rollout, where it is not that already."""
 
 
 class TrajectoryRecorder:
@@ -51,9 +41,7 @@ class TrajectoryRecorder:
       `prompts`, `completions`, `completion_ids` and columns. Prompt ids come from the tokenizer, log-probs are NaN.
     - `recorder.record(...)`: any loop.
 
-    A training that resumes from a checkpoint takes some steps again; what is recorded of them takes the place of what
-    was recorded before, see `resume`. Any other recorder on an old store gives new ids.
-
+    A recorder on an old store gives new ids, except for the steps that a resumed training takes again, see `resume`.
     A call is one atomic commit, durable on return. The processes of one training may record into one store, each with
     its own recorder, all made before training starts, and all with equally many rows per call. So may several trainings
     at once, if each is one process. Not thread safe.
@@ -70,17 +58,6 @@ class TrajectoryRecorder:
     Raises:
         RunExistsError: an import is writing to the store.
         StoreError: the store cannot be opened.
-
-    >>> import tempfile
-    >>> from trajectory_store import TrajectoryStore
-    >>> recorder = TrajectoryRecorder(tempfile.mkdtemp() + "/store", group_size=2)
-    >>> ids = recorder.record(
-    ...     prompts=["1+1=", "1+1="], prompt_ids=[[5, 6], [5, 6]], completions=["2", "3"], completion_ids=[[7], [8]],
-    ...     rewards=[1.0, 0.0], log_probs=[[-0.5], [-1.5]], policy_version=3)
-    >>> recorder.close()
-    >>> with TrajectoryStore.open(recorder.path) as store:
-    ...     store.read(ids, ["group_id", "task_reward", "log_probs"])["log_probs"][1].tolist()
-    [nan, nan, -1.5]
     """
 
     def __init__(
@@ -105,15 +82,9 @@ class TrajectoryRecorder:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
         self.store = open_or_create(self.path, trajectory_schema(), durability)
         self._held = contextlib.ExitStack()
-        self._held.enter_context(
-            held(
-                self.path,
-                shared=True,
-                refusal=f"an import is writing to {self.path}. Wait for it, or record into another store.",
-            )
-        )
+        refusal = f"an import is writing to {self.path}. Wait for it, or record into another store."
+        self._held.enter_context(held(self.path, shared=True, refusal=refusal))
         self.num_recorded = 0
-        self._seen = self.store.snapshot()
         self._base = next_base(self.store)
         self._offset = 0
         self._encoder = Encoder(tokenizer)
@@ -125,9 +96,8 @@ class TrajectoryRecorder:
         """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
         What is recorded next then gets the ids of what an earlier recorder recorded at those steps, if it is of the
-        same prompts, and takes its place when the store is learned from: of rows with one trajectory id the newest
-        counts.
-        `attach` and `callback` call this where a TRL trainer resumes.
+        same prompts, and takes its place when the store is learned from, as of rows with one trajectory id the newest
+        counts. `attach` and `callback` call this where a TRL trainer resumes.
         """
         self._resumed_at = step
 
@@ -208,68 +178,58 @@ class TrajectoryRecorder:
             raise DataError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
-        more: list[str] = []
-        rollouts: list[Rollout] = []
         now = time.time()
+        rows: list[dict[str, Any]] = []
         for i in range(num):
-            fields = {name: _AS[name](values[i]) if name in _AS else values[i] for name, values in given.items()}
+            mine = {name: _as_list(values[i]) for name, values in given.items()}
             # TRL encodes a text prompt as it is; messages go through the template.
-            rollout = Rollout(policy_version=policy_version, created_at=now, as_chat=False, **fields)
-            encoded = self._encoder.encode(rollout)
-            said = {"source": {"recorder": source}} | ({} if encoded is None else {"encoded": encoded})
-            more.append(meta_of(rollout, said))
-            rollouts.append(rollout)
-        if self._resumed_at is not None:
-            step, self._resumed_at = self._resumed_at, None
-            offset = self._retaken(step, rollouts, offset)
-            self._offset = offset + self.world_size * num
-        first = offset + self.rank * num
-        places = np.arange(first, first + num, dtype=np.int64)
-        groups = self._groups(rollouts, places)
+            about = {
+                "policy_version": policy_version,
+                "created_at": now,
+                "as_chat": False,
+                "meta": mine.get("meta", {}),
+            }
+            rows.append(self._encoder.row(Rollout(**values_of(mine) | about), {"recorder": source}))
         with _alone(self.path):
-            self._leave_to_others()
-            ids = self.store.append(columns_of(rollouts, groups + self._base, places + self._base, more))
-            self._seen = self.store.snapshot()
+            self.store.refresh()
+            # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.
+            base = self._base if self.world_size > 1 or self.num_recorded else next_base(self.store)
+            if self._resumed_at is not None:
+                step, self._resumed_at = self._resumed_at, None
+                base, offset = self._retaken(step, rows, base, offset)
+                self._base, self._offset = base, offset + self.world_size * num
+            places = np.arange(num) + offset + self.rank * num
+            for row, place, group in zip(rows, places.tolist(), self._groups(rows, places).tolist(), strict=True):
+                row |= {"trajectory_id": base + place, "group_id": base + group}
+            ids = self.store.append_batch(batch_of(self.store.schema, rows))
+            self._base = base
         self.num_recorded += num
         return ids
 
-    def _retaken(self, step: int, rollouts: Sequence[Rollout], offset: int) -> int:
-        """Reuse the previous recorder's ids from a step on; return the place of that step's first row."""
+    def _retaken(self, step: int, retaken: Sequence[Row], base: int, offset: int) -> tuple[int, int]:
+        """Return where the previous recorder's ids of a step begin, to be used again; else what is given."""
         rows = self.store.ids()
-        base = self._base - (1 << SOURCE_BITS)
+        before = base - (1 << SOURCE_BITS)
         named = self.store.read_scalars("trajectory_id", rows)
-        before = named >> SOURCE_BITS == base >> SOURCE_BITS
-        again = before & (self.store.read_scalars("policy_version", rows) >= step)
-        if base < 0 or not again.any():
-            return offset
-        start = int(named[again].min()) - base
-        for i, rollout in enumerate(rollouts):
-            there = rows[named == base + start + self.rank * len(rollouts) + i]
-            found = self.store.read(there[-1:], ["input_ids", "num_prompt_tokens"])
-            ends = found["num_prompt_tokens"]
-            prompts = [ids[:end].tolist() for ids, end in zip(found["input_ids"], ends, strict=True)]
-            if prompts != [list(rollout.prompt_ids or ())]:
+        again = named >> SOURCE_BITS == before >> SOURCE_BITS
+        again &= self.store.read_scalars("policy_version", rows) >= step
+        if before < 0 or not again.any():
+            return base, offset
+        start = int(named[again].min()) - before
+        for i, row in enumerate(retaken):
+            there = rows[named == before + start + self.rank * len(retaken) + i][-1:]
+            found = self.store.read(there, ["input_ids", "num_prompt_tokens"])
+            prompts = [ids[:end] for ids, end in zip(*found.values(), strict=True)]
+            if not prompts or not np.array_equal(prompts[0], _prompt_of(row)):
                 _log.warning("%s: other prompts than before at step %d, so the earlier rows stay", self.path, step)
-                return offset
-        self._base = base
-        return start
+                return base, offset
+        return before, start
 
-    def _leave_to_others(self) -> None:
-        """Switch to other ids if another recorder, opened before this one had written, uses the same ones."""
-        before, watermark = self._seen, self.store.refresh()
-        if self.world_size > 1 or watermark == before.watermark:
-            return  # of several ranks each has its own places among the same ids
-        new = self.store.read_scalars("trajectory_id", before.later(self.store.ids()))
-        if (new >> SOURCE_BITS == self._base >> SOURCE_BITS).any():
-            self._base = next_base(self.store)
-
-    def _groups(self, rollouts: Sequence[Rollout], places: np.ndarray) -> np.ndarray:
+    def _groups(self, rows: Sequence[Row], places: np.ndarray) -> np.ndarray:
         if self.group_size is not None:
             return places // self.group_size
-        starts = [
-            i == 0 or (rollout.prompt, rollout.prompt_ids) != (rollouts[i - 1].prompt, rollouts[i - 1].prompt_ids)
-            for i, rollout in enumerate(rollouts)
-        ]
+        prompts = [(row["prompt"], _prompt_of(row).tolist()) for row in rows]
+        starts = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
         return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]  # a group is called after its first row
 
     # -- reward functions --------------------------------------------------------------------------------------------
@@ -318,9 +278,8 @@ class TrajectoryRecorder:
             self._collect(index, found, weights, prompts, completions, columns)
             return found
 
-        name = getattr(function, "__name__", type(function).__name__)
-        functools.update_wrapper(graded, function) if hasattr(function, "__name__") else None
-        graded.__name__ = name
+        graded = functools.wraps(function, updated=())(graded)  # not the attributes of an object with `__call__`
+        graded.__name__ = getattr(function, "__name__", type(function).__name__)
         return graded
 
     def _collect(
@@ -391,6 +350,15 @@ class TrajectoryRecorder:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array, a tensor or a tuple as a list, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+def _prompt_of(row: Row) -> np.ndarray:
+    return row["input_ids"][: row["num_prompt_tokens"]]
 
 
 @contextlib.contextmanager

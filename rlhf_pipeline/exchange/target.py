@@ -6,22 +6,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.exchange._completion import Rollout
 from trajectory_store import Schema, StoreExistsError, StoreNotFoundError, TrajectoryStore
 
-Ids = npt.NDArray[np.int64]
 SOURCE_BITS = 40
 """Trajectory and group ids are the number of the file in the store, shifted by this, plus the place in the file."""
+NAME = "trajectory_id"
+_SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
+"""What a trajectory is: columns that no later value changes."""
 
 
 def check_absent(*paths: Path) -> None:
@@ -71,7 +70,7 @@ def next_base(store: TrajectoryStore) -> int:
     ids = store.ids()
     if not len(ids):
         return 0
-    highest = max(int(store.read_scalars(name, ids).max()) for name in ("trajectory_id", "group_id"))
+    highest = max(int(store.read_scalars(name, ids).max()) for name in (NAME, "group_id"))
     return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
 
 
@@ -91,12 +90,12 @@ def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectorySto
 
 
 @contextmanager
-def open_target(path: Path, schema: Schema | None = None, *, durability: Any = None) -> Iterator[TrajectoryStore]:
+def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterator[TrajectoryStore]:
     """Open a store for exclusive use by an import; create it if it does not exist.
 
     Args:
         path: folder of the store.
-        schema: columns of a new store, the default ones if None; an existing store gets those that it lacks.
+        schema: columns of a new store; an existing store gets those that it lacks.
         durability: of the store, see `TrajectoryStore.create`.
 
     Raises:
@@ -104,19 +103,18 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
         DefinitionError: the store lacks a column that cannot be added.
         StoreError: the folder holds something else.
     """
-    wanted = trajectory_schema() if schema is None else schema
-    store = open_or_create(path, wanted, durability)
+    store = open_or_create(path, schema, durability)
     refusal = f"another import is writing to {path}. Wait for it, or name another store."
     try:
         with held(path, refusal=refusal):
             store.refresh()
-            lacking = [column for column in wanted if column.name not in store.schema]
+            lacking = [column for column in schema if column.name not in store.schema]
+            fixed = ", ".join(column.name for column in lacking if not column.optional)
+            if fixed:
+                raise DefinitionError(
+                    f"the store at {path} has no column {fixed}, which the import writes. Name a new folder."
+                )
             if lacking:
-                fixed = ", ".join(column.name for column in lacking if not column.optional)
-                if fixed:
-                    raise DefinitionError(
-                        f"the store at {path} has no column {fixed}, which the import writes. Name a new folder."
-                    )
                 store.close()
                 store = TrajectoryStore.open(path, mode="a", durability=durability, add_columns=lacking)
             yield store
@@ -124,85 +122,95 @@ def open_target(path: Path, schema: Schema | None = None, *, durability: Any = N
         store.close()
 
 
-class Files:
-    """The files that a store was imported from, each with the number that its ids are made of.
+def check_columns(store: TrajectoryStore, schema: Schema) -> None:
+    """Refuse columns of an export that are not those of their name in a store.
 
-    Args:
-        store: the target, as it is before the import.
+    Raises:
+        DefinitionError: one is of another type or shape.
+    """
+    for column in schema:
+        there = store.schema[column.name]
+        if (there.dtype, there.axis, there.shape) != (column.dtype, column.axis, column.shape):
+            raise DefinitionError(
+                f"column '{column.name}' is {column.dtype} in the export and {there.dtype} in {store.path}, or of "
+                "another shape. Import it into a folder of its own."
+            )
+
+
+class There:
+    """The trajectories that a store held before an import, each to be found once by its id.
+
+    The k-th row of an id in a file is the k-th of that id in the store: rows without an id all have -1, and those of a
+    training that was resumed stand twice under one.
     """
 
     def __init__(self, store: TrajectoryStore) -> None:
         self.store = store
-        self._ids = np.asarray(store.ids())
-        self._named = store.read_scalars("trajectory_id", self._ids) if len(self._ids) else np.empty(0, np.int64)
-        numbers, firsts = np.unique(self._named >> SOURCE_BITS, return_index=True)
-        metas = store.read(self._ids[firsts], ["meta"])["meta"] if len(firsts) else []
-        files = [(source_of(meta), number) for meta, number in zip(metas, numbers.tolist(), strict=True)]
-        self._numbers = {file: number for file, number in files if file is not None and number >= 0}
-        self._next = next_base(store) >> SOURCE_BITS
+        rows = np.asarray(store.ids())
+        names = store.read_scalars(NAME, rows) if NAME in store.schema and len(rows) else np.full(len(rows), -1)
+        order = np.argsort(names, kind="stable")
+        self._names, self._rows = names[order], rows[order]
+        self._taken = np.zeros(len(rows), np.int64)
+        """At the first row of an id: how many rows of that id were found."""
+        self._before = range(0)
+        self._files: dict[str, int] | None = None
 
-    def known(self, path: Path) -> Known:
-        """Return what the store holds of a file; a new file gets the next number."""
-        number = self._numbers.get(str(path))
-        if number is None:
-            number = self._numbers[str(path)] = self._next
-            self._next += 1
-        mine = self._named >> SOURCE_BITS == number
+    def begin(self, file: Path) -> int:
+        """Return what to add to the places of a file's rows for their ids; a new file gets the next number."""
+        if self._files is None:
+            numbers, firsts = np.unique(self._names >> SOURCE_BITS, return_index=True)
+            metas = self.store.read(self._rows[firsts], ["meta"])["meta"] if len(firsts) else []
+            self._files = {_file_of(meta): int(n) for n, meta in zip(numbers, metas, strict=True) if n >= 0}
+            self._next = next_base(self.store) >> SOURCE_BITS
+        number = self._files.setdefault(str(file), self._next)
+        self._next = max(self._next, number + 1)
         base = number << SOURCE_BITS
-        return Known(self.store, base, self._named[mine] - base, self._ids[mine])
+        last = int(np.searchsorted(self._names, base + (1 << SOURCE_BITS))) - 1
+        self._before = range(base, int(self._names[last]) + 1 if last >= 0 else base)
+        return base
 
-
-class Known:
-    """What a store holds of one file.
-
-    Args:
-        store: the target.
-        base: added to places in the file to give trajectory and group ids.
-        places: `[n]` int64, the places in the file of the rows that are there.
-        rows: `[n]` int64, their ids in the store.
-
-    Attributes:
-        num: places 0 to `num - 1` were imported before.
-    """
-
-    def __init__(self, store: TrajectoryStore, base: int, places: Ids, rows: Ids) -> None:
-        self.store = store
-        self.base = base
-        order = np.argsort(places, kind="stable")
-        self._places, self._rows = places[order], rows[order]
-        self.num = int(self._places[-1]) + 1 if len(places) else 0
-
-    def check_same(self, places: Sequence[int], rollouts: Sequence[Rollout], wheres: Sequence[str]) -> None:
-        """Check that rows imported before are unchanged in the file; evicted rows are skipped.
+    def find(self, wheres: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """Return which rows are in the store, or were there before they were evicted.
 
         Raises:
-            DataError: one does not.
+            DataError: one is there with other tokens, log-probs, reward, version or group than the file knows of it.
         """
-        wanted = np.asarray(places, np.int64)
-        at = np.searchsorted(self._places, wanted)
-        there = np.flatnonzero(self._places[np.minimum(at, len(self._places) - 1)] == wanted)
-        stored = self.store.read(
-            self._rows[at[there]], ["input_ids", "num_prompt_tokens", "task_reward", "completion", "meta"]
-        )
-        for i, place in enumerate(there.tolist()):
-            rollout = rollouts[place]
-            ids = stored["input_ids"][i][int(stored["num_prompt_tokens"][i]) :]
-            if rollout.completion_ids is not None:
-                same = np.array_equal(ids, rollout.completion_ids)
-            else:
-                same = stored["completion"][i] == rollout.completion
-            if not same or not np.array_equal(stored["task_reward"][i], np.float32(rollout.reward), equal_nan=True):
-                raise DataError(
-                    f"{wheres[place]}: an earlier import read another {'reward' if same else 'completion'} here: the "
-                    "file has changed, or is now read in another way. Import it into another store, or from a copy "
-                    "with another name to have both."
-                )
+        ids = [int(row.get(NAME, -1)) for row in rows]
+        spans = zip(np.searchsorted(self._names, ids), np.searchsorted(self._names, ids, "right"), strict=True)
+        found: list[bool] = []
+        pairs: list[tuple[int, int]] = []
+        for i, (named, (first, end)) in enumerate(zip(ids, spans, strict=True)):
+            place = first + self._taken[first] if first < end else end
+            found.append(place < end or named in self._before)
+            if place < end:
+                pairs.append((i, place))
+                self._taken[first] += 1
+        names = [name for name in _SAME if name in self.store.schema]
+        stored = self.store.read(self._rows[[place for _, place in pairs]], names) if pairs else {}
+        for k, (i, _) in enumerate(pairs):
+            for name in names:
+                if name in rows[i] and _differ(rows[i][name], stored[name][k]):
+                    raise DataError(
+                        f"{wheres[i]}: this trajectory is in {self.store.path} already, with another {name}. The "
+                        "file has changed since an earlier import, is read in another way, or comes from elsewhere. "
+                        "Import it into another store, or from a copy with another name to have both."
+                    )
+        return found
 
 
-def source_of(meta: str) -> str | None:
-    """Return the file that a row was imported from, by its `meta`; None for other rows."""
+def _differ(given: Any, there: Any) -> bool:
+    given, there = np.asarray(given), np.asarray(there)
+    if given.shape != there.shape:
+        return True
+    if there.dtype.kind == "f":
+        given = given.astype(there.dtype)
+        return bool(((given != there) & ~np.isnan(given)).any())
+    return bool((given != there).any())
+
+
+def _file_of(meta: str) -> str:
+    """Return the file that a row was imported from, by its `meta`; nothing for other rows."""
     try:
-        source = json.loads(meta).get("source")
-    except (ValueError, AttributeError):
-        return None
-    return source.get("file") if isinstance(source, dict) else None
+        return str(json.loads(meta)["source"]["file"])
+    except (ValueError, TypeError, KeyError):
+        return ""

@@ -11,9 +11,8 @@ import pytest
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
-from rlhf_pipeline.exchange._counts import ImportReport
-from rlhf_pipeline.exchange.formats import find_format
-from trajectory_store import RaggedArray, TrajectoryStore
+from rlhf_pipeline.exchange.importer import ImportReport
+from trajectory_store import TrajectoryStore
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -41,16 +40,15 @@ def test_a_file_that_is_named_twice(tmp_path: Path):
 @pytest.mark.parametrize("step", [math.nan, math.inf, "v3", 2**63, 1.5, None])
 def test_a_version_that_is_no_number(tmp_path: Path, step: object):
     """NaN and infinity, as data frames write them, are named like any other value that is no whole number."""
-    file = write(tmp_path / "a.jsonl", GROUP, GROUP | {"step": step})
-    first = write(tmp_path / "b.jsonl", GROUP | {"step": 1}, GROUP | {"step": step})
-    assert import_files([file], tmp_path / "a").num_imported == 4  # the first row has no such field
-    if step is None:
-        assert import_files([first], tmp_path / "b").num_imported == 4
-        return
-    with pytest.raises(
-        DataError, match=r"b\.jsonl:2: field 'step' must be a whole number( of at most \d+)?, got (float|str|int) "
-    ):
-        import_files([first], tmp_path / "b")
+    for name, first in (("a", GROUP), ("b", GROUP | {"step": 1})):  # also where the first row has no such field
+        file = write(tmp_path / f"{name}.jsonl", first, GROUP | {"step": step})
+        if step is None:
+            assert import_files([file], tmp_path / name).num_imported == 4
+            continue
+        with pytest.raises(
+            DataError, match=r"\.jsonl:2: field 'step' must be a whole number( of at most \d+)?, got (float|str|int) "
+        ):
+            import_files([file], tmp_path / name)
 
 
 def test_a_mask_that_is_no_list(tmp_path: Path):
@@ -63,24 +61,22 @@ def test_a_mask_that_is_no_list(tmp_path: Path):
         assert len(store) == 1
 
 
-def test_rewards_of_two_splits_are_not_mixed():
+def test_rewards_of_two_splits_are_not_mixed(tmp_path: Path):
     """A sample that does not name its split gets a reward only where the splits agree on one."""
     sample = {
         "prompt_tokens": [1],
         "samples": [{"tokens": [2], "logprobs": [-1.0]}],
         "scope": {"iteration": 0, "group_idx": 0, "traj_idx": 0},
     }
-    found = find_format("tinker", sample)
-    assert found is not None
-    summary = {"iteration": 0, "group_idx": 0, "traj_idx": 0, "total_reward": 1.0}
-    reader = found.make(sample, {}, found)
-    reader.learn(summary | {"split": "train"})  # type: ignore[attr-defined]
-    assert reader.read(sample)[0].reward == 1.0
-    reader.learn(summary | {"split": "test", "total_reward": 0.0})  # type: ignore[attr-defined]
-    assert math.isnan(reader.read(sample)[0].reward)
-    assert "reward=total_reward of 2 summaries" in reader.about()
     named = sample | {"scope": sample["scope"] | {"split": "test"}}
-    assert reader.read(named)[0].reward == 0.0
+    summary = {"iteration": 0, "group_idx": 0, "traj_idx": 0, "total_reward": 1.0, "split": "train"}
+    other = summary | {"split": "test", "total_reward": 0.0}
+    for name, summaries, wanted in (("a", [summary], [1.0, math.nan]), ("b", [summary, other], [math.nan, 0.0])):
+        files = [write(tmp_path / f"{name}1.jsonl", sample, named), write(tmp_path / f"{name}2.jsonl", *summaries)]
+        report = import_files(files, tmp_path / name)
+        assert f"reward=total_reward of {len(summaries)} summaries" in report.files[0].about
+        with TrajectoryStore.open(tmp_path / name) as store:
+            assert np.array_equal(store.read_scalars("task_reward"), wanted, equal_nan=True)
 
 
 def test_a_call_that_was_not_recorded_keeps_the_ranks_in_step(tmp_path: Path):
@@ -126,10 +122,6 @@ def test_two_trainings_at_once(tmp_path: Path):
 def test_rewards_that_are_not_finite_count_for_nobody(tmp_path: Path):
     """Infinities of both signs are no reward, as for the learner, and leave the mean of the others as it is."""
     report = ImportReport(store=tmp_path)
-    token, four = np.zeros(4), np.ones(4, np.int64)
-    ragged = {
-        name: RaggedArray(token.astype(dtype), four) for name, dtype in (("input_ids", int), ("log_probs", float))
-    }
-    columns = ragged | {"assistant_mask": RaggedArray(token == 0, four)}
-    report.tally(columns | {"task_reward": np.array([0.5, math.inf, -math.inf, math.nan])})
+    for reward in (0.5, math.inf, -math.inf, math.nan):
+        report.tally({"task_reward": reward})
     assert (report.num_without_reward, report.reward_sum) == (3, 0.5)

@@ -73,12 +73,10 @@ def test_prompts_and_completions_of_any_file(tmp_path: Path, jsonl: Write, token
 
 def test_lists_of_completions_are_one_group_each(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """A row with several completions is one group, also where the next row has the same prompt."""
-    row = {"prompt": "a", "completions": ["x", "yz"], "rewards": [1.0, 0.0], "logprobs": [[-1.0, -2.0], None]}
-    row["finish_reasons"] = ["stop", "length"]
+    row = {"prompt": "a", "completions": ["x", "yz"], "rewards": [1.0, 0.0], "finish_reasons": ["stop", "length"]}
     import_files([jsonl([row, row])], tmp_path / "store", tokenizer=tokenizer)
     rows = rows_of(tmp_path / "store")
     assert rows["group_id"].tolist() == [0, 0, 1, 1]
-    assert same(rows["log_probs"][0], [NAN, -1.0, -2.0])
     assert rows["input_ids"][1].tolist() == [ord("a"), ord("y"), ord("z")]  # cut off: no EOS
     assert rows["finish_reason"] == ["stop", "length"] * 2
 
@@ -153,7 +151,7 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
     assert "reward=accuracy+format" in report.files[0].about
     rows = rows_of(tmp_path / "store")
     assert same(rows["task_reward"][:4], [1.5, 0.0, 1.0, NAN])
-    assert rows["policy_version"].tolist() == [2] * 4 + [10] * 4
+    assert rows["policy_version"].tolist() == [1] * 4 + [9] * 4  # TRL writes the table after the step
     assert same(rows["advantage"][:4], [0.7071, -0.7071, 0.0, 0.0])
     second = 1 << 40  # the ids of the second file
     assert rows["group_id"].tolist() == [0, 0, 1, 1, second, second, second + 1, second + 1]
@@ -213,7 +211,7 @@ def dumps() -> list[Dump]:
             file="5.jsonl",
             columns={
                 "group_id": [0, 1, 0],
-                "policy_version": [5, 5, 5],
+                "policy_version": [4, 4, 4],
                 "input_ids": [
                     [*map(ord, text), 1] for text in ("user\n1+1\nassistant\n2", "other2", "user\n1+1\nassistant\n3")
                 ],
@@ -399,6 +397,71 @@ def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
         import_files([rewards], tmp_path / "none")
 
 
+def test_a_field_that_begins_later(tmp_path: Path, jsonl: Write):
+    """A field that the first row does not have counts from the row on that has it: here a mask of tool output."""
+    row = {"prompt_ids": [1], "completion_ids": [2, 3], "reward": 1.0}
+    more = {"completion_mask": [1, 0], "log_probs": [-0.5, -1.0], "advantage": 0.5, "step": 3}
+    import_files([jsonl([row, row | more])], tmp_path / "store")
+    rows = rows_of(tmp_path / "store")
+    assert [mask.tolist() for mask in rows["assistant_mask"]] == [[False, True, True], [False, True, False]]
+    assert same(rows["log_probs"][1], [NAN, -0.5, NAN])
+    assert same(rows["advantage"], [NAN, 0.5])
+    assert rows["policy_version"].tolist() == [0, 3]
+
+
+def test_several_prompts_in_a_row(tmp_path: Path, jsonl: Write):
+    """Completions of other prompts in one row are other groups, as a baseline over both means nothing."""
+    row = {"prompt_ids": [[1], [2], [1]], "completion_ids": [[3], [4], [5]], "rewards": [1.0, 0.0, 0.5]}
+    import_files([jsonl([row, row])], tmp_path / "store")
+    assert rows_of(tmp_path / "store")["group_id"].tolist() == [0, 1, 0, 2, 3, 2]
+
+
+def test_advantages_of_tokens(tmp_path: Path, jsonl: Write):
+    """One advantage that every token of the policy has is the trajectory's; of several none is taken."""
+    flat = {"prompt_ids": [1], "completion_ids": [2, 3, 4], "completion_mask": [1, 0, 1], "reward": 1.0}
+    flat["advantages"] = [0.5, 0.0, 0.5]
+    whole = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "inference_logprobs": [0, -1, -1]}
+    whole["advantages"] = [0.0, 0.25, 0.25]
+    for name, row, wanted in (("flat", flat, 0.5), ("whole", whole, 0.25)):
+        import_files([jsonl([row])], tmp_path / name)
+        assert rows_of(tmp_path / name)["advantage"].tolist() == [wanted]
+        broken = row | {"advantages": [*row["advantages"][:2], 0.75]}
+        with pytest.raises(DataError, match=r":2: field 'advantages' differs between tokens .*--field advantage=none"):
+            import_files([jsonl([row, broken], f"{name}.jsonl")], tmp_path / f"{name} broken")
+        import_files([jsonl([row, broken])], tmp_path / f"{name} without", fields={"advantage": "none"})
+        assert np.isnan(rows_of(tmp_path / f"{name} without")["advantage"]).all()
+
+
+def test_values_of_tokens_beside_text(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Log-probs of sampled tokens are not those of what a tokenizer makes of the text, though they be as many."""
+    file = jsonl([{"prompt": "a", "completion": "b", "reward": 1, "logprobs": [-1.0, -2.0]}])
+    with pytest.raises(DataError, match=r":1: there are values per token \(log_probs\).*--field log_probs=none"):
+        import_files([file], tmp_path / "store", tokenizer=tokenizer)
+    import_files([file], tmp_path / "store", tokenizer=tokenizer, fields={"log_probs": "none"})
+    assert np.isnan(rows_of(tmp_path / "store")["log_probs"][0]).all()
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [(12.5, 12.5), ("1970-01-01T00:00:12.5", 12.5), ("1970-01-02", 86400.0), ("1970-01-01T01:00:00+01:00", 0.0)],
+)
+def test_times(tmp_path: Path, jsonl: Write, written: float | str, wanted: float):
+    """A time is seconds or a date; what is neither is named."""
+    row = {"prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "timestamp": written}
+    with pytest.raises(DataError, match=r":2: field 'timestamp' must be seconds or a date .*got str 'noon'"):
+        import_files([jsonl([row, row | {"timestamp": "noon"}])], tmp_path / "store")
+    assert rows_of(tmp_path / "store")["created_at"].tolist() == [wanted]
+
+
+def test_a_version_that_the_user_names(tmp_path: Path, jsonl: Write):
+    """It wins over the one in the path."""
+    row = {"prompt_token_ids": [[1]], "response_ids": [[3]], "rewards": [1.0], "mine": 3}
+    file = jsonl([row], "global_step_7/batch.jsonl")
+    import_files([file], tmp_path / "a")
+    import_files([file], tmp_path / "b", fields={"policy_version": "mine"})
+    assert [rows_of(tmp_path / name)["policy_version"].tolist() for name in "ab"] == [[7], [3]]
+
+
 @pytest.mark.slow
 def test_gsm8k_solutions(tmp_path: Path, gsm8k_dir: Path, tokenizer: Any):
     """The real file: 1,319 questions of four graded solutions, rewards as OpenAI graded them."""
@@ -444,6 +507,7 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"reward": 1e39}, r":2: field 'reward' must be finite and at most 3.403e\+38"),
         ({"reward": 10**400}, r":2: field 'reward' must be a number of reasonable size, got int 1000"),
         ({"advantage": -math.inf}, r":2: field 'advantage' must be finite"),
+        ({"completion_mask": ["0", "1"]}, r":2: field 'completion_mask' must hold 0 and 1, .*got str '0' at place 0"),
         (
             {"log_probs": [-0.5, 5.0]},
             r":2: field 'log_probs' must hold log-probs.*not above 0, got float 5.0 at place 1",
@@ -486,7 +550,7 @@ def test_a_named_format_must_fit():
 
 def test_fields_that_a_format_knows_itself(tmp_path: Path, jsonl: Write):
     """A `--field` that would have no effect is refused."""
-    with pytest.raises(DefinitionError, match=r"--field reward=x: this format knows its fields; --field is not\."):
+    with pytest.raises(DefinitionError, match=r"--field reward=x: this format knows its fields; leave out --field\."):
         import_files([jsonl([episode("g", 1.0)])], tmp_path / "store", fields={"reward": "x"})
 
 

@@ -67,12 +67,16 @@ def test_a_torn_last_line_may_be_at_work(tmp_path: Path, jsonl: Write):
     assert import_files([file], tmp_path / "store").num_imported == 1
 
 
-@pytest.mark.parametrize("change", [{"reward": 9.0}, {"completion_ids": [5, 5, 5]}])
+@pytest.mark.parametrize(
+    "change",
+    [{"reward": 9.0}, {"completion_ids": [5, 5]}, {"prompt_ids": [9]}, {"log_probs": [-1.0, -2.5]}, {"step": 4}],
+)
 def test_a_changed_file_is_refused(tmp_path: Path, jsonl: Write, change: dict[str, Any]):
     """A file with other content under the old name is not taken for the old one, and nothing is added."""
-    import_files([jsonl(map(row, range(4)))], tmp_path / "store")
-    file = jsonl([row(0), row(1, **change), row(2), row(3), row(4)])
-    with pytest.raises(DataError, match=r"rollouts\.jsonl:2: an earlier import read another"):
+    rows = [row(i, log_probs=[-1.0, -2.0], step=3) for i in range(5)]
+    import_files([jsonl(rows[:4])], tmp_path / "store")
+    file = jsonl([rows[0], rows[1] | change, *rows[2:]])
+    with pytest.raises(DataError, match=r"rollouts\.jsonl:2: this trajectory is in .* already, with another "):
         import_files([file], tmp_path / "store")
     assert num_rows(tmp_path / "store") == 4
 
@@ -100,10 +104,10 @@ def test_into_a_store_that_holds_others(tmp_path: Path, jsonl: Write):
     assert import_files([jsonl(map(row, range(4)))], tmp_path / "store").num_imported == 0
 
 
-def test_groups_by_prompt(tmp_path: Path, jsonl: Write):
-    """`group_by="prompt"` takes all rows of a file with one prompt, wherever they are."""
-    file = jsonl([row(0), row(2), row(1), row(3)])
-    import_files([file], tmp_path / "store", group_by="prompt")
+def test_groups_by_a_field(tmp_path: Path, jsonl: Write):
+    """Rows in any order are groups by what a named field holds, which may be the prompt itself."""
+    file = jsonl([row(i) for i in (0, 2, 1, 3)])
+    import_files([file], tmp_path / "store", fields={"group": "prompt_ids"})
     with TrajectoryStore.open(tmp_path / "store") as store:
         assert store.read_scalars("group_id").tolist() == [0, 1, 0, 1]
 
@@ -186,3 +190,25 @@ def test_rows_of_a_saved_dataset(tmp_path: Path):
     assert import_files([tmp_path / "splits" / "train"], tmp_path / "store").num_imported == 5
     with pytest.raises(DefinitionError, match=r"several splits. Name one: .*train"):
         import_files([tmp_path / "splits"], tmp_path / "store")
+
+
+def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """A store never holds one file encoded in two ways."""
+    from copy import deepcopy
+
+    other = deepcopy(tokenizer)
+    other.eos_token = "<unk>"
+    rows = [{"prompt": "a", "completion": text, "reward": 1} for text in "bc"]
+    import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=tokenizer)
+    with pytest.raises(DataError, match=r":1: this trajectory is in .* with another input_ids.*read in another way"):
+        import_files([jsonl(rows)], tmp_path / "store", tokenizer=other)
+    assert num_rows(tmp_path / "store") == 1
+
+
+def test_what_is_left_out_is_counted_in_every_file(tmp_path: Path, jsonl: Write):
+    """Each file has its own count."""
+    export = {"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0.0, -1.0]}
+    empty = export | {"loss_mask": [0, 0]}
+    files = [jsonl([export, empty], "a.jsonl"), jsonl([empty, export, empty], "b.jsonl")]
+    report = import_files(files, tmp_path / "store")
+    assert [file.num_left_out for file in report.files] == [1, 2]

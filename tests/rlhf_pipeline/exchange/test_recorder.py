@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,9 +139,19 @@ def test_processes_and_restarts_never_share_ids(tmp_path: Path):
     assert np.array_equal(groups & (2**40 - 1), (ids & (2**40 - 1)) // 2)  # of 12 places, two and two
 
 
+def test_ranks_that_are_known_late(tmp_path: Path):
+    """Recorders that a trainer tells their ranks share the groups of a call, though one of them writes first."""
+    ranks = [TrajectoryRecorder(tmp_path / "store", group_size=4, rank=0, world_size=1) for _ in range(2)]
+    for rank, recorder in enumerate(ranks):
+        recorder.rank, recorder.world_size = rank, 2  # as `attach` does
+        recorder.record(prompt_ids=[[1]] * 2, completions=[""] * 2, completion_ids=[[2]] * 2, rewards=[0.0, 1.0])
+        recorder.close()
+    assert rows_of(tmp_path / "store")["group_id"].tolist() == [0] * 4
+
+
 def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """What does not fit is refused; with `on_error="log"` the trainer goes on and the log says what was lost."""
-    wrong = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1, 2]], "rewards": [0.0]}
+    wrong: dict[str, Any] = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1, 2]], "rewards": [0.0]}
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         with pytest.raises(DefinitionError, match=r"--tokenizer FOLDER"):
             recorder.record(**wrong)
@@ -148,6 +159,10 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
             recorder.record(**wrong | {"rewards": [0.0, 1.0]})
         with pytest.raises(DataError, match=r"1 values of log_probs for 2 completion tokens"):
             recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
+        for name, values in (("rewards", [math.inf]), ("log_probs", [[0.5, -1.0]]), ("advantages", [-math.inf])):
+            odd: dict[str, Any] = wrong | {"prompt_ids": [[3]], name: values}
+            with pytest.raises(DataError, match=r"field '\w+' must (be finite|hold log-probs)"):
+                recorder.record(**odd)
         with pytest.raises(DataError, match=r"neither prompts nor prompt_ids"):
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
         with pytest.raises(DefinitionError, match=r"2 weights for 1 reward"):
@@ -168,6 +183,35 @@ def test_reward_models_need_attach(tmp_path: Path):
             recorder.reward_funcs([torch.nn.Linear(1, 1)])
         with pytest.raises(DefinitionError, match=r"object has no _generate_and_score_completions.*reward_funcs="):
             recorder.attach(object())
+
+
+def trainer(mode: str, **settings: Any) -> Any:
+    """Return an object with the names of TRL's trainer that are looked at, over a vLLM server."""
+    info = {"model_config": {"logprobs_mode": mode}}
+    client = SimpleNamespace(get_server_info=lambda: info)
+    methods = ("_generate_and_score_completions", "_calculate_rewards", "_get_per_token_logps_and_entropies")
+    return SimpleNamespace(
+        **dict.fromkeys(methods, lambda *_: None),
+        **{"state": None, "use_vllm": True, "vllm_mode": "server", "add_callback": lambda _: None} | settings,
+        accelerator=SimpleNamespace(process_index=0, num_processes=1, is_main_process=True),
+        vllm_generation=SimpleNamespace(vllm_client=client),
+    )
+
+
+def test_log_probs_of_another_distribution_are_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Neither a server's at temperature 1 for samples of another one, nor computed ones of truncated sampling."""
+    pytest.importorskip("transformers")
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        for settings in ({"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}):
+            with pytest.raises(
+                DefinitionError, match=r"gives log-probs as raw_logprobs.*--logprobs-mode processed_logp"
+            ):
+                recorder.attach(trainer("raw_logprobs", **settings))
+            recorder.attach(trainer("processed_logprobs", **settings))
+        recorder.attach(trainer("raw_logprobs", temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0))
+        assert not caplog.text
+        recorder.attach(trainer("", use_vllm=False, top_k=50))
+        assert "sampled with top_k=50 cannot be computed afterwards" in caplog.text
 
 
 def test_an_import_beside_a_recorder_is_refused(tmp_path: Path, jsonl: Write):

@@ -144,9 +144,19 @@ def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
         recorded, imported = a.read(a.ids()), b.read(b.ids())
     assert recorded["completion"] == imported["completion"]
     assert np.array_equal(recorded["task_reward"], imported["task_reward"])
+    assert np.array_equal(recorded["policy_version"], imported["policy_version"])
     assert recorded["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
     assert all(np.isnan(row).all() for row in recorded["log_probs"])
     assert recorded["policy_version"].tolist() == [0] * 8 + [1] * 8
+
+
+def test_truncated_sampling(trl: Any, tmp_path: Path, tokenizer: Any):
+    """What was sampled with top_k has no log-probs here: those of the whole vocabulary are not the sampler's."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=1, top_k=5)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert len(store) == 8
+        assert np.isnan(store.read_ragged("log_probs").values).all()
 
 
 def test_the_blocks_of_the_page(trl: Any, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
