@@ -17,7 +17,11 @@ from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.errors import RunMismatchError
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
-_TEXT_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TEXT_FILES: Final = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 _ENDS: Final = 1 << 20
 """Bytes read at each end of a weight file: a model of 100 GB is looked at in milliseconds."""
 
@@ -36,8 +40,9 @@ Inputs = dict[str, dict[str, Any]]
 def describe_inputs(pipeline: Pipeline) -> Inputs:
     """Return what `config.json` says of the files that a definition names; nothing for those that are not there.
 
-    A prompt file is hashed whole. Of a model folder, the config and the tokenizer are hashed whole, and of each weight
-    file the size, the first and the last MiB: that notices a model trained further, and not a single changed number.
+    A prompt file is hashed whole. Of a model folder, the configs (that of generation names the end tokens) and the
+    tokenizer are hashed whole, and of each weight file the size, the first and the last MiB: that notices a model
+    trained further, and not a single changed number.
     Of a reward function and a prompt source of the definition's own, the code is hashed, with what it names of its
     file.
 

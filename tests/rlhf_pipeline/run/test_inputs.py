@@ -68,6 +68,16 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
+def test_other_end_tokens_are_refused(pipeline, tmp_path):
+    """They are in the model's generation config, and say where completions end."""
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text('{"eos_token_id": 1}')
+    run_dir = recorded(pipeline, tmp_path / "run")
+    file.write_text('{"eos_token_id": [1, 5]}')
+    with pytest.raises(RunMismatchError, match=r"policy\.path\) has changed .* its generation_config\.json differ"):
+        RunFolder(run_dir).check_unchanged(pipeline, 0)
+
+
 @pytest.mark.parametrize("where", [0, -1])
 def test_an_overwritten_model_is_refused(pipeline, tmp_path, where):
     """A byte at the start or the end of the weights, or another config."""
