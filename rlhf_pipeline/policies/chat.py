@@ -36,6 +36,7 @@ def encode_prompt(
     *,
     as_chat: bool = True,
     tools: Sequence[Any] | None = None,
+    whole: bool = False,
 ) -> list[int]:
     """Return the token ids that a completion continues.
 
@@ -45,6 +46,7 @@ def encode_prompt(
         as_chat: put text through the chat template as a user message, where the tokenizer has a template. Messages
             always need one.
         tools: handed to the chat template.
+        whole: the text is all of a row, so an end token that the tokenizer puts after every text stays.
 
     Returns:
         Token ids; with a template they end with the header of the assistant's turn (the generation prompt).
@@ -66,6 +68,9 @@ def encode_prompt(
         )
     else:
         ids = encode_text(codec, str(prompt))
+        end = [getattr(codec, "eos_token_id", None)]
+        if not whole and ids[-1:] == end != encode_text(codec, str(prompt), add_special_tokens=False)[-1:]:
+            ids = ids[:-1]
     if not ids:
         raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]

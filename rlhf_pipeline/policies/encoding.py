@@ -105,7 +105,7 @@ def with_tokens(
                 f"The batch has no token ids under ('tokens', 'full'), no conversation under {history_key!r} and no "
                 f"text under {text_key!r}. Write the token ids of prompt and completion."
             )
-        encoded = [(encode_prompt(tokenizer, item, as_chat=False), None) for item in text_list(text)]
+        encoded = [(encode_prompt(tokenizer, item, as_chat=False, whole=True), None) for item in text_list(text)]
     ids = [torch.tensor(row, dtype=torch.int64) for row, _ in encoded]
     said = [torch.tensor(mask) for _, mask in encoded if mask is not None]
     if padding_side is not None:

@@ -374,7 +374,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
                 f"The TensorDict has nothing under {self._input_key()!r}, which input_mode={self.input_mode!r} reads."
             )
         if self.input_mode == "text":
-            rows = [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)]
+            rows = [encode_prompt(self.tokenizer, text, as_chat=False, whole=True) for text in text_list(value)]
             return pad_ids([torch.tensor(r) for r in rows], "left"), None
         encoded = [encode_chat(self.tokenizer, history_messages(row)) for row in value.unbind(0)]
         batch = pad_ids([torch.tensor(ids) for ids, _ in encoded], "left")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline import CausalLMPolicy, scratch_policy
@@ -42,6 +42,16 @@ def test_text_becomes_a_user_message_with_the_assistants_header(tokenizer: Any) 
 def test_raw_text_is_left_alone(tokenizer: Any) -> None:
     """as_chat=False adds nothing."""
     assert tokenizer.decode(encode_prompt(tokenizer, "1+1=", as_chat=False)) == "1+1="
+
+
+def test_a_prompt_does_not_end_with_the_end() -> None:
+    """A tokenizer that puts the end token after every text puts none between a prompt and its completion."""
+    tokenizer = scratch_policy("01=").tokenizer
+    bare, end = tokenizer.encode("10="), tokenizer.eos_token_id
+    around = processors.TemplateProcessing(single="$A E", special_tokens=[("E", end)])
+    tokenizer.backend_tokenizer.post_processor = around
+    assert encode_prompt(tokenizer, "10=") == bare
+    assert encode_prompt(tokenizer, "10=", whole=True) == [*bare, end]
 
 
 def test_a_tokenizer_without_a_template_takes_raw_text_only() -> None:
