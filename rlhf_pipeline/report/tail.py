@@ -207,5 +207,6 @@ def interleaved(arrivals: Sequence[Arrival], lines: Sequence[str], steps: Sequen
     """
     places = [item.place for item in arrivals]
     keys = [(place, 0, at) for at, place in enumerate(places)]
-    keys += [(row.get("watermark") or max([0, *places]), 1, at) for at, row in enumerate(steps)]
+    marks = [row.get("watermark") for row in steps]
+    keys += [(max([0, *places]) if mark is None else mark, 1, at) for at, mark in enumerate(marks)]
     return [lines[at] if kind == 0 else step_line(steps[at]) for _, kind, at in sorted(keys)]

@@ -158,7 +158,7 @@ def test_table():
 def test_interleaved():
     """A step stands after the trajectories that were stored when it was taken."""
     arrivals = [Arrival(place=place, fields=(), completion="") for place in (3, 4, 5)]
-    steps = [{"step": 1, "watermark": 4, "loss": 0.25}, {"step": 2}]
+    steps = [{"step": 1, "watermark": 0}, {"step": 2, "watermark": 4, "loss": 0.25}, {"step": 3}]
     lines = interleaved(arrivals, ["a", "b", "c"], steps)
-    assert lines == ["a", "b", "step 1: loss 0.2500", "c", "step 2"]
+    assert lines == ["step 1", "a", "b", "step 2: loss 0.2500", "c", "step 3"]
     assert step_line({"step": 2, "task_reward": None}) == "step 2"
