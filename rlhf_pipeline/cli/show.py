@@ -53,5 +53,9 @@ def execute(args: argparse.Namespace) -> int:
             say("\n".join(full(item, max_tokens=None if args.full else _MAX_TOKENS)))
         return 0
     say("\n".join(brief(items, shutil.get_terminal_size((110, 24)).columns)))
+    row = run.ledger.of_step(args.step) if run is not None and args.step is not None else None
+    if row is not None and len(row["row_ids"]) > len(items):
+        learned = len(row["row_ids"])
+        say(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
     say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1].id}")
     return 0

@@ -171,9 +171,10 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
         )
     try:
         stored.lengths("input_ids", wanted)
-        there = wanted
-    except MissingRowError:  # search all ids instead
-        there = wanted[np.isin(wanted, ids)]
+        all_there = len(ids) == stored.store.watermark  # else some that a ring has evicted may be read still
+    except MissingRowError:
+        all_there = False
+    there = wanted if all_there else wanted[np.isin(wanted, ids)]
     if not len(there):
         raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")
     return there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
 from rlhf_pipeline.report.show import brief, choose, full
@@ -18,6 +20,7 @@ from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
 from tests.rlhf_pipeline.small import make_store
+from trajectory_store import TrajectoryStore
 
 from .conftest import write_run
 
@@ -176,6 +179,23 @@ def test_a_step_without_a_batch_is_told(run_dir: Path):
     run = RunFolder.open(run_dir)
     with Stored(run.store_path) as stored, pytest.raises(DataError, match="step 13 had nothing to learn from"):
         choose(stored, run, step=13)
+
+
+def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """Not even while its segment is there still: no other command would find it; the rest of a step is counted."""
+    with TrajectoryStore.open(run_dir / "store") as store:
+        rows, schema = store.read(store.ids()), store.schema
+    shutil.rmtree(run_dir / "store")
+    rows.pop("ids", None)
+    with TrajectoryStore.create(run_dir / "store", schema, max_trajectories=12) as store:
+        store.append(rows)
+    run = RunFolder.open(run_dir)
+    with Stored(run.store_path) as stored:
+        with pytest.raises(DataError, match="none of the 8 trajectories of step 1 is in the store"):
+            choose(stored, run, step=1)
+        assert choose(stored, run, step=9).tolist() == [36, 37, 38, 39]
+    assert main(["show", str(run_dir), "--step", "9"]) == 0
+    assert "of the 8 trajectories of step 9, 4 were evicted" in capsys.readouterr().out
 
 
 def test_before_and_after(run_dir: Path, tmp_path: Path):
