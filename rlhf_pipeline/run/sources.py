@@ -303,6 +303,12 @@ class Drawn(Source):
         return Batch(task_reward=reward, about=_about(), row_ids=row_ids, ages=ages, ledger_fields=newest)
 
 
+_OTHERWISE = (
+    "To learn from what is there in another order, replay it into another folder: "
+    "--out OTHER_FOLDER --set replay.recorded_order=false"
+)
+
+
 class RecordedVersions(Source):
     """Step k learns from what the weights of version k - 1 may learn from, as the run that filled the store did."""
 
@@ -329,8 +335,7 @@ class RecordedVersions(Source):
             raise DataError(
                 f"recorded order: step {step} learns from trajectories of policy versions "
                 f"{max(step - 1 - max_staleness, 0)} to {step - 1}, and there are none; the store has versions "
-                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or left out by a filter? To learn "
-                "from what is there in another order: --set replay.recorded_order=false"
+                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or left out by a filter? {_OTHERWISE}"
             )
 
 
@@ -354,8 +359,7 @@ class RecordedLedger(Source):
         if not known.all():
             raise DataError(
                 f"step {step} of the run learned from {len(wanted)} trajectories, and {int((~known).sum())} of them "
-                "are not among those chosen: evicted, or left out by a filter. To learn from what is there in another "
-                "order: --set replay.recorded_order=false"
+                f"are not among those chosen: evicted, or left out by a filter. {_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.updates_per_rollout == 0

@@ -22,7 +22,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import make_store, offline, tiny, weights
+from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore, copy_rows
 
 SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage_std", "kl_k1", "staleness_max", "lr")
@@ -162,11 +162,16 @@ def test_what_was_chosen_is_checked(tmp_path, name, damage):
 
 
 def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
-    """The versions that a step needs were evicted, or filtered out: the step and what there is are named."""
+    """The versions that a step needs were evicted, or filtered out: it names the step, what there is, and a way out."""
     store = make_store(tmp_path / "store", groups=(4,), versions=[5, 5, 6, 6])
     pipeline = offline(store, batch=0, replay={"recorded_order": True})
-    with pytest.raises(DataError, match=r"step 1 learns from trajectories of policy versions 0 to 0.* versions 5 to 6"):
+    with pytest.raises(
+        DataError, match=r"step 1 learns from trajectories of policy versions 0 to 0.* versions 5 to 6"
+    ) as refused:
         run(pipeline, run_dir=tmp_path / "run")
+    # What was gathered is in the folder by then, so the other order needs another one.
+    assert "--out OTHER_FOLDER --set replay.recorded_order=false" in str(refused.value)
+    assert run(changed(pipeline, replay__recorded_order="false"), run_dir=tmp_path / "other").steps
 
 
 def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_path):
