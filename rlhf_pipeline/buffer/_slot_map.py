@@ -78,9 +78,11 @@ class SlotMap:
         return slots if first + n <= self.max_size else slots % self.max_size
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slots of the given rows; rows without a slot are left out."""
-        order = np.argsort(self.rows)
-        return order[np.searchsorted(self.rows, ids[np.isin(ids, self.rows)], sorter=order)]
+        """Return the slots of the given rows, one at least; rows without a slot are left out."""
+        order = np.argsort(ids)
+        at = order[np.searchsorted(ids, self.rows, sorter=order).clip(max=len(ids) - 1)]
+        slots = np.flatnonzero(ids[at] == self.rows)
+        return slots[np.argsort(at[slots])]
 
     def clear(self) -> None:
         """Forget the current rows; later rows start again at slot 0."""
@@ -96,14 +98,13 @@ class SlotMap:
         counts = self.max_size == UNBOUNDED or not (self._chosen or self._had_aside)
         if num == store.watermark or (counts and self._size + len(self.aside) <= num):
             return False
-        ids = store.ids()
-        self._left = self._left[np.isin(self._left, ids)]
-        empty = np.flatnonzero(~np.isin(self.rows, ids))
+        self._left = self._left[store.holds(self._left)]
+        empty = np.flatnonzero(~store.holds(self.rows))
         if not len(empty):
             return False
         if not self._chosen:  # stored rows had lost their slots to newer ones, while evicted rows kept theirs
-            ids = ids[max(self._floor - (store.watermark - num), 0) :]
-            others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]))]
+            ids = store.ids()[max(self._floor - (store.watermark - num), 0) :]
+            others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]), assume_unique=True)]
             num = min(len(others), len(empty))
             self._rows[empty[:num]] = others[len(others) - num :]
             empty = empty[num:]
@@ -180,7 +181,7 @@ class SlotMap:
         waiting = _column(store, WAITING.name, some)
         later, turns = np.empty(0, np.int64), np.empty(0, np.int64)
         if len(self._waits):
-            before = self._waits[np.isin(self._waits, store.ids())]
+            before = self._waits[store.holds(self._waits)]
             now = _column(store, WAITING.name, before)
             self._waits, later, turns = before[now >= 0], before[now < -2], -3 - now[now < -2]
             self._left = np.concatenate([self._left, before[now == -2]])

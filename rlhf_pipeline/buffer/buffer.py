@@ -398,7 +398,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         try:
             self.trajectories.prioritize(ids, priority)
         except MissingRowError:  # a ring has evicted some of them
-            there = np.isin(ids, self.store.ids())
+            there = self.store.holds(ids)
             self.trajectories.prioritize(ids[there], priority[torch.from_numpy(there)])
 
     def refresh(self) -> int:

@@ -212,7 +212,7 @@ class TrajectoryStorage(Storage):
         n, rows = append_data(data, self.store.schema)
         waiting = rows.get(WAITING.name)
         slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
-        if n and self._append(rows, slots, in_turn=True):
+        if n and self._append(rows, slots, in_turn=True) and len(slots):
             slots = self._slots.of(self.appended[: len(slots)])
         if len(slots):
             self._set_last_cursor(int(slots[-1]))
@@ -227,7 +227,7 @@ class TrajectoryStorage(Storage):
         try:
             return self._settle(later)
         except MissingRowError:  # a ring has dropped some of them
-            there = np.isin(later.rows, self.store.ids())
+            there = self.store.holds(later.rows)
             columns = {
                 name: [value for value, keep in zip(values, there, strict=True) if keep]
                 if isinstance(values, list)

@@ -64,7 +64,7 @@ class StoredGroups:
             return np.empty(0, np.int64)
         ids = np.concatenate([np.arange(start, start + num) for start, num, *_ in near.tolist()])
         if len(self._store) < self._store.watermark:  # a ring has evicted some of them
-            ids = ids[np.isin(ids, self._store.ids())]
+            ids = ids[self._store.holds(ids)]
         groups = self._store.read_scalars("group_id", ids)
         return ids[(groups >= first) & (groups <= last)]
 

@@ -510,7 +510,7 @@ class Learner:
         held, store = self._proximal.row_ids(), self.buffer.store
         if not len(held):
             return
-        there = np.isin(held, store.ids())
+        there = store.holds(held)
         young = version - store.read_scalars("policy_version", held[there]) <= max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 

@@ -231,7 +231,7 @@ class Arrivals(_Collected):
         if planned is None:
             return None
         row_ids = np.asarray(planned["row_ids"], np.int64)
-        if not np.isin(row_ids, self._parts.buffer.store.ids()).all():
+        if not self._parts.buffer.store.holds(row_ids).all():
             return None
         # A power loss may take rows that the ledger names; those that are sampled in their place may have their ids.
         versions = self._versions(row_ids)

@@ -276,7 +276,7 @@ class StoreCall:
             out.append(Later.left_out(np.delete(rows, kept.numpy())))
             rows, returns = rows[kept.numpy()], returns[kept]
         if len(store) < store.watermark:  # a ring may have evicted some
-            there = torch.from_numpy(np.isin(rows, store.ids()))
+            there = torch.from_numpy(store.holds(rows))
             rows, returns, graded = rows[there.numpy()], returns[there], graded.take(there)
         if not len(rows):
             return out

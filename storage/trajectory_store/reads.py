@@ -155,6 +155,19 @@ class StoreReads:
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
 
     @following
+    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """`[B]` bool: which of some ids `ids()` has; it costs what those ids cost, however many rows there are."""
+        self._check_open()
+        wanted = as_ids(ids)
+        found = self._catalog.find(wanted).ordinals >= 0
+        limit = self._root.max_trajectories
+        if limit is not None:  # rows leave by whole segments: the oldest that are there may count no more
+            every = self._catalog.ids()
+            passed = np.sort(every[: max(0, len(every) - limit)])
+            found &= passed.searchsorted(wanted) == passed.searchsorted(wanted, "right")
+        return found
+
+    @following
     def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
         """`[K]` int64: the ids of the trajectories whose scalars meet a condition, in the order of arrival.
 

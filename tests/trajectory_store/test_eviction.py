@@ -221,6 +221,21 @@ def test_a_segment_is_as_new_as_its_last_row(tmp_path, backend):
             assert view.read_scalars("n").tolist() == wanted
 
 
+@pytest.mark.parametrize("limit", [None, 20])
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_which_ids_are_held(tmp_path, backend, limit):
+    """Those that `ids()` has: not yet committed, evicted, past the limit in a segment that stays, or never given."""
+    made = TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend, max_trajectories=limit, segment_rows=8)
+    with made as store, TrajectoryStore.open(tmp_path / "s", "a") as other:
+        given = [writer.append(rows(10 * turn, 3)) for turn in range(6) for writer in (store, other)]
+        asked = np.concatenate([*given, given[-1] + 1, [-1, 7 << 40], given[0]])
+        for again in range(2):
+            assert store.holds(asked).tolist() == np.isin(asked, store.ids()).tolist()
+            assert store.refresh() == 36 or again
+        assert (~store.holds(asked)).sum() > 2
+        assert store.holds(np.empty(0, np.int64)).tolist() == []
+
+
 def test_a_store_can_be_sent_to_another_process(tmp_path):
     """A copy, as a process pool makes one, is opened anew and appends to segments of its own."""
     with TrajectoryStore.create(tmp_path / "s", SCHEMA) as store:
