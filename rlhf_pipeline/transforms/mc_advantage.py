@@ -120,7 +120,7 @@ class MCAdvantage(Transform):
     the advantage it has `return` (float32, the sum of the rewards) and `degenerate` (bool).
 
     A member counts once: a trajectory is refused if its `trajectory_id` is already waiting in the same group, or occurs
-    twice in the call.
+    twice in the call, or if it would begin a group and is among the newest rows of the store, in a closed group.
 
     A trajectory whose return is not finite has failed: it counts as arrived, but is ignored in its group's advantages,
     and its own advantage is 0 with `degenerate` True.

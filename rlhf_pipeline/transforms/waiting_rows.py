@@ -28,6 +28,7 @@ from rlhf_pipeline.data.keys import (
     key_of,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
@@ -46,6 +47,9 @@ from trajectory_store import TrajectoryStore
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
 """Columns from which the rounding error of a return follows."""
+
+_NEWEST = 16_384
+"""Rows of the store among which a member is looked for that begins a group."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -134,6 +138,26 @@ class WaitingRows:
             waiting.failed += failed[i]
         self.held, self.is_known, queue.recovered = set(rows.tolist()), True, len(rows) > 0
 
+    def check_new(self, members: Sequence[Member]) -> None:
+        """Look for members that begin groups among the newest rows of the store.
+
+        Raises:
+            DataError: one is there, so its group has closed: a new group would wait for the others for ever.
+        """
+        begun, store = {(member.group, member.name) for member in members if member.name >= 0}, self.store
+        if not begun or "group_id" not in store.schema or "trajectory_id" not in store.schema:
+            return
+        rows = store.ids()[-_NEWEST:]
+        rows = rows[np.isin(store.read_scalars("group_id", rows), np.array([member.group for member in members]))]
+        groups, names = (store.read_scalars(name, rows).tolist() for name in ("group_id", "trajectory_id"))
+        for row, group, name in zip(rows.tolist(), groups, names, strict=True):
+            if (group, name) in begun:
+                raise DataError(
+                    f"trajectory_id {name} came to group {group} again, which has closed with it: it is row {row} of "
+                    f"{store.path}. Nothing of this call was taken: leave it out, or give a new group a group_id of "
+                    "its own."
+                )
+
     def column_of(self, key: Key) -> str | None:
         """Return the column that holds a key, or None."""
         name = column_name(key)
@@ -200,6 +224,9 @@ class StoreCall:
             graded, kept = grader.grade(arrived.scores.take(torch.tensor(chosen)), Closing.of(inside))
             chosen = chosen if kept is None else [chosen[i] for i in kept.tolist()]
         waiting = self._waiting = self._members_that_wait(arrived, queue)
+        if queue.unique:
+            groups = ((member, queue.waiting.get(member.group)) for member in waiting)
+            self._rows.check_new([member for member, group in groups if group and group.members[0].arrived is arrived])
         part = arrived.take([*chosen, *(m.index for m in waiting)])
         self._num_whole, self.num_rows = len(chosen), len(part.groups)
         if not part.groups:

@@ -160,6 +160,23 @@ def test_a_member_that_waits_is_not_taken_again(open_buffer, make_rows):
     assert sorted(advantages(rb)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_member_that_is_sent_again_begins_no_group(open_buffer, make_rows, together):
+    """Its group has closed with it: it is refused with what came beside it; a group that comes whole is one."""
+    rows = make_rows([4, 5, 6, 7], group_size=2, rewards=[0.0, 1.0, 2.0, 3.0])
+    for part in [rows[:2]] if together else [rows[:1], rows[1:2]]:
+        open_buffer(MCAdvantage(2)).extend(lazy_stack(part))
+    rb = open_buffer(MCAdvantage(2))
+    with pytest.raises(DataError, match="trajectory_id 1 came to group 0 again, which has closed with it: it is row"):
+        rb.extend(lazy_stack([rows[2], rows[1]]))
+    assert (rb.waiting(), len(rb.store)) == ([], 2)
+    rb.extend(lazy_stack(rows[2:3]))
+    assert rb.waiting() == [2]
+    rb.extend(lazy_stack(rows[3:]))
+    assert sorted(advantages(rb)) == [0, 1, 2, 3]
+    assert rb.extend(lazy_stack(rows[:2])).tolist() == [4, 5]
+
+
 def test_killed_before_the_commit(open_buffer, make_rows):
     """The member that would have completed the group was never acknowledged; the others still wait."""
     rows = make_rows([4, 5], group_size=2)
