@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -173,7 +174,7 @@ class TrajectoryStorage(Storage):
         self._pool = BufferPool()
         self.appended = np.empty(0, np.int64)
         """int64: the ids of the rows of the newest append."""
-        self._slots = SlotMap(self.max_size)
+        self._slots, self._lock = SlotMap(self.max_size), threading.RLock()
         self._slots.sync(self.store)
 
     # -- TorchRL's interface -----------------------------------------------------------------------------------
@@ -199,23 +200,25 @@ class TrajectoryStorage(Storage):
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
         n, rows = append_data(data, self.store.schema)
-        slots = self._cursor_slots(cursor)
-        if len(slots) != n:
-            raise DataError(f"{n} trajectories do not fit {len(slots)} slots")
-        if n:
-            self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
-            if set_cursor:
-                self._set_last_cursor(int(slots[-1]))
+        with self._lock:
+            slots = self._cursor_slots(cursor)
+            if len(slots) != n:
+                raise DataError(f"{n} trajectories do not fit {len(slots)} slots")
+            if n:
+                self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
+                if set_cursor:
+                    self._set_last_cursor(int(slots[-1]))
 
     def extend(self, data: TensorDictBase | Trajectories) -> np.ndarray:
         """Append trajectories to the next slots and return these, int64 `[n]`; see `set`."""
         n, rows = append_data(data, self.store.schema)
         waiting = rows.get(WAITING.name)
-        slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
-        if n and self._append(rows, slots, in_turn=True) and len(slots):
-            slots = self._slots.of(self.appended[: len(slots)])
-        if len(slots):
-            self._set_last_cursor(int(slots[-1]))
+        with self._lock:
+            slots = self._slots.expected(n if waiting is None else int(np.count_nonzero(np.asarray(waiting) < 0)))
+            if n and self._append(rows, slots, in_turn=True) and len(slots):
+                slots = self._slots.of(self.appended[: len(slots)])
+            if len(slots):
+                self._set_last_cursor(int(slots[-1]))
         return slots
 
     def settle(self, later: Later) -> np.ndarray:
@@ -240,14 +243,15 @@ class TrajectoryStorage(Storage):
         rows, columns = later.rows, dict(later.columns)
         if not len(rows):
             return np.empty(0, np.int64)
-        if later.complete:
-            columns[WAITING.name] = -3 - self._slots.turn - np.arange(len(rows))
-        self.update(rows, **columns)
-        if later.complete:
-            slots = self._slots.complete(rows)
-            return self._slots.of(rows) if self._slots.drop_evicted(self.store) else slots
-        if WAITING.name in columns:
-            self._slots.leave_out(rows)
+        with self._lock:  # a refresh in between would see the update and give the rows slots as well
+            if later.complete:
+                columns[WAITING.name] = -3 - self._slots.turn - np.arange(len(rows))
+            self.update(rows, **columns)
+            if later.complete:
+                slots = self._slots.complete(rows)
+                return self._slots.of(rows) if self._slots.drop_evicted(self.store) else slots
+            if WAITING.name in columns:
+                self._slots.leave_out(rows)
         return np.empty(0, np.int64)
 
     @property
@@ -265,7 +269,8 @@ class TrajectoryStorage(Storage):
         if then is not None:
             waiting = then.read_scalars(WAITING.name, row_ids) if WAITING.name in then.schema else np.full(1, -1)
             return np.broadcast_to((waiting == -1) | (waiting < LEFT_OUT), row_ids.shape)
-        aside = self._slots.aside
+        with self._lock:  # rows that another thread appends wait as soon as they can be seen
+            aside = self._slots.aside
         return ~np.isin(row_ids, aside) if len(aside) else None
 
     def _append(self, rows: dict[str, Any], slots: np.ndarray, *, in_turn: bool) -> bool:
@@ -395,10 +400,12 @@ class TrajectoryStorage(Storage):
             IndexError: if a slot was never written.
         """
         if index is None:
-            return self._slots.rows.copy()
+            with self._lock:
+                return self._slots.rows.copy()
         index = _plain(index)
         try:
-            found = self._slots.rows[index].reshape(-1)
+            with self._lock:
+                found = self._slots.rows[index].reshape(-1)
         except IndexError:
             self.refresh()  # the process that chose the indices may have seen newer rows
             rows = self._slots.rows
@@ -462,11 +469,12 @@ class TrajectoryStorage(Storage):
 
     def refresh(self) -> int:
         """Show rows written by other processes; return the watermark."""
-        mark = self.store.refresh()
-        before = len(self._slots), self._slots.next_slot
-        self._slots.sync(self.store)
-        if before != (len(self._slots), self._slots.next_slot):
-            self._bump_mutation_revision()
+        with self._lock:
+            mark = self.store.refresh()
+            before = len(self._slots), self._slots.next_slot
+            self._slots.sync(self.store)
+            if before != (len(self._slots), self._slots.next_slot):
+                self._bump_mutation_revision()
         return mark
 
     def flush(self) -> None:
@@ -537,13 +545,13 @@ class TrajectoryStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_pool"]
+        del state["_pool"], state["_lock"]
         state["_attached_entities_list"] = []  # a buffer attaches itself again; a data loader needs none
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pool = BufferPool()
+        self._pool, self._lock = BufferPool(), threading.RLock()
         self._slots.sync(self.store)
 
     def __repr__(self) -> str:

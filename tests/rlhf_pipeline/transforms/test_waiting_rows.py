@@ -408,6 +408,36 @@ def test_processes_share_the_groups(open_buffer, make_rows):
     assert advantages(first)[3] == pytest.approx(-2 / spread, abs=1e-5)
 
 
+@pytest.mark.parametrize("method", ["append", "update"])
+def test_another_thread_sees_a_group_that_waits_or_one_that_is_complete(open_buffer, make_rows, monkeypatch, method):
+    """One that draws or looks while a member is stored or its group completed: no row has two slots or no advantage."""
+    rows = make_rows([4, 5, 6, 7], group_size=2, rewards=[0.0, 1.0, 2.0, 3.0])
+    rb = open_buffer(MCAdvantage(2))
+    rb.extend(lazy_stack(rows[:3]))
+    store, drawn = rb.store, list[list[int]]()
+    change = getattr(store, method)
+
+    def look() -> None:
+        if method == "update":
+            rb.refresh()
+        drawn.append(sorted(rb.select_step(0, strategy="uniform").tolist()))
+
+    def changed(*args, **columns):
+        result = change(*args, **columns)
+        threads.append(threading.Thread(target=look))
+        threads[-1].start()
+        threads[-1].join(0.5)
+        return result
+
+    threads = list[threading.Thread]()
+    monkeypatch.setattr(store, method, changed)
+    rb.extend(lazy_stack(rows[3:]))
+    for thread in threads:
+        thread.join()
+    assert sorted(rb.trajectories.mapped_rows().tolist()) == [0, 1, 2, 3]
+    assert drawn in ([[0, 1]], [[0, 1, 2, 3]])
+
+
 def test_processes_that_write_at_once(open_buffer, make_rows):
     """Three writers with members of the same groups, all the time: every group is completed once, with all of them."""
     groups, writers = 12, 3
