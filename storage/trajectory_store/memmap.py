@@ -424,6 +424,10 @@ class LocalWriter(SegmentWriter):
             self._fds = {}
             self._log_fd = -1
 
+    def __del__(self) -> None:
+        if hasattr(self, "_files"):  # a store that nobody closed: its rows are safe, as after a kill
+            self.abandon()
+
 
 GROUP_DELAY_S = 0.005
 """How long a group sync waits for company, where it had some the last time."""

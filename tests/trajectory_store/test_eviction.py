@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import shutil
 
 import numpy as np
@@ -219,6 +221,27 @@ def test_a_segment_is_as_new_as_its_last_row(tmp_path, backend):
         for view in (slow, other, TrajectoryStore.open(tmp_path / "s")):
             view.refresh()
             assert view.read_scalars("n").tolist() == wanted
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_store_that_nobody_closes_gives_its_files_back(tmp_path, backend):
+    """Forgotten by its process, it holds no file and no lock, and its rows are there."""
+
+    def held() -> list[str]:
+        with os.scandir("/proc/self/fd") as files:
+            links = [os.readlink(file.path) for file in files if os.path.lexists(file.path)]
+        return [link for link in links if link.startswith(str(tmp_path))]
+
+    for turn in range(3):
+        make = TrajectoryStore.open if turn else TrajectoryStore.create
+        store = make(tmp_path / "s", **({"mode": "a"} if turn else {"schema": SCHEMA, "backend": backend}))
+        store.update(store.append(rows(3 * turn, 3)), n=range(3 * turn, 3 * turn + 3))
+        del store
+        gc.collect()
+    assert held() == []
+    with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        assert store.read_scalars("n").tolist() == list(range(9))
+        assert store.verify().ok
 
 
 @pytest.mark.parametrize("limit", [None, 20])
