@@ -420,12 +420,13 @@ class TrajectoryStorage(Storage):
         return found
 
     def mapped_rows(self) -> np.ndarray:
-        """Return the row ids of all slots, in slot order."""
+        """Return the row ids of all slots, from the oldest on: in a full ring, the slot that is written next."""
         rows = self._slots.rows
+        rows = rows if len(rows) < self.max_size else np.roll(rows, -self.next_slot)
         return rows[rows >= 0]
 
     def kept_rows(self) -> np.ndarray:
-        """Return the row ids to copy: in slot order, then the rows that wait for their group."""
+        """Return the row ids to copy: those of the slots, then the rows that wait for their group."""
         return np.concatenate([self.mapped_rows(), self._slots.waits])
 
     def _cursor_slots(self, cursor: Any) -> np.ndarray:
@@ -490,7 +491,7 @@ class TrajectoryStorage(Storage):
         return {
             "path": self._address,
             "watermark": self.store.watermark,
-            "rows": torch.from_numpy(np.concatenate([self._slots.rows, self._slots.waits])),
+            "rows": torch.from_numpy(self.kept_rows()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -533,7 +534,7 @@ class TrajectoryStorage(Storage):
         except StoreNotFoundError as error:
             raise MissingPathError(f"the state's store is not at {path}") from error
         with source:
-            copy_rows(source, self.store, source.ids() if ids is None else ids[ids >= 0])
+            copy_rows(source, self.store, source.ids() if ids is None else ids)
         self._slots.sync(self.store)
         self._bump_mutation_revision()
 

@@ -369,6 +369,23 @@ def test_state_dict_into_another_storage_keeps_strings(storage, make_rows, tmp_p
         TrajectoryStorage(tmp_path / "new").load_state_dict({**storage.state_dict(), "path": str(tmp_path / "gone")})
 
 
+@pytest.mark.parametrize("how", ["state", "dump"])
+def test_a_copy_of_a_ring_loses_its_oldest_row_next(tmp_path, make_rows, how):
+    """A ring begins somewhere in its slots: its rows come in the order of arrival, not of the slots."""
+    first, other = (TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / n, max_size=4)) for n in ("a", "b"))
+    first.extend(lazy_stack(make_rows([4] * 6, group_size=1)))
+    if how == "state":
+        other.load_state_dict(first.state_dict())
+    else:
+        first.dumps(tmp_path / "dump")
+        other.loads(tmp_path / "dump")
+    assert other.store.read_scalars("group_id").tolist() == [2, 3, 4, 5]
+    other.extend(lazy_stack(make_rows([4], first_group=6)))
+    assert sorted(other[:]["group_id"].tolist()) == [3, 4, 5, 6]
+    first.storage.close()
+    other.storage.close()
+
+
 def test_the_state_of_a_store_at_a_url_is_loaded_from_there(tmp_path, make_rows, monkeypatch):
     """The same storage finds its rows, and another one gets a copy of them."""
     bucket = obstore.store.MemoryStore()
