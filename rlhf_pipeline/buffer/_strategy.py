@@ -11,6 +11,7 @@ import abc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def step_generator(seed: int, step: int) -> np.random.Generator:
     >>> bool(step_generator(1, 7).random() == step_generator(1, 7).random())
     True
     """
-    return np.random.Generator(np.random.Philox(key=[seed % (1 << 64), step % (1 << 64)]))
+    return np.random.Generator(np.random.Philox(key=[index(seed) % (1 << 64), index(step) % (1 << 64)]))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -133,7 +134,12 @@ class TrajectorySampler(Sampler):
 
         Returns:
             Positions in the view, int64, each at most once.
+
+        Raises:
+            DefinitionError: the batch size is below 1.
         """
+        if batch_size is not None and batch_size < 1:
+            raise DefinitionError(f"batch_size is {batch_size}; it must be at least 1, or None.")
         allowed = self.eligible(view)
         if not len(allowed):
             return allowed

@@ -241,6 +241,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
             raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
         advantage = self._keep_groups()
+        if tensordicts.n == 0 if isinstance(tensordicts, Trajectories) else 0 in tensordicts.batch_size:
+            return self._write(None) if advantage is None else self.close_overdue()
         with nullcontext() if advantage is None else advantage.call():
             rows = self._through(tensordicts, self._transforms())
             return self._settle(advantage, self._write(rows)) if write else self._write(None)

@@ -85,7 +85,7 @@ class ColumnTransform(Transform):
     def _fill(self, td: TensorDictBase, *, writing: bool) -> TensorDictBase:
         if td.batch_dims == 0:
             return self._fill(lazy_stack([td]), writing=writing)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
-        if self.is_done(td):
+        if 0 in td.batch_size or self.is_done(td):
             return td
         td = token_level(self.prepared(td))
         return attach(td, self.new_columns(ragged_tokens(columns_of(td)), writing=writing))

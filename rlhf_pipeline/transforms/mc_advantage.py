@@ -342,7 +342,7 @@ class MCAdvantage(Transform):
             self._current()
             if self.rows is not None and not self._is_writing:
                 raise self._elsewhere("inv", "extend")
-            if not tensordict.numel():
+            if 0 in tensordict.batch_size:
                 done = self._finish(self._queue.close_overdue(self._now()))
                 return None if done is None else done.in_form_of(tensordict)
             batch = some_steps_of(tensordict, self._needed(tensordict))
@@ -395,7 +395,7 @@ class MCAdvantage(Transform):
         if tensordict.get(self.advantage_key, None) is not None or tensordict.get(ROW_ID, None) is not None:
             # Done already, or a sample of a store, in which the groups are not whole.
             return tensordict
-        if not tensordict.numel():
+        if 0 in tensordict.batch_size:
             return tensordict
         arrived = self._arrived(some_steps_of(tensordict, self._needed(tensordict)))
         seen: dict[Hashable, int] = {}

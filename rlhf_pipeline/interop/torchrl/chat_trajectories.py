@@ -76,7 +76,7 @@ class ChatTrajectories(Transform):
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if tensordict is None or not tensordict.numel():
+        if tensordict is None or 0 in tensordict.batch_size:
             return None
         rows = [self._row(turns) for turns in _trajectories(tensordict)]
         self._check_sampler(rows)

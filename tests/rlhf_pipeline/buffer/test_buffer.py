@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torchrl.data.replay_buffers import LazyStackStorage
 from torchrl.envs.transforms import Compose, Transform
 
@@ -20,6 +20,7 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.samplers import FreshSampler, PrioritySampler, UniformSampler
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -277,6 +278,35 @@ def test_sample_step_is_pure(make_buffer, make_rows):
         assert_same(rb.sample_step(3, 4, at=at), first)
     assert set(rb.select_step(0, 16).tolist()) == set(rb.store.ids().tolist())
     assert rb.view(start=mark).column("group_id").tolist() == [50, 50, 51, 51, 52, 52, 53, 53]
+
+
+@pytest.mark.parametrize("transform", [None, write_path()], ids=["plain", "write path"])
+def test_an_empty_batch_writes_nothing(make_buffer, make_rows, transform):
+    """Whatever its keys; groups whose time is up close at it, as at every call."""
+    rows = lazy_stack(make_rows([4, 4]))
+    rb = make_buffer(transform)
+    for empty in (rows[:0], TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0]), Trajectories(0)):
+        assert rb.extend(empty).tolist() == []
+    assert len(rb.store) == 0
+    clock = iter(range(100))
+    late = make_buffer(MCAdvantage(4, min_group_size=2, group_timeout_s=3, clock=lambda: float(next(clock))), "late")
+    late.extend(rows)
+    while not (closed := late.extend(rows[:0]).tolist()):
+        assert next(clock) < 9
+    assert closed == [0, 1]
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_numbers_of_a_step(make_buffer, make_rows, size):
+    """A step is any whole number, of NumPy too, and no other; a batch has a row at least."""
+    rb = make_buffer(seed=7)
+    rb.extend(lazy_stack(make_rows([4] * 8)))
+    drawn = rb.select_step(3, 4).tolist()
+    assert rb.select_step(np.int64(3), 4, seed=np.int64(7)).tolist() == drawn
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        rb.select_step(3.5, 4)
+    with pytest.raises(DefinitionError, match=f"batch_size is {size}; it must be at least 1, or None"):
+        rb.sample_step(3, size)
 
 
 def test_a_snapshot_draws_with_the_values_of_then(make_buffer, make_rows):
