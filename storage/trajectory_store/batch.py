@@ -1,4 +1,4 @@
-"""From what a caller appends to flat arrays in the dtypes on disk, checked."""
+"""Check a caller's rows and flatten them to arrays in the dtypes on disk."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Batch:
 
     Attributes:
         n_rows: the number of trajectories.
-        values: per column that was given the flat values `[elements * width]` or scalars `[n_rows]`, little-endian.
+        values: per given column, the flat values `[elements * width]` or the scalars `[n_rows]`, little-endian.
         lengths: per axis `[n_rows]` int64.
-        partial: of a column that only some rows were given, `[n_rows]` bool; the values of the others are its fill.
+        partial: per column that only some rows were given, which ones: `[n_rows]` bool; the others hold the fill.
         extra: internal per-row arrays by name (the targets of updates, the ids and times of merged rows).
         filled: columns that no row was given; their values are the fill.
     """
@@ -36,7 +36,7 @@ class Batch:
     filled: frozenset[str] = frozenset()
 
     def fitted(self, schema: Schema) -> Batch:
-        """These rows with a fill for every column of a schema that was not given."""
+        """Return these rows with the fill in every column of the schema that was not given."""
         missing = [column for column in schema if column.name not in self.values]
         if not missing:
             return self
@@ -57,7 +57,7 @@ class Batch:
         return bits | np.uint64(all_rows)
 
     def arrays(self, meta: SegmentMeta) -> dict[str, npt.NDArray[Any]]:
-        """The values of these rows for every array of a segment, in the order of the format; offsets begin with 0."""
+        """Return these rows as the arrays of a segment, in the order of the format; offsets begin with 0."""
         schema = meta.schema
         out: dict[str, npt.NDArray[Any]] = {column.name: self.values[column.name] for column in schema}
         out |= {offsets_name(axis): offsets_of(self.lengths[axis]) for axis in schema.axes}
@@ -66,7 +66,7 @@ class Batch:
         return out | {name: self.extra[name] for name in meta.internal_rows}
 
     def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
-        """Set the values of a column, and note which rows were given one beside those that were before."""
+        """Set the values of a column, and add `given` to the rows that were given one."""
         name = column.name
         if name not in self.values or name in self.filled:
             before = np.zeros(self.n_rows, bool)
@@ -77,7 +77,7 @@ class Batch:
         self.partial[name] = before | given
 
     def rows(self, keep: npt.NDArray[np.bool_], schema: Schema) -> Batch:
-        """Some of the rows; `keep` is `[n_rows]` bool."""
+        """Return the rows where `keep`, `[n_rows]` bool, is True."""
         values: dict[str, npt.NDArray[Any]] = {}
         for name, flat in self.values.items():
             axis, width = schema[name].axis, schema[name].width
@@ -99,13 +99,13 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
     """Check a batch against a schema and flatten it.
 
     Args:
-        schema: what the rows must consist of.
+        schema: the columns of the rows.
         data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values.
-        n_rows: the number of rows, if it is known before.
+        n_rows: the number of rows, if it is known beforehand.
 
     Raises:
-        BatchError: a column is missing, too short, of a wrong kind, or does not fit its dtype.
-        UnknownColumnError: a column that the schema does not have.
+        BatchError: a column is missing, too short, of the wrong kind, or does not fit its dtype.
+        UnknownColumnError: the schema has no such column.
     """
     for name in data:
         if name not in schema:
@@ -164,7 +164,7 @@ def _fill(column: Column, n_rows: int, values: dict[str, npt.NDArray[Any]], leng
 
 
 def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert to the column's dtype on disk, or say which value does not fit."""
+    """Convert to the column's dtype on disk; the error names a value that does not fit."""
     target = column.np_dtype
     if array.dtype == target:
         return np.ascontiguousarray(array)
@@ -179,7 +179,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array.astype(target)
     if wanted in "iu" and kind in "iu":
         info = np.iinfo(target)
-        if kind == "i":  # a negative value seen as unsigned is large, so one look is enough for most batches
+        if kind == "i":  # a negative value read as unsigned is large, so the maximum settles most batches
             largest = int(np.maximum.reduce(array.view(f"u{array.itemsize}")))
             if largest <= min(info.max, _LARGEST[array.itemsize]):
                 return array.astype(target)
@@ -241,14 +241,14 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
 
 
 def _text(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
-    """Texts or strings of bytes as one flat array and the length of each in bytes."""
+    """Return texts or byte strings as one flat array, and the length of each in bytes."""
     kind = str if column.dtype == "str" else bytes
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
     given = list(cast("Iterable[Any]", given))
     if kind is str and set(map(type, given)) == {str}:
         joined = "".join(given)
-        if joined.isascii():  # a character is a byte
+        if joined.isascii():  # every character is one byte
             return np.frombuffer(joined.encode(), np.uint8), np.array(list(map(len, given)), np.int64)
     parts: list[bytes] = []
     for i, item in enumerate(given):

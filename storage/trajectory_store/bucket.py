@@ -1,7 +1,7 @@
-"""Objects by key: what the catalog of every store, and the commits of an object store, are kept in.
+"""Objects by key: where the catalog of every store, and the commits of an object store, are kept.
 
-A bucket is a local folder or an object store. The one operation that everything rests on is `put_new`: put an object
-unless there is one with this key.
+A bucket is a local folder or an object store. Everything rests on one operation, `put_new`: put an object unless one
+with this key exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 PATIENCE: Final = "TRAJECTORY_STORE_PATIENCE_S"
-"""The environment variable with the seconds for which a request that fails is repeated."""
+"""The environment variable with the number of seconds for which a failing request is repeated."""
 _PATIENCE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 2.0
@@ -36,16 +36,16 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class Transient(Exception):
-    """A request failed in a way that another try may not; whether a put arrived is unknown."""
+    """A request failed, and another try may succeed; whether a put arrived is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What was asked of an object store, repeats included.
+    """The requests made to an object store, repeats included.
 
     Attributes:
         puts: requests that write.
-        gets: requests that read an object, or a part of one.
+        gets: requests that read an object or a part of one.
         lists: requests that list keys.
         deletes: requests that delete; they cost nothing.
         sent: bytes of the objects that were written.
@@ -72,10 +72,10 @@ class Traffic:
 
 
 def number_from(variable: str, default: float) -> float:
-    """Return what an environment variable says.
+    """Return the number in an environment variable, or the default if it is not set.
 
     Raises:
-        SchemaError: it says something else than a number above 0.
+        SchemaError: the value is not a number above 0.
     """
     text = os.environ.get(variable, "")
     try:
@@ -88,14 +88,14 @@ def number_from(variable: str, default: float) -> float:
 
 
 def persist(call: Callable[[], R], what: str) -> R:
-    """Repeat a request, after pauses that grow, until it has failed for as long as `PATIENCE` says.
+    """Repeat a request, after growing pauses, until it has failed for as long as `PATIENCE` says.
 
     Args:
-        call: raises `Transient` where another try may help.
+        call: raises `Transient` if another try may help.
         what: the request, for the log.
 
     Raises:
-        Transient: what the last try raised.
+        Transient: the error of the last try.
     """
     began, pause, told = time.monotonic(), _FIRST_PAUSE_S, False
     while True:
@@ -106,20 +106,20 @@ def persist(call: Callable[[], R], what: str) -> R:
             if left <= 0:
                 raise
             if pause >= _LONGEST_PAUSE_S and not told:
-                log.warning("%s fails (%s); it is tried for %.0f s more", what, error, left)
+                log.warning("%s fails (%s); retrying for up to %.0f s", what, error, left)
                 told = True
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 class Bucket(ABC):
-    """Where objects are.
+    """A place for objects.
 
     Attributes:
         where: the address, for messages.
         local: requests cost microseconds, so several small ones are better than a large one.
-        tail: bytes at the end of an object that one look takes; most commits have their record and directory there.
-        traffic: what was asked of it so far, where requests are counted.
+        tail: bytes to read from the end of an object; in most commits they include the record and the directory.
+        traffic: the requests so far, where they are counted.
     """
 
     where: str
@@ -129,7 +129,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put an object unless there is one with this key; returns False where there is one.
+        """Put an object unless one with this key exists; return False if one does.
 
         Raises:
             Transient: whether it was put is unknown.
@@ -137,26 +137,26 @@ class Bucket(ABC):
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Put an object under a key that nobody else uses."""
+        """Put an object under a key that no other process uses."""
 
     @abstractmethod
     def _get(self, key: str) -> bytes:
-        """Get an object; FileNotFoundError where there is none, Transient where another try may help."""
+        """Get an object; raise FileNotFoundError if there is none, Transient if another try may help."""
 
     @abstractmethod
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
-        """Get so many bytes from the end of an object, and its whole size; raises the same."""
+        """Get `size` bytes from the end of an object, and the object's size; raise as `_get` does."""
 
     def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Several requests."""
+        """Make several requests."""
         return [call(item) for item in items]
 
     def _again(self, call: Callable[[], R], what: str) -> R:
-        """A request that changes nothing, and is repeated where that may help."""
+        """Make a request that is safe to repeat, and repeat it where that may help."""
         return call()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Get objects at the same time; None for those that are not there."""
+        """Get objects at the same time; None for a missing one."""
 
         def one(key: str) -> bytes | None:
             with suppress(*_ABSENT):
@@ -165,7 +165,7 @@ class Bucket(ABC):
         return self._each(one, keys)
 
     def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
-        """Of each object so many bytes from its end and its whole size; None for those that are not there."""
+        """Get bytes from the end of each object, and the object's size; None for a missing one."""
 
         def one(of: tuple[str, int]) -> tuple[bytes, int] | None:
             with suppress(*_ABSENT):
@@ -175,7 +175,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Some ranges of bytes of one object.
+        """Get some ranges of bytes of one object.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -183,7 +183,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def keys(self, prefix: str, after: str = "") -> list[str]:
-        """The keys that begin with `prefix` and sort behind `after`, sorted."""
+        """Return the keys that begin with `prefix` and sort after `after`, sorted."""
 
     def keys_of(self, prefixes: Sequence[str]) -> list[list[str]]:
         """List several prefixes at the same time."""
@@ -191,22 +191,22 @@ class Bucket(ABC):
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are fine."""
+        """Delete objects; a missing one is not an error."""
 
     def stamp(self, key: str) -> int | None:
-        """A number that stays the same while no object with this key, or one behind it in its folder, appears.
+        """Return a number that stays the same until this key, or a later one in its folder, appears.
 
-        None where only listing tells.
+        None if only a listing can tell.
         """
         return None
 
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:
-        """The lock of whoever tidies up: True held, False taken by another process, None where the bucket has none."""
+        """Take the upkeep lock: True if held, False if another process has it, None if the bucket has no locks."""
         yield None
 
     def sync(self, key: str) -> None:  # noqa: B027 - a put that was answered is safe elsewhere
-        """Wait until an object, or all below a prefix, is on the disk, also where puts do not wait."""
+        """Wait until an object, or all below a prefix, is on the disk, even if puts do not wait."""
 
     def is_empty(self) -> bool:
         """Whether there are no objects at all."""
@@ -217,10 +217,10 @@ class Bucket(ABC):
         return self.get_many([key])[0]
 
     def settle(self, key: str, data: bytes) -> bool:
-        """Put an object unless there is one, and find out whose it is; returns whether the bytes there are these.
+        """Put an object unless one exists; return whether the object that is there then has these bytes.
 
         A put that failed or was not answered may still arrive, and a client may repeat one whose reply was lost. So the
-        same bytes are put to the same key until somebody's are there, and those are read back.
+        same bytes are put to the same key until an object is there, and that object is read back.
 
         Raises:
             WriteFailedError: it could not be found out.
@@ -231,7 +231,7 @@ class Bucket(ABC):
                 return True
             found = self.get(key)
             if found is None:
-                raise Transient("there is an object of this name, and it cannot be read")
+                raise Transient("an object of this name exists and cannot be read")
             return found == data
 
         try:
@@ -262,14 +262,14 @@ class FolderBucket(Bucket):
         self.durable = durable
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put a file in one step: a reader sees all of it or nothing."""
+        """Put a file atomically: a reader sees all of it or nothing."""
         path = self.root / key
         for attempt in range(_FOLDER_TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
-            with fs.said(path, "writing"):
+            with fs.explained(path, "writing"):
                 try:
                     return self._link(path, temporary, data)
-                except FileNotFoundError:  # the folder is not there yet, or whoever tidies up found it empty
+                except FileNotFoundError:  # the folder does not exist yet, or upkeep removed it while it was empty
                     if attempt == _FOLDER_TRIES - 1:
                         raise
                 self._make_folder(path.parent)
@@ -291,12 +291,12 @@ class FolderBucket(Bucket):
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        """Put a file under a name that nobody else uses."""
+        """Put a file under a name that no other process uses."""
         if not self.put_new(key, data):
-            raise WriteFailedError(None, f"writing {key} failed: there is a file of this name", self.where)
+            raise WriteFailedError(None, f"writing {key} failed: a file of this name exists", self.where)
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and its parents, each name synced where the bucket is durable."""
+        """Make a folder and its parents; sync each name if the bucket is durable."""
         if folder.is_dir():
             return
         self._make_folder(folder.parent)
@@ -306,9 +306,9 @@ class FolderBucket(Bucket):
             fs.sync_path(folder.parent)
 
     def sync(self, key: str) -> None:
-        """Sync a file, or a folder with all that is in it, and its name."""
+        """Sync a file, or a folder with everything in it, and its name."""
         path = self.root / key
-        with fs.said(path, "syncing"), suppress(FileNotFoundError):  # there are newer records, which are as good
+        with fs.explained(path, "syncing"), suppress(FileNotFoundError):  # newer records exist, and replace it
             if path.is_dir():
                 fs.sync_tree(path)
             else:
@@ -316,7 +316,7 @@ class FolderBucket(Bucket):
             fs.sync_path(path.parent)
 
     def is_empty(self) -> bool:
-        """Whether the folder is empty or not there."""
+        """Whether the folder is empty or missing."""
         return not self.root.exists() or (self.root.is_dir() and not os.listdir(self.root))
 
     def _get(self, key: str) -> bytes:
@@ -329,7 +329,7 @@ class FolderBucket(Bucket):
                 whole = os.fstat(fd).st_size
                 size = min(size, whole)
                 return os.pread(fd, size, whole - size), whole
-        except CorruptionError:  # a link or a pipe holds nothing of this store
+        except CorruptionError:  # a link or a pipe is not part of this store
             return b"", 0
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -352,10 +352,10 @@ class FolderBucket(Bucket):
                 os.close(fd)
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
-        """List files, those in the making left out."""
+        """List files, except unfinished ones."""
         folder, _, start = prefix.rpartition("/")
         found: list[str] = []
-        if folder and os.path.islink(self.root / folder):  # what is below belongs to somebody else
+        if folder and os.path.islink(self.root / folder):  # a link leads out of the store
             return found
         try:
             with os.scandir(self.root / folder) as entries:
@@ -373,7 +373,7 @@ class FolderBucket(Bucket):
         return found
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and the folders that are empty then."""
+        """Remove files, and the folders that this leaves empty."""
         folders: set[Path] = set()
         for key in keys:
             path = self.root / key
@@ -389,7 +389,7 @@ class FolderBucket(Bucket):
                 folder = folder.parent
 
     def sweep(self, older_than_s: float) -> None:
-        """Remove files that killed processes left half written."""
+        """Remove files that killed processes left half-written."""
         now = fs.now(self.root)
         for folder, _, names in os.walk(self.root):
             for name in names:
@@ -400,7 +400,7 @@ class FolderBucket(Bucket):
                             fs.remove_file(path)
 
     def stamp(self, key: str) -> int | None:
-        """Two calls of stat: when its folder was changed, and whether the file is there."""
+        """Return when the folder last changed, or None if the file exists: two calls of stat."""
         path = f"{self.where}/{key}"
         try:
             changed = os.stat(path.rpartition("/")[0]).st_mtime_ns
@@ -410,6 +410,6 @@ class FolderBucket(Bucket):
 
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:
-        """The lock of the store's own metadata file, which the kernel drops when its holder dies."""
+        """Take the lock of the store's own metadata file, which the kernel drops when its holder dies."""
         with fs.locked(self.root / "zarr.json") as mine:
             yield mine

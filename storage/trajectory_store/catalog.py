@@ -1,4 +1,4 @@
-"""What a reader knows of a store: where an id lives, the order of arrival, later values. One for every medium."""
+"""A reader's view of a store, the same for every medium: where rows are, the order of arrival, later values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trajectory_store.schema import Column
 from trajectory_store.updates import Later, within
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
-_NOWHERE = _NOT_LEARNT = -1
+_NOWHERE = _UNKNOWN = -1
 _ROWS, _HOME, _FIRST = range(3)
-"""Of each segment that was ever written: its rows, the segment that has them now, and where they begin in that."""
+"""Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
 
 class Address(NamedTuple):
-    """Where rows are: per row the ordinal of a segment and the row in it."""
+    """Where rows are: per row, the ordinal of its segment and its number in that segment."""
 
     ordinals: Int64Array
     rows: Int64Array
@@ -34,11 +34,11 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Per segment that was ever written, how many rows, or updates, were visible.
+    """How many rows or updates of each segment were visible at one moment.
 
-    Several writers interleave, so a number of rows alone does not say which rows; this does. It is small
-    (one number per segment) and goes into a ledger as JSON. `TrajectoryStore.ids` takes it for the rows of then,
-    `TrajectoryStore.as_of` for their values.
+    Several writers interleave, so a number of rows alone does not identify the rows; this does. It is small
+    (one number per segment) and goes into a ledger as JSON. `TrajectoryStore.ids` takes it and returns the rows of
+    that moment; `TrajectoryStore.as_of` reads their values of that moment.
 
     Attributes:
         rows: ordinal of a segment -> rows.
@@ -68,11 +68,11 @@ class Snapshot:
             raise SchemaError(f"a snapshot cannot be read: {error!r} in {dict(data)!r}") from None
 
     def select(self, ids: Int64Array) -> Int64Array:
-        """Keep the ids that existed, in their order."""
+        """Return the ids that existed, in their order."""
         return ids[within(self.rows, ids)]
 
     def later(self, ids: Int64Array) -> Int64Array:
-        """Keep the ids that did not exist yet, in their order: what was committed since, also between known rows.
+        """Return the ids that did not exist yet, in their order: committed since, even between known rows.
 
         >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
         [2, 4294967296]
@@ -101,7 +101,7 @@ class ArrivalOrder:
         self.__init__()
 
     def replace(self, sources: Iterable[int], merged: Segment) -> None:
-        """The rows of some segments are in another one now. Where all of them were known, the order is as before."""
+        """Note that a merged segment holds the rows of its sources. The order stays if all of them were known."""
         seen = [self._seen.pop(source, (0, 0))[1] for source in sources]
         if sum(seen) == merged.rows:
             self._seen[merged.ordinal] = (merged.records, merged.rows)
@@ -109,7 +109,7 @@ class ArrivalOrder:
             self.reset()
 
     def update(self, segments: Iterable[Segment]) -> None:
-        """Take in what the segments hold beyond what is known."""
+        """Add the new rows of the segments."""
         segments = list(segments)
         news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         seen: dict[int, tuple[int, int]] = {}
@@ -118,7 +118,7 @@ class ArrivalOrder:
             if segment.records != records:
                 seen[segment.ordinal] = (segment.records, segment.rows)
                 news.append(segment.runs(records, rows))
-        self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
+        self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
         if not news:
             return
         times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))
@@ -145,13 +145,13 @@ class ArrivalOrder:
         self._count = need
 
     def ids(self) -> Int64Array:
-        """The ids; a read-only view that later calls leave as it is."""
+        """Return the ids as a read-only view that later calls do not change."""
         view = self._ids[: self._count]
         view.flags.writeable = False
         return view
 
     def runs(self) -> tuple[Int64Array, Int64Array]:
-        """The same as runs of consecutive ids: the first of each, and how many. Found when they are asked for."""
+        """Return the ids as runs of consecutive ones: the first id and the length of each. Computed on demand."""
         known = int(self._ends[-1]) if len(self._ends) else 0
         if known < self._count:
             start = max(known - 1, 0)
@@ -176,7 +176,7 @@ def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
     if len(firsts):
         steps[0] = firsts[0]
         steps[np.cumsum(counts)[:-1]] = firsts[1:] - (firsts + counts)[:-1] + 1
-    return np.cumsum(steps, out=steps)  # in place: a store of many rows needs the memory of its ids, and no more
+    return np.cumsum(steps, out=steps)  # in place: needs no memory beyond that of the ids
 
 
 class Catalog:
@@ -184,14 +184,14 @@ class Catalog:
 
     Args:
         medium: where the store is.
-        warn: say so when a segment cannot be opened.
+        warn: warn when a segment cannot be opened.
 
     Attributes:
         segments: the segments whose rows count, by ordinal.
         updates: the segments with later values, by ordinal.
-        state: the record of the catalog whose segments are the ones here; the journal may have read a newer one.
-        generation: grows with every change that a reader can see.
-        problems: what is damaged as far as opening showed, in words.
+        state: the catalog record that these segments come from; the journal may have read a newer one.
+        generation: increases with every change that a reader can see.
+        problems: the damage found while opening, in words.
     """
 
     def __init__(self, medium: Medium, *, warn: bool = True) -> None:
@@ -225,7 +225,7 @@ class Catalog:
     # Following
 
     def refresh(self) -> None:
-        """Take in new commits, new segments and removals."""
+        """Read new commits, new segments and removals."""
         with self._lock:
             local = self.medium.bucket.local
             if local:
@@ -233,30 +233,30 @@ class Catalog:
             else:
                 with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:  # both wait for replies
                     followed = pool.submit(self.journal.follow)
-                    self._look()
+                    self._read_commits()
                 followed.result()
             changed = self.journal.state.number != self.state.number
             if changed:
                 self._take_state()
             if changed or local:
-                self._look()  # a writer that began a new segment may have added to its previous one first
+                self._read_commits()  # a writer that began a new segment may have added to its previous one first
 
     def follow_state(self) -> None:
-        """Take in the record that this process just wrote."""
+        """Apply the record that this process just wrote."""
         with self._lock:
             self._take_state()
 
     def refresh_segment(self, ordinal: int) -> None:
-        """Take in the new commits of one segment: the cheap path after an own append."""
+        """Read the new commits of one segment: the cheap path after an append of this process."""
         with self._lock:
             segment = self.segments.get(ordinal) or self.updates.get(ordinal)
             if segment is None:
                 self.refresh()
             else:
-                self._look([segment])
+                self._read_commits([segment])
 
-    def _look(self, segments: Sequence[Segment] | None = None) -> None:
-        """Take in new commits of segments, by default of all open ones; also of some, where another cannot be read."""
+    def _read_commits(self, segments: Sequence[Segment] | None = None) -> None:
+        """Read new commits of segments, by default of all open ones. If one cannot be read, the others still count."""
         if segments is None:
             segments = [s for s in (*self.segments.values(), *self.updates.values()) if not s.finished]
         before = [(segment, segment.rows) for segment in segments]
@@ -268,17 +268,17 @@ class Catalog:
                     self._grew(segment)
 
     def settled(self, segment: Segment) -> bool:
-        """Whether nobody can append to a segment any more; all its rows are known then."""
+        """Return whether no process can append to a segment any more; if so, all its rows are known."""
         if not segment.finished:
             if segment.is_live() or not self.medium.seal(segment):
                 return False
-            self.refresh_segment(segment.ordinal)  # its writer may have committed until just before it ended
+            self.refresh_segment(segment.ordinal)  # its writer may have committed just before it ended
         return True
 
     def _take_state(self) -> None:
-        """Follow the newest record: open segments that are new in it, forget those that left."""
+        """Apply the newest record: open the segments that are new in it, and forget those that it no longer names."""
         opened: dict[int, Segment | Exception] = {}
-        while True:  # what is there when the catalog stands still, was not removed while it was opened
+        while True:  # once the catalog stands still, no segment was removed while it was opened
             state = self.journal.state
             new = [e for e in state.entries if self._known.get(e.ordinal) is None and e != self._failed.get(e.ordinal)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
@@ -296,7 +296,7 @@ class Catalog:
         self._follow_to(state, {entry: opened[entry.ordinal] for entry in new})
 
     def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
-        """Let a record be the one that counts. Nothing is read here, so nothing fails half way."""
+        """Switch to a record. Nothing is read here, so nothing fails halfway."""
         gone = self._known.keys() - {entry.ordinal for entry in state.entries}
         homes = np.zeros((max(64, 2 * state.next_ordinal), 3), np.int64)
         homes[: len(self._homes)] = self._homes[: len(homes)]
@@ -304,7 +304,7 @@ class Catalog:
             if isinstance(found, Segment):
                 self._add(entry, found, homes)
         self.state = state
-        self._homes = homes  # at once: another thread finds rows as they were, or as they are
+        self._homes = homes  # in one assignment: another thread sees the rows before or after the change
         for ordinal in gone:
             self._forget(ordinal)
         self.newest_ns = max(self.newest_ns, state.time_ns)
@@ -331,13 +331,13 @@ class Catalog:
         if not entry.merged:
             homes[entry.ordinal, _ROWS] = segment.rows
             return
-        homes[sources, _ROWS] = _NOT_LEARNT
+        homes[sources, _ROWS] = _UNKNOWN
         self._moved = True
         inside, known = set(entry.sources), [e for e in self._known.values() if e.kind == "rows" and e is not entry]
         self.order.replace([e.ordinal for e in known if e.sources[0] in inside], segment)
 
     def _forget(self, ordinal: int) -> None:
-        """A segment left: its rows are in a merged one that was taken in before, or gone for good."""
+        """Drop a segment: its rows are in a merged one that was added before, or gone for good."""
         entry = self._known.pop(ordinal)
         self.updates.pop(ordinal, None)
         segment = self.segments.pop(ordinal, None)
@@ -397,9 +397,9 @@ class Catalog:
             return self._ordered().ids()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
-        """The ids of the newest rows in the order of arrival, and the same as runs: a segment, its first row, how many.
+        """Return the ids of the newest rows in the order of arrival, and their runs `(segment, first row, rows)`.
 
-        None where the runs are not few, or have to be fetched.
+        The runs are None if they are many, or would have to be fetched.
         """
         with self._lock:
             ids = self.ids()
@@ -409,7 +409,7 @@ class Catalog:
         return ids[skip:], runs if few else None
 
     def _runs(self, skip: int) -> list[tuple[int, int, int]]:
-        """All rows less the first `skip`, as runs."""
+        """Return all rows but the first `skip`, as runs."""
         firsts, counts = self._ordered().runs()
         out: list[tuple[int, int, int]] = []
         if not len(firsts):
@@ -434,7 +434,7 @@ class Catalog:
         return found
 
     def table(self, name: str) -> dict[int, Any]:
-        """By ordinal what was looked up of the segments' array of this name; kept only where it stays right."""
+        """Return the results of look-ups in arrays of this name, by ordinal; kept only if they stay valid."""
         return self._tables.setdefault(name, {}) if self.medium.keeps_arrays else {}
 
     def locate(self, ids: Int64Array) -> Address:
@@ -454,7 +454,7 @@ class Catalog:
         return Address(homes[:, _HOME], rows + homes[:, _FIRST]) if self._moved else Address(ordinals, rows)
 
     def find(self, ids: Int64Array) -> Address:
-        """The same with -1 for rows that are not there."""
+        """Find rows as `locate` does, with segment -1 for missing ones."""
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         known = (ordinals >= 0) & (ordinals < len(self._homes))
         homes = self._home(np.where(known, ordinals, 0))
@@ -462,17 +462,17 @@ class Catalog:
         return Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
 
     def _home(self, ordinals: Int64Array) -> Int64Array:
-        """`[B, 3]`: where the rows of some segments are."""
+        """Return where the rows of some segments are: `[B, 3]`."""
         homes = self._homes[ordinals]
-        moved = homes[:, _ROWS] == _NOT_LEARNT
+        moved = homes[:, _ROWS] == _UNKNOWN
         if not moved.any():
             return homes
         for home in distinct(homes[moved, _HOME]):
-            self._learn(self.any_segment(home), np.array(self._known[home].sources, np.int64))
+            self._find_sources(self.any_segment(home), np.array(self._known[home].sources, np.int64))
         return self._homes[ordinals]
 
-    def _learn(self, segment: Segment, sources: Int64Array) -> None:
-        """Where the rows of its sources are in a merged segment: it has all of each, one source after another."""
+    def _find_sources(self, segment: Segment, sources: Int64Array) -> None:
+        """Find the rows of each source in a merged segment, which holds all of them, one source after another."""
         ids = segment.array(ROW_ID)[: segment.rows]
         starts = ids.searchsorted(sources << ORDINAL_SHIFT)
         counts = ids.searchsorted((sources + 1) << ORDINAL_SHIFT) - starts
@@ -508,7 +508,7 @@ class Catalog:
     # Later values
 
     def later(self, column: Column) -> Later | None:
-        """The later values of a column, up to date; None where there are none."""
+        """Return the later values of a column, up to date, or None if there are none."""
         if not self.updates:
             return None
         with self._lock:
@@ -526,7 +526,7 @@ class Catalog:
 
 
 def limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:
-    """Rows, or updates, visible per original segment: the vector that a snapshot keeps."""
+    """Return the visible rows or updates per original segment: the counts that a snapshot keeps."""
     out: dict[int, int] = {}
     for segment in list(segments.values()):
         out.update(segment.row_limits())

@@ -1,7 +1,7 @@
-"""Reading rows: from ids to arrays, padded or ragged.
+"""Reading rows: from ids to padded or ragged arrays.
 
-Rows are copied by assigning slices of memoryviews: that reaches the speed of a bare row copy, where numpy's
-own memmap objects cost twelve times as much per slice. What does not depend on the column is done once per batch.
+Rows are copied by assigning slices of memoryviews, which is as fast as a bare row copy; numpy's own memmap objects
+cost twelve times as much per slice. Work that does not depend on the column is done once per batch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from trajectory_store.updates import Later
 Side = Literal["left", "right"]
 _NONE = np.empty(0, np.int64)
 _FEW = 4
-"""Rows of one segment for which looking at them first costs more than it saves."""
+"""Up to this many rows of one segment, touching them first costs more than it saves."""
 
 
 class Places:
     """The rows of a batch, segment by segment.
 
-    "Run order" is the order of the runs one after another; it is the order of the batch where one segment has all rows.
+    "Run order" is the order of the runs one after another; it is the order of the batch if one segment has all rows.
 
     Attributes:
-        order: `[B]` the place in the batch of each row in run order; None where the orders agree.
-        runs: per segment its ordinal and the rows in it.
-        edges: where in run order each run begins, and where the last one ends.
+        order: `[B]` the place in the batch of each row in run order; None if the orders agree.
+        runs: per segment, its ordinal and the rows in it.
+        edges: where each run begins in run order, and where the last one ends.
 
     >>> places = Places(np.array([5, 2, 5]), np.array([0, 1, 7]))
     >>> [(ordinal, rows.tolist()) for ordinal, rows in places.runs]
@@ -57,7 +57,7 @@ class Places:
         self.runs: list[tuple[int, Rows]] = []
         if not len(rows):
             return
-        if np.count_nonzero(ordinals[1:] < ordinals[:-1]):  # else they are in run order, as rows that arrive are
+        if np.count_nonzero(ordinals[1:] < ordinals[:-1]):  # else they are in run order already, as arriving rows are
             self.order = ordinals.argsort(kind="stable")
             ordinals, rows = ordinals[self.order], rows[self.order]
         self.edges = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist(), len(rows)]
@@ -65,7 +65,7 @@ class Places:
 
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[int, int, int]]) -> Places:
-        """The rows of some runs, none of which is looked for: of each a segment, its first row, how many."""
+        """Build from runs `(segment, first row, number of rows)`, without a look-up."""
         places = cls.__new__(cls)
         places.order = None
         places.edges = list(itertools.accumulate((count for *_, count in runs), initial=0))
@@ -77,17 +77,17 @@ class Places:
 
     @cached_property
     def ordinals(self) -> Int64Array:
-        """`[B]` int64, the segment of each row, in the order of the batch."""
+        """`[B]` int64: the segment of each row, in the order of the batch."""
         return np.repeat([ordinal for ordinal, _ in self.runs], np.diff(self.edges))
 
     @cached_property
     def rows(self) -> Int64Array:
-        """`[B]` int64, the row in it."""
+        """`[B]` int64: each row's number in its segment."""
         return np.concatenate([_NONE, *(np.r_[rows] for _, rows in self.runs)])
 
     @cached_property
     def inverse(self) -> Int64Array:
-        """`[B]` the place in run order of each row of the batch."""
+        """`[B]` int64: the place in run order of each row of the batch."""
         inverse = np.empty(len(self.rows), np.int64)
         inverse[self.order] = np.arange(len(inverse))
         return inverse
@@ -98,11 +98,11 @@ class Places:
         return self.ordinals.tolist()
 
     def restore(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """From run order to the order of the batch."""
+        """Reorder values from run order to the order of the batch."""
         return values if self.order is None else values[self.inverse]
 
     def gather(self, tables: Mapping[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """From per segment the values of all its rows to new ones of the batch, in run order."""
+        """Pick the batch's values, in run order, from the values of all rows of each segment."""
         parts = [tables[ordinal][rows] for ordinal, rows in self.runs]
         return parts[0] if len(parts) == 1 and isinstance(self.runs[0][1], np.ndarray) else np.concatenate(parts)
 
@@ -118,7 +118,7 @@ class Spans:
         starts: `[B]` int64, in run order: the first elements.
         ends: `[B]` int64, in run order: one past the last.
         lengths: `[B]` int64, in the order of the batch.
-        width: the longest row.
+        width: the length of the longest row.
     """
 
     def __init__(self, places: Places, edges: Int64Array) -> None:
@@ -132,23 +132,23 @@ class Spans:
 
     @cached_property
     def width(self) -> int:
-        """The longest row."""
+        """The length of the longest row."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     @cached_property
     def heads(self) -> list[tuple[int, Int64Array]]:
-        """The first elements of the rows of each segment that has more than a few of them."""
+        """The first elements of the rows, per segment that has more than a few of them."""
         runs = zip(self.places.runs, itertools.pairwise(self.places.edges), strict=True)
         return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in runs if b - a > _FEW]
 
     @cached_property
     def parts(self) -> list[slice]:
-        """Per row, in the order of the batch, what to copy."""
+        """The elements to copy per row, in the order of the batch."""
         starts, ends = self.places.restore(self.starts), self.places.restore(self.ends)
         return list(map(slice, starts.tolist(), ends.tolist()))
 
     def blanks(self, width: int, blank: memoryview, item: int) -> list[memoryview]:
-        """Per row, in the order of the batch, what pads it to a width: a part of `blank`, `item` bytes per element."""
+        """Return the padding of each row of the batch to `width`: a part of `blank`, `item` bytes per element."""
         found = self._blanks.get((width, item))
         if found is None or found[0] is not blank:
             parts = [blank[:size] for size in ((width - self.lengths) * item).tolist()]
@@ -156,9 +156,9 @@ class Spans:
         return found[1]
 
     def joined(self, width: int) -> tuple[list[int], Iterable[slice], Iterable[slice]]:
-        """How to copy the rows one after another: the segments, what to copy of each, where that goes.
+        """Return how to copy the rows one after another: the segments, and the source and target slices.
 
-        Rows that are next to one another in a segment and in the batch are copied at once.
+        Rows that are adjacent both in a segment and in the batch are copied together.
         """
         starts, ends, order = self.starts, self.ends, self.places.order
         begins, owners = offsets_of(self.lengths)[:-1], self.places.ordinals
@@ -181,12 +181,12 @@ class ColumnReader:
     Args:
         catalog: where the segments are.
         ids: `[B]` int64.
-        limits: the updates that count, per update segment, where values as of a snapshot are read: none where it is
-            empty; None for all.
+        limits: how many updates of each update segment count, to read values as of a snapshot; empty for none, None
+            for all.
         places: where the rows are, if that is known.
 
     Attributes:
-        ids: the same.
+        ids: the ids.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ColumnReader:
 
     @classmethod
     def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
-        """Read rows of segments as they were committed, also those of updates."""
+        """Read rows of segments, including those of updates, as they were committed."""
         return cls(catalog, rows, {}, Places(ordinals, rows))
 
     @classmethod
@@ -218,7 +218,7 @@ class ColumnReader:
         return len(self.ids)
 
     def fetch(self, columns: Iterable[Column]) -> None:
-        """Where columns have to be fetched, ask for all that will be read, and not for one column after another."""
+        """If columns have to be fetched, request all of them together instead of one after another."""
         medium, catalog = self._catalog.medium, self._catalog
         if medium.complete:
             return
@@ -244,7 +244,7 @@ class ColumnReader:
         return Later(self._catalog, column, self._limits)
 
     def _places(self, column: Column) -> Places:
-        """Where the newest values of a column are; the base itself where no row has later ones."""
+        """Return where the newest values of a column are: the base itself if no row has later ones."""
         if not self._catalog.updates or (self._limits is not None and not self._limits):
             return self._base
         found = self._updated.get(column.name)
@@ -264,7 +264,7 @@ class ColumnReader:
         return Places(ordinals, np.where(hit, at & ROW_MASK, self._base.rows))
 
     def _look_up(self, key: str, places: Places, find: Callable[[Segment, Rows], Any]) -> dict[int, Any]:
-        """By ordinal the array of each segment of the rows, with these in it."""
+        """Return the table of one array per segment, by ordinal, complete for these rows."""
         table = self._catalog.table(key)
         for ordinal, rows in places.runs:
             if ordinal not in table:
@@ -272,28 +272,28 @@ class ColumnReader:
         return table
 
     def _items(self, column: Column, places: Places) -> dict[int, memoryview]:
-        """The values of a ragged column; those of `io="pread"` are sliced like memoryviews."""
+        """Return the values of a ragged column; with `io="pread"` they are sliced like memoryviews."""
         return self._look_up(f"{column.name}.items", places, lambda segment, rows: segment.items(column, rows))
 
     def _values(self, column: Column, places: Places) -> dict[int, npt.NDArray[Any]]:
-        """The values of a column as numpy sees them."""
+        """Return the values of a column as numpy arrays."""
         return self._look_up(column.name, places, lambda segment, rows: segment.values(column, rows))
 
     def _touch(self, column: Column, spans: Spans) -> None:
-        """Look at the first element of every row at once: these waits for memory overlap, those of the copies do not.
+        """Read the first element of every row in one go: these waits for memory overlap, those of the copies do not.
 
-        A tenth of a warm batch's time, a third of one from a store much larger than the processor's caches.
+        This saves a tenth of a warm batch's time, a third if the store is much larger than the processor's caches.
         """
         if not self._catalog.medium.keeps_arrays:
             return
         arrays = self._values(column, spans.places)
         for ordinal, firsts in spans.heads:
             array = arrays[ordinal]
-            if len(array):  # an empty row may begin at the very end
+            if len(array):  # an empty row may begin at the very end of the array
                 array.take(firsts if column.width == 1 else firsts * column.width, mode="clip")
 
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
-        """`[B]` bool: whether a value was given at the append or by an update."""
+        """Return whether a value was given, by the append or by an update: `[B]` bool."""
         places = self._places(column)
         if not column.optional or not len(places):
             return np.ones(len(places), bool)
@@ -302,7 +302,7 @@ class ColumnReader:
         return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
 
     def spans(self, column: Column) -> Spans:
-        """Where the rows of a ragged column are."""
+        """Return where the elements of a ragged column are."""
         places = self._places(column)
         key = column.axis or "" if places is self._base else f"{column.axis}.{column.name}"
         found = self._spans.get(key)
@@ -311,7 +311,7 @@ class ColumnReader:
         return found
 
     def _find_spans(self, column: Column, places: Places) -> Spans:
-        """One item per row says where it begins and where it ends: both are read in one step."""
+        """Look up the spans. One item per row holds both its start and its end, so one read gives both."""
         if not places.runs:
             return Spans(places, np.empty((0, 2), np.int64))
         axis = column.axis or ""
@@ -327,11 +327,11 @@ class ColumnReader:
         return spans
 
     def base_lengths(self, column: Column) -> Int64Array:
-        """`[B]` int64: elements per row on the axis of a column, as committed with the row."""
+        """Return the elements per row on a column's axis, as committed with the row: `[B]` int64."""
         return self._find_spans(column, self._base).lengths
 
     def scalars(self, column: Column) -> npt.NDArray[Any]:
-        """`[B]` values of a scalar column."""
+        """Return the values of a scalar column: `[B]`."""
         later = None
         if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
             later = self._catalog.later(column)
@@ -344,7 +344,7 @@ class ColumnReader:
         return places.restore(places.gather(self._values(column, places)))
 
     def prefetch(self, columns: Sequence[Column]) -> None:
-        """Ask the kernel for the pages of the rows, all at once, before the first one is touched."""
+        """Ask the kernel for all pages of the rows before the first one is touched."""
         asked: set[tuple[int, str]] = set()
         for column in columns:
             name = column.name if column.axis is None else offsets_name(column.axis)
@@ -364,7 +364,7 @@ class ColumnReader:
                     will_need(segment.raw(column.name), spans.starts[a:b] * size, spans.ends[a:b] * size)
 
     def ragged(self, column: Column) -> RaggedArray:
-        """The rows of a ragged column in one new flat array; those of text as its bytes."""
+        """Return the rows of a ragged column in one new flat array; text as its bytes."""
         spans = self.spans(column)
         flat = np.empty(int(spans.lengths.sum()) * column.width, column.np_dtype)
         if len(flat):
@@ -378,14 +378,14 @@ class ColumnReader:
         return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)
 
     def _rows(self, column: Column, spans: Spans) -> list[Any]:
-        """Per row, in the order of the batch, its values."""
+        """Return the values of each row, in the order of the batch."""
         items, parts = self._items(column, spans.places), spans.parts
         if column.width > 1:
             parts = [slice(part.start * column.width, part.stop * column.width) for part in parts]
         return list(_pieces(items, spans.places.owners, parts))
 
     def text(self, column: Column) -> list[Any]:
-        """The rows of a column of text or bytes."""
+        """Return the rows of a column of text or bytes."""
         rows = self._rows(column, self.spans(column))
         if column.dtype == "bytes":
             return [bytes(row) for row in rows]
@@ -407,7 +407,7 @@ class ColumnReader:
         pool: BufferPool,
         out: npt.NDArray[Any] | None,
     ) -> npt.NDArray[Any]:
-        """`[B, width, *shape]`: the rows of a ragged column with `pad` beside them."""
+        """Return the rows of a ragged column, padded with `pad`: `[B, width, *shape]`."""
         shape, dtype = (len(self), width, *column.shape), column.np_dtype
         target = None if out is None else _fit(out, column, *shape[:2])
         self._touch(column, spans)
@@ -422,12 +422,12 @@ class ColumnReader:
 
 
 def _pieces(items: Mapping[int, Any], owners: Iterable[int], parts: Iterable[slice]) -> Iterable[Any]:
-    """The parts of segments."""
+    """Return parts of the items of their segments."""
     return map(getitem, map(items.__getitem__, owners), parts)
 
 
 def _blank(column: Column, pad: Any, width: int, pool: BufferPool) -> tuple[memoryview, int]:
-    """What stands beside the longest row that there may be, and how many of its items are an element."""
+    """Return the padding of a whole row, and the bytes per element."""
     size = width * column.width
     if not pad and isinstance(pad, int):
         return pool.zeros(size * column.np_dtype.itemsize), column.width * column.np_dtype.itemsize
@@ -441,6 +441,6 @@ def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArr
         raise BatchError(
             f"out['{column.name}'] is {out.dtype} {list(out.shape)}; this batch needs a writable, "
             f"contiguous {column.dtype} array of at least {[n, width, *column.shape]}. Bound the width with "
-            "lengths() first, or leave `out` away: buffers are reused by themselves."
+            "lengths() first, or leave out `out`: buffers are reused anyway."
         )
     return out[:n, :width]

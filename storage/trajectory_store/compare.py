@@ -27,17 +27,17 @@ def copy_rows(
     batch_rows: int = CHUNK_ROWS,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Int64Array:
-    """Append the rows of one store to another, in order, patches folded in.
+    """Append the rows of one store to another, in order, with later values folded in.
 
-    Which values were given and which filled in is kept, and so are mutable values. Columns that only the
-    target has are filled.
+    The target keeps track of which values were given and which were filled in. Columns that only the target has
+    are filled.
 
     Args:
         source: where rows come from.
         target: a store open for appending; every column of the source must be in it, with the same dtype.
         ids: which rows; None for all in the order of arrival.
-        batch_rows: rows per commit at most; long rows make it fewer.
-        on_rows: called with the number of rows copied and to copy.
+        batch_rows: rows per commit at most; fewer if rows are long.
+        on_rows: called with the number of rows copied so far and the total.
 
     Returns:
         `[n]` int64: the ids in the target, in the order of `ids`.
@@ -69,7 +69,7 @@ def copy_rows(
 
 
 def _most_elements(store: TrajectoryStore, ids: Int64Array) -> Int64Array:
-    """`[n]` int64: per row the elements of its longest axis."""
+    """Return the elements of each row's longest axis: `[n]` int64."""
     lengths = [store.lengths(columns[0].name, ids) for columns in store.schema.axes.values()]
     return np.max(lengths, axis=0) if lengths else np.ones(len(ids), np.int64)
 
@@ -129,7 +129,7 @@ def diff(
     ignore: Collection[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
 ) -> StoreDiff:
-    """Compare the rows of two stores. What is in memory at once does not grow with the stores, apart from the ids.
+    """Compare the rows of two stores. Apart from the ids, memory use does not grow with the stores.
 
     Args:
         left: one store.
@@ -137,13 +137,13 @@ def diff(
         key: a scalar column whose values name a row in both, for example `"trajectory_id"`; without it the
             rows are paired in the order of arrival.
         ignore: columns that are not compared.
-        on_rows: called with the number of pairs compared and to compare.
+        on_rows: called with the number of pairs compared so far and the total.
 
     Returns:
-        What differs; NaN equals NaN.
+        The differences; NaN equals NaN.
 
     Raises:
-        SchemaError: values of the key appear twice in one store.
+        SchemaError: a value of the key appears twice in one store.
     """
     mine, theirs = left.ids(), right.ids()
     if key is None:
@@ -196,7 +196,7 @@ def _names(store: TrajectoryStore, key: str, ids: Int64Array) -> npt.NDArray[Any
 
 
 def _differ(left: TrajectoryStore, right: TrajectoryStore, column: Column, pairs: Int64Array) -> npt.NDArray[np.bool_]:
-    """`[K]` bool: which pairs have other values of a column."""
+    """Return which pairs differ in a column: `[K]` bool."""
     name, mine, theirs = column.name, pairs[:, 0], pairs[:, 1]
     if column.axis is None:
         return _unequal(left.read_scalars(name, mine), right.read_scalars(name, theirs))
@@ -215,7 +215,7 @@ def _differ(left: TrajectoryStore, right: TrajectoryStore, column: Column, pairs
 
 
 def _parts(lengths: Int64Array) -> Iterator[slice]:
-    """Yield runs of rows that hold about `CHUNK_ELEMENTS` elements, one row at least."""
+    """Yield runs of rows that hold about `CHUNK_ELEMENTS` elements, at least one row each."""
     ends = np.cumsum(lengths)
     first = 0
     while first < len(lengths):

@@ -11,13 +11,13 @@
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write through a reader
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
-    |   +-- SegmentGoneError                  its segment left since the last refresh
+    |   +-- SegmentGoneError                  its segment was removed since the last refresh
     |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
     +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
 
-Every message says what was seen, where, and what to do next.
+Every message says what was found, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
 
 
 class StoreExistsError(StoreError, FileExistsError):
-    """The path is taken."""
+    """The path holds something already."""
 
 
 class NotAStoreError(StoreError, ValueError):
@@ -70,7 +70,7 @@ class MissingRowError(StoreError, LookupError):
 
 
 class SegmentGoneError(MissingRowError):
-    """A segment was evicted or compacted away since the last refresh; reading tries again after one."""
+    """A segment was evicted or compacted away since the last refresh; reads refresh and try again."""
 
 
 class SnapshotGoneError(MissingRowError):

@@ -51,7 +51,7 @@ _extend = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  #
 
 
 def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
-    """CRC32C of bytes or of a contiguous array, continued from `start`."""
+    """Return the CRC32C of bytes or of a contiguous array, continued from `start`."""
     if isinstance(data, np.ndarray):
         data = data.view()
         data.flags.writeable = False
@@ -59,18 +59,18 @@ def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
 
 
 def whole(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
-    """An integer of a JSON document that was read.
+    """Check an integer from a JSON document, and return it.
 
     Raises:
-        ValueError: it is something else, or out of bounds.
+        ValueError: it is not an integer, or out of bounds.
     """
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]!r} is no integer of {least} to {most}")
+        raise ValueError(f"{str(value)[:40]!r} is not an integer from {least} to {most}")
     return value
 
 
 def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
-    """Integers by name: of just these names, each of 0 to so much; raises as `whole` does."""
+    """Check integers by name: exactly these names, each from 0 to its limit; raise as `whole` does."""
     if set(found) != set(most):
         raise ValueError(f"{list(found)} are not {list(most)}")
     return {name: whole(found[name], limit) for name, limit in most.items()}
@@ -82,7 +82,7 @@ def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
 class ArraySpec(NamedTuple):
     """One array of a segment: `capacity` elements of `shape` values each.
 
-    They are along an axis, or one per row; `edges` are the offsets of an axis: where its rows begin and end.
+    There is one per row, or they lie along an axis; `edges` marks the offsets of an axis: where its rows begin and end.
     """
 
     name: str
@@ -105,7 +105,7 @@ def offsets_name(axis: str) -> str:
 
 
 def segment_name(ordinal: int, *, merged: bool = False) -> str:
-    """The folder of a segment; a number that was reserved for a merge is never that of a writer's folder.
+    """The folder of a segment; a number reserved for a merge is never used for a writer's folder.
 
     >>> segment_name(7), segment_name(8, merged=True)
     ('seg-00000007', 'seg-00000008-merged')
@@ -114,22 +114,22 @@ def segment_name(ordinal: int, *, merged: bool = False) -> str:
 
 
 def ordinal_of(name: str) -> int | None:
-    """The ordinal in the name of a segment's folder, or None where it is none."""
+    """The ordinal in the name of a segment's folder, or None if the name is another."""
     digits = name.removeprefix("seg-").removesuffix("-merged")
     return int(digits) if name.startswith("seg-") and digits.isdigit() and len(digits) == 8 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentMeta:
-    """What a segment's metadata says about it.
+    """The metadata of a segment.
 
     Attributes:
         schema: the columns of this segment.
         rows_cap: rows that fit.
-        elems_cap: per axis the elements that fit.
+        elems_cap: elements that fit, per axis.
         kind: `rows`, or `update`: later values of rows elsewhere.
         merged: the rows came from other segments, and keep their ids and times.
-        salt: random, in every record and in the catalog, so nothing else is taken for this segment.
+        salt: random; it is in every record and in the catalog, so that nothing else is mistaken for this segment.
     """
 
     kind: Kind = "rows"
@@ -170,7 +170,7 @@ class SegmentMeta:
 
     @functools.cached_property
     def has_present(self) -> bool:
-        """Whether rows say which optional columns they were given; an update gives all of its columns."""
+        """Whether rows record which optional columns they were given; an update gives all of its columns."""
         return bool(self.schema.optional) and self.kind == "rows"
 
     def to_attributes(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def group_json(attributes: Mapping[str, Any]) -> bytes:
 
 
 def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
-    """Return the attributes of a group's zarr.json after checking what wrote them."""
+    """Return the attributes of a group's zarr.json after checking its format, role and version."""
     try:
         doc: Any = json.loads(raw)
         attributes: Any = doc["attributes"]
@@ -244,7 +244,7 @@ def array_json(
     zstd: int | None = None,
     indent: int | None = 1,
 ) -> bytes:
-    """The zarr.json of an array with one chunk, uncompressed or with a zstd level."""
+    """The zarr.json of an array with one chunk, uncompressed or compressed at a zstd level."""
     value: Any = fill
     if dtype.kind == "b":
         value = bool(fill)
@@ -287,7 +287,7 @@ def commits_json(rows_cap: int) -> bytes:
 
 
 def commits_cap(rows_cap: int) -> int:
-    """Records that fit: one per row, and the end."""
+    """Records that fit: one per row, and the end record."""
     return rows_cap + 1
 
 
@@ -353,7 +353,7 @@ def pack(record: Record, salt: int) -> bytes:
 
 
 def parse(raw: bytes, salt: int, seq: int) -> Record | None:
-    """Return the record, or None where these 64 bytes are not record `seq` of this segment."""
+    """Return the record, or None if these 64 bytes are not record `seq` of this segment."""
     if raw[:4] != MAGIC or len(raw) != RECORD_SIZE:
         return None
     if _TAIL.unpack_from(raw, 60)[0] != crc32c(raw[:60]):
@@ -388,10 +388,10 @@ class Log:
         return parse(self.raw(seq), self.salt, seq)
 
     def find_end(self, known: int = 0) -> int:
-        """The number of records, damaged ones among them.
+        """Return the number of records, including damaged ones.
 
-        Gallops from `known` (records known to be valid) and bisects, so it reads O(log new) records; a
-        look-ahead over the next records tells the end of the log from a damaged record in its middle.
+        This gallops from `known` (records known to be valid) and bisects, so it reads O(log new) records; a
+        look-ahead over the next records distinguishes the end of the log from a damaged record in its middle.
         """
         while True:
             end = self._valid_prefix(known)
@@ -403,7 +403,7 @@ class Log:
     def _valid_prefix(self, known: int) -> int:
         if self.get(known) is None:
             return known
-        if self.is_blank(known + 1):  # one new record: what an append that is followed closely looks like
+        if self.is_blank(known + 1):  # one new record: the usual case for a reader that follows closely
             return known + 1
         low, step = known + 1, 1
         while self.get(low + step - 1) is not None:
@@ -442,30 +442,30 @@ class Log:
         return int(used[-1]) + 1 if len(used) else 0
 
     def is_blank(self, seq: int) -> bool:
-        """Whether nothing was written at a position: the cheap test for "no news"."""
+        """Whether nothing was written at a position: the cheap test for new records."""
         if seq >= self.capacity:
             return True
         return self.raw(seq) == _BLANK
 
 
-# The mark of what was acknowledged: two u64, a number of records and its complement.
+# The mark of acknowledged records: two u64, their number and its complement.
 
 _MARK = struct.Struct("<QQ")
 _ALL_ONES = (1 << 64) - 1
 
 
 def mark_path(folder: Path) -> Path:
-    """The file that says how many records of a segment were acknowledged."""
+    """The file with the number of acknowledged records of a segment."""
     return folder / COMMITS / ACKNOWLEDGED
 
 
 def pack_mark(records: int) -> bytes:
-    """The 16 bytes that say how many records were acknowledged."""
+    """Return the 16 bytes of a mark."""
     return _MARK.pack(records, records ^ _ALL_ONES)
 
 
 def parse_mark(raw: bytes) -> int | None:
-    """How many records were acknowledged; None where the bytes are damaged."""
+    """Return the number of acknowledged records, or None if the bytes are damaged."""
     if len(raw) != _MARK.size:
         return None
     records, complement = _MARK.unpack(raw)

@@ -1,7 +1,7 @@
-"""The few file operations that the store is built on, each with its errors said in words.
+"""The few file operations that the store is built on, with errors explained in words.
 
-Everything that writes goes through this module, so a test can record the order of writes and syncs and
-replay every power loss in between. Files are opened as regular files and links are never followed.
+Every write goes through this module, so a test can record the order of writes and syncs and
+replay every power loss in between. Only regular files are opened, and links are never followed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
-    """Turn an OSError into the store's own, with what it means for the data."""
+    """Turn an OSError into a WriteFailedError that says what it means for the data."""
     if error.errno in _FULL:
         why = "the disk, the quota or the file size limit is exhausted"
         way_out = "Free space (or raise `ulimit -f`), then append again"
@@ -45,8 +45,8 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
 
 
 @contextmanager
-def said(path: Path | str, doing: str) -> Generator[None]:
-    """Say an OSError of the operating system as `failed` does; errors of the store pass."""
+def explained(path: Path | str, doing: str) -> Generator[None]:
+    """Turn an OSError of the operating system into the error of `failed`; errors of the store pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def open_fd(path: Path | str, flags: int) -> int:
 
 
 def read_file(path: Path | str) -> bytes:
-    """The content of a small regular file."""
+    """Read a small regular file."""
     fd = open_fd(path, os.O_RDONLY)
     try:
         return read_all(fd)
@@ -85,7 +85,7 @@ def read_file(path: Path | str) -> bytes:
 
 
 def read_all(fd: int) -> bytes:
-    """The content of an open file."""
+    """Read an open file from its start."""
     size = os.fstat(fd).st_size
     data = os.read(fd, size)
     while len(data) < size and (more := os.read(fd, size - len(data))):
@@ -94,7 +94,7 @@ def read_all(fd: int) -> bytes:
 
 
 def check_folder(path: Path | str) -> None:
-    """Refuse a folder that is a link to some other place."""
+    """Refuse a folder that is a link."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise CorruptionError(f"{path} is a link, not a folder. Put the folder itself back.")
 
@@ -140,12 +140,12 @@ def rename(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name that nothing has yet."""
+    """Give a file a second name, which must be free."""
     os.link(source, target, follow_symlinks=False)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file; one that is already gone is fine."""
+    """Remove a file; a missing one is not an error."""
     path.unlink(missing_ok=True)
 
 
@@ -172,14 +172,14 @@ def sync_tree(root: Path) -> None:
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder; one that is already gone is fine."""
+    """Remove a folder; a missing one is not an error."""
     import shutil
 
     shutil.rmtree(root, ignore_errors=True)
 
 
 def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file if nobody holds it."""
+    """Try to take the exclusive lock of an open file; return False if another process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,9 +191,9 @@ def try_lock(fd: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process may hold the lock of a file; the kernel drops it when the process dies.
+    """Return whether a living process may hold the lock of a file; the kernel drops it when the process dies.
 
-    A file system that knows no locks counts as locked: nobody can tell that the writer is gone.
+    A file system without locks counts as locked: it cannot show that the writer is gone.
     """
     try:
         fd = open_fd(path, os.O_RDONLY)
@@ -214,7 +214,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Generator[bool]:
-    """Hold the exclusive lock of a file; yields False where another process has it."""
+    """Hold the exclusive lock of a file; yield False if another process has it."""
     fd = open_fd(path, os.O_RDONLY)
     try:
         yield try_lock(fd)
@@ -223,7 +223,7 @@ def locked(path: Path) -> Generator[bool]:
 
 
 def now(folder: Path) -> float:
-    """What the file system takes for the time, in s: the clocks of processes and machines may differ from it."""
+    """Return the file system's time in s; the clocks of processes and machines may differ from it."""
     path = folder / f".partial-{token(8)}"
     write_file(path, b"")
     try:
@@ -244,7 +244,7 @@ def random_salt() -> int:
 
 @functools.cache
 def boot_id() -> str:
-    """The name of this boot of the machine, or an empty string where the system has none."""
+    """The id of this boot of the machine, or an empty string if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -252,7 +252,7 @@ def boot_id() -> str:
 
 
 def disk_bytes(root: Path) -> int:
-    """The bytes that a folder takes on the disk (blocks, not apparent size)."""
+    """Return the disk space of a folder in bytes (blocks, not apparent size)."""
     total = 0
     for folder, _, files in os.walk(root):
         for name in files:

@@ -1,8 +1,8 @@
 """The catalog of a store: a numbered chain of small records, each of which says which segments count.
 
-A record is put if absent, so two processes never write the same number, and whoever loses reads the winner's and tries
-again. A record is the whole state: segments that count, rows that left for good, the schema. So a segment that is not
-named does not count, whatever lies in the folder, and one that is named and missing is damage.
+A record is put if absent, so two processes never write the same number; the one that comes second reads the other's
+record and tries again. A record is the whole state: the segments that count, rows removed for good, the schema. So a
+segment that is not named does not count, whatever the folder holds, and one that is named and missing is damage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trajectory_store.schema import Schema
 
 CATALOG = "catalog"
 KEPT = 64
-"""Records behind the newest that are kept: a process that slept through them notices that it did."""
+"""Records kept behind the newest, so that a process that slept through some of them notices."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Entry:
         kind: `rows` or `update`.
         salt: the random number in its metadata and records.
         merged: its rows came from the segments in `owners`.
-        rows: how many it has, where that was known for good when the record was written.
-        owners: of a merged segment, runs `(first, last)` of ordinals whose rows it holds.
+        rows: its final number of rows, if known when the record was written; else None.
+        owners: the runs `(first, last)` of ordinals whose rows a merged segment holds.
     """
 
     ordinal: int
@@ -70,15 +70,15 @@ class State:
     """One record of the catalog.
 
     Attributes:
-        number: of the record, from 0.
-        nonce: random: names the record.
+        number: the record's number, from 0.
+        nonce: random; identifies the record.
         previous: the nonce of the record before.
         time_ns: later than every commit that its writer had seen.
         next_ordinal: above every ordinal ever used.
         schema: the columns of the store now.
         rows_gone: rows that were removed for good since the store was made.
         entries: the segments that count, by ordinal.
-        claim: who tidies up, and until when (ns), in a bucket without locks; else None.
+        claim: the owner of the upkeep claim and its end (ns), in a bucket without locks; else None.
     """
 
     number: int
@@ -92,18 +92,18 @@ class State:
     claim: tuple[str, int] | None = None
 
     def with_entry(self, entry: Entry) -> State:
-        """This state and one more segment."""
+        """Return this state with one more segment."""
         kept = [e for e in self.entries if e.ordinal != entry.ordinal]
         entries = tuple(sorted([*kept, entry], key=lambda e: e.ordinal))
         return replace(self, entries=entries, next_ordinal=max(self.next_ordinal, entry.ordinal + 1))
 
     def without(self, ordinals: set[int], rows_gone: int = 0) -> State:
-        """This state less some segments."""
+        """Return this state without some segments."""
         kept = tuple(e for e in self.entries if e.ordinal not in ordinals)
         return replace(self, entries=kept, rows_gone=self.rows_gone + rows_gone)
 
     def to_bytes(self) -> bytes:
-        """The content of the record's file: the same line twice, so that a damaged byte costs nothing."""
+        """Return the content of the record's file: the same line twice, so that a damaged byte costs nothing."""
         body = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -123,7 +123,7 @@ class State:
 
     @classmethod
     def from_bytes(cls, raw: bytes, number: int, where: str) -> tuple[State, bool]:
-        """Parse a record; returns it and whether both of its lines are good.
+        """Parse a record; return it, and whether both of its lines are good.
 
         Raises:
             CorruptionError: neither line is good.
@@ -136,7 +136,7 @@ class State:
             if state is not None:
                 found, good = state, good + 1
         if found is None:
-            raise CorruptionError(f"{where} is damaged: neither of its two lines has its checksum.")
+            raise CorruptionError(f"{where} is damaged: neither of its two lines matches its checksum.")
         return found, good == 2 and len(lines) == 3 and not lines[2] and lines[0] == lines[1]
 
 
@@ -178,7 +178,7 @@ def record_key(number: int) -> str:
 
 
 def number_of(key: str) -> int | None:
-    """The number of a record, or None where the key names something else."""
+    """The number of a record, or None if the key names something else."""
     name = key.rpartition("/")[2]
     stem, dot, end = name.partition(".")
     return int(stem) if dot and end == "rec" and stem.isdigit() and len(stem) == 12 else None
@@ -191,8 +191,8 @@ class Journal:
         bucket: where the records are.
 
     Attributes:
-        state: the newest record that was read.
-        problems: damaged records met on the way, in words.
+        state: the newest record read so far.
+        problems: the damaged records found so far, in words.
 
     Raises:
         CorruptionError: no record can be read.
@@ -212,7 +212,7 @@ class Journal:
             )
 
     def follow(self) -> bool:
-        """Read the newest record of this moment, where it is a newer one; returns whether it is."""
+        """Read the newest record if it is newer than `state`; return whether it is."""
         stamp = self._bucket.stamp(record_key(self._top + 1))
         if stamp is not None and stamp == self._stamp:
             return False
@@ -220,14 +220,14 @@ class Journal:
         return self._read_newest()
 
     def _numbers(self, after: int = -1) -> list[int]:
-        """The numbers of the records that are there, ascending."""
+        """Return the numbers of the existing records above `after`, ascending."""
         keys = self._bucket.keys(f"{CATALOG}/", f"{CATALOG}/" if after < 0 else record_key(after))
         return sorted(number for key in keys if (number := number_of(key)) is not None)
 
     def _read_newest(self) -> bool:
         for number in reversed(self._numbers(self._top)):
             raw = self._bucket.get(record_key(number))
-            if raw is None:  # removed since it was listed: there are newer ones
+            if raw is None:  # removed since it was listed, so there are newer ones
                 return self._read_newest()
             self._top = max(self._top, number)
             where = f"{self._bucket.where}/{record_key(number)}"
@@ -249,12 +249,12 @@ class Journal:
         """Add a record.
 
         Args:
-            step: from the newest state to the next; None where nothing is to be done any more. It is called again
-                with a newer state where another process was first.
-            newest_ns: a time that the record's must exceed.
+            step: returns the next state for the newest one, or None if there is nothing to do. It is called again
+                with a newer state if another process was first.
+            newest_ns: a time that the record's time must exceed.
 
         Returns:
-            The new state, or None where `step` gave none.
+            The new state, or None if `step` returned None.
 
         Raises:
             WriteFailedError: the record could not be written.
@@ -274,11 +274,11 @@ class Journal:
                 return state
 
     def sync(self) -> None:
-        """Wait until the newest record is safe: what it takes out of the catalog may be removed then."""
+        """Wait until the newest record is safe; after that, segments that it no longer names may be removed."""
         self._bucket.sync(record_key(self.state.number))
 
     def _counts(self, state: State) -> bool:
-        """Whether a number was free because nobody had used it, and not because its record was removed long ago."""
+        """Whether the number was free because it was never used, and not because its record was removed long ago."""
         if not self._numbers(state.number):
             return True
         raw = self._bucket.get(record_key(state.number + 1))
@@ -290,15 +290,15 @@ class Journal:
         return False
 
     def _prune(self, number: int) -> None:
-        """Remove what nobody asks for; some more is left, as somebody may be listing the records now."""
+        """Remove old records; more than `KEPT` are left, because another process may be listing them now."""
         if number % (KEPT // 4) == 0 and number > 2 * KEPT:
             self._bucket.delete(record_key(n) for n in self._numbers() if n < number - 2 * KEPT)
 
     def missing(self) -> list[str]:
-        """Records that should be there and are not, and damaged ones, in words: for `verify`."""
+        """Return the missing and the damaged records, in words, for `verify`."""
         numbers = self._numbers()
         problems = list(self.problems)
-        newest = max(numbers, default=-1)  # what is far behind it may be gone, or left by a process that slept
+        newest = max(numbers, default=-1)  # records far behind it may be gone, or left by a process that slept
         for first, last in runs_of([n for n in range(max(0, newest - KEPT), newest) if n not in set(numbers)]):
             which = record_key(first) + " is" if first == last else f"{CATALOG}: records {first} to {last} are"
             problems.append(f"{self._bucket.where}/{which} missing")
@@ -315,7 +315,7 @@ class Journal:
 
 
 def runs_of(ordinals: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted numbers as runs of first and last.
+    """Return sorted numbers as runs `(first, last)`.
 
     >>> runs_of([1, 2, 3, 7])
     ((1, 3), (7, 7))
@@ -330,5 +330,5 @@ def runs_of(ordinals: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def owners_of(entries: Sequence[Entry]) -> tuple[tuple[int, int], ...]:
-    """The ordinals whose rows some segments hold, as runs."""
+    """Return the ordinals whose rows some segments hold, as runs."""
     return runs_of(sorted({ordinal for entry in entries for ordinal in entry.sources}))

@@ -1,8 +1,8 @@
 """How the bytes of a file reach a reader: through a shared map, by positional reads, or loaded whole.
 
-Maps are the fast way on a local disk. A network file system may take a page away under a map, which ends
-the process with SIGBUS, so there the reader asks for bytes instead and gets an error it can report. A small file
-that no longer changes is loaded: it costs neither a map nor a fault per page.
+Maps are fastest on a local disk. A network file system may lose a page behind a map, which ends the process with
+SIGBUS; there positional reads give an error that can be reported. A small file that no longer changes is loaded,
+which costs neither a map nor a fault per page.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ NETWORK_TYPES = frozenset(
     ]
 )
 ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
-"""File systems that take a new page when a hole is read through a map: on a full one, looking at a row that nobody has
-written yet ends the process with SIGBUS. A positional read of a hole gives zeros and takes nothing."""
+"""File systems that allocate a page when a hole is read through a map: on a full one, reading a row that is not written
+yet ends the process with SIGBUS. A positional read of a hole gives zeros and allocates nothing."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 LOADED = 1 << 16
-"""Bytes of a finished file up to which it is loaded and not mapped."""
+"""Finished files of up to this many bytes are loaded instead of mapped."""
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the file system that holds a path, or an empty string where the system does not say."""
+    """Return the type of the file system that holds a path, or an empty string if the system does not say."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -58,18 +58,18 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def choose(path: Path, mounts: Path = MOUNTS) -> Io:
-    """`"pread"` where a map may end the process (network, user-space and memory file systems), else `"mmap"`."""
+    """Return `"pread"` where a map may end the process (network, user-space, memory file systems), else `"mmap"`."""
     kind = file_system(path, mounts)
     unsafe = kind in NETWORK_TYPES or kind in ALLOCATING_TYPES or kind.startswith("fuse")
     return "pread" if unsafe else "mmap"
 
 
 class PreadBytes:
-    """A file that is read on demand; slices are bytes, as those of a map are.
+    """A file that is read on demand; slices are bytes.
 
     Args:
         path: the file.
-        size: bytes that it must have.
+        size: the bytes that it must have at least.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -86,7 +86,7 @@ class PreadBytes:
         return self.read(start, stop)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Some bytes that are there: mostly one call gives them all, else a loop gets them or finds out why not."""
+        """Read a range of bytes. One call mostly gives them all; otherwise a loop gets the rest or raises the error."""
         try:
             data = os.pread(self._fd, stop - start, start)
         except OSError:
@@ -120,11 +120,11 @@ class PreadItems:
 
 
 def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
-    """Bytes `start` to `stop` of an open file.
+    """Read bytes `start` to `stop` of an open file.
 
     Raises:
         ReadFailedError: the file system failed.
-        CorruptionError: the file ends before.
+        CorruptionError: the file ends before `stop`.
     """
     data = b""
     while start + len(data) < stop:
@@ -160,7 +160,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def _map(fd: int, size: int) -> memoryview | None:
-    """Map a file for reading; None where there is no room. Python's own `mmap` keeps a descriptor open per map."""
+    """Map a file for reading, or return None if there is no room. Python's own `mmap` keeps a descriptor per map."""
     address = cast("int | None", _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
     if address is None or address == _FAILED:
         number = ctypes.get_errno()
@@ -191,13 +191,13 @@ def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memo
 
     Args:
         path: a regular file; links are not followed.
-        size: bytes that it must have.
+        size: the bytes that it must have at least.
         io: `"mmap"` or `"pread"`.
-        used: of a file that no longer changes, the bytes that hold values; a small one is loaded.
+        used: bytes that hold values, if the file no longer changes; a small file is loaded.
 
     Raises:
         FileNotFoundError: the file is gone.
-        CorruptionError: the file is shorter than the metadata says, or no regular file.
+        CorruptionError: the file is shorter than the metadata says, or not a regular file.
     """
     if used is not None and used <= LOADED:
         fd = fs.open_fd(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a medium gives to the store: how segments are read and written, and where they are. The rest is shared."""
+"""The interface of a medium: where segments are, and how they are read and written. Everything else is shared."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from trajectory_store.schema import Column
 from trajectory_store.verify import VerifyReport
 
 Rows = Int64Array | slice
-"""Some rows of a segment: their numbers, or all of a range."""
+"""Rows of a segment: their numbers, or a range."""
 
 EDGES = np.dtype("V16")
 _LONG = 1 << 14
 
 
 class Fills:
-    """The items of a ragged column that a segment lacks: every part of them is filled.
+    """The items of a ragged column that a segment lacks: every slice holds the fill.
 
     Args:
         column: the column.
@@ -69,17 +69,17 @@ class Segment(ABC):
 
     Attributes:
         ordinal: its number.
-        owners: of a merged segment, runs `(first, last)` of the ordinals whose rows or updates it holds.
+        owners: runs `(first, last)` of the ordinals whose rows or updates a merged segment holds.
         name: of its folder, for messages.
-        meta: what its metadata says.
+        meta: its metadata.
         schema: the columns of this segment.
         rows: rows that its commits cover.
         records: commits seen.
-        newest_ns: the time of the newest of them; of a merged segment the catalog has a later one.
-        finished: nothing more will come.
+        newest_ns: the time of the newest of them; for a merged segment, the catalog has a later one.
+        finished: nothing more will be added.
 
     Raises:
-        CorruptionError: the catalog says that another segment is there.
+        CorruptionError: this is not the segment that the catalog names.
     """
 
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
@@ -111,28 +111,28 @@ class Segment(ABC):
 
     @abstractmethod
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """The commits of rows from number `start` on: `rows_end`, `n_rows` and `time_ns` of each."""
+        """Return the commits of rows from number `start` on, with `rows_end`, `n_rows` and `time_ns`."""
 
     @abstractmethod
     def is_live(self) -> bool:
-        """Whether somebody may still append."""
+        """Return whether a process may still append."""
 
     @abstractmethod
     def disk_bytes(self) -> int:
-        """The space that the segment takes."""
+        """Return the disk space of the segment in bytes."""
 
     @abstractmethod
     def _open(self, name: str) -> memoryview | PreadBytes:
-        """The bytes of an array."""
+        """Open the bytes of an array."""
 
     # What every medium shares
 
     def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
-        """The bytes of an array, opened at first use.
+        """Return the bytes of an array, opened at first use.
 
         Args:
             name: of the array.
-            rows: those that are read of it, where only these have to be there; None for all.
+            rows: the rows that will be read, if only their values are needed; None for all.
         """
         found = self._maps.get(name)
         if found is None:
@@ -140,15 +140,15 @@ class Segment(ABC):
         return found
 
     def drop(self, name: str) -> None:
-        """Forget an array; it is opened again when it is read, and views that are in use stay valid."""
+        """Forget an array; it is opened again when it is read, and views in use stay valid."""
         for table in (self._maps, self._arrays, self._loaded):
             table.pop(name, None)
 
-    def release(self) -> None:  # noqa: B027  # a medium with a cache has its own way
-        """Forget what of the arrays is in memory and is read again at little cost; views in use stay valid."""
+    def release(self) -> None:  # noqa: B027  # a medium with a cache manages its memory itself
+        """Forget arrays in memory that cost little to read again; views in use stay valid."""
 
     def array(self, name: str, rows: Rows | None = None) -> npt.NDArray[Any]:
-        """A per-row array of the segment as numpy sees it; valid as far as the rows go."""
+        """Return a per-row array of the segment as a numpy array, valid for the rows that exist."""
         raw = self.raw(name, rows)
         found = self._arrays.get(name)
         if isinstance(raw, PreadBytes):
@@ -158,7 +158,7 @@ class Segment(ABC):
         return found
 
     def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-        """Read what is new of a per-row array."""
+        """Read the new part of a per-row array."""
         spec = self.specs[name]
         start = 0 if found is None else self._loaded.get(name, 0)  # another thread may have released the array
         end = min(self.rows + 1, spec.capacity)
@@ -174,35 +174,35 @@ class Segment(ABC):
         return found
 
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """The values of a range of elements of any array, flat."""
+        """Return the values of a range of elements of any array, flat."""
         spec = self.specs[name]
         raw = self.raw(name)[start * spec.itemsize : stop * spec.itemsize]
         return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
 
     def offsets(self, axis: str, rows: Rows | None = None) -> Int64Array:
-        """Int64, element `i` and `i + 1` of which say where row `i` of an axis begins and ends."""
+        """Return the offsets of an axis, int64: row `i` begins at element `i` of them and ends at element `i + 1`."""
         return self.array(offsets_name(axis), rows)
 
-    # Columns: where the segment lacks one of the store's, its rows have the fill.
+    # Columns: where the segment lacks a column of the store, its rows have the fill.
 
     def values(self, column: Column, rows: Rows | None = None) -> npt.NDArray[Any]:
-        """The values of a column as numpy sees them, flat; none of a ragged one that the segment lacks."""
+        """Return the values of a column as a flat numpy array, empty for a ragged column that the segment lacks."""
         if column.name in self.schema:
             return self.array(column.name, rows)
         size = self.meta.rows_cap if column.axis is None else 0
         return np.broadcast_to(np.array(column.fill_value, column.np_dtype), size)
 
     def edges(self, column: Column, rows: Rows | None = None) -> npt.NDArray[np.void]:
-        """Per row where it begins and ends among the items of a ragged column, two int64 as one item."""
+        """Return where each row of a ragged column begins and ends, two int64 as one item."""
         if column.axis in self.schema.axes:
             offsets = self.offsets(column.axis, rows)
             return np.ndarray(len(offsets) - 1, EDGES, offsets, strides=offsets.strides)
         return np.broadcast_to(np.array([0, len(column.fill_bytes)]).view(EDGES), self.meta.rows_cap)
 
     def items(self, column: Column, rows: Rows | None = None) -> memoryview | PreadItems | Fills:
-        """The values of a ragged column as unsigned integers: what rows are copied from.
+        """Return the values of a ragged column as unsigned integers, from which rows are copied.
 
-        Elements with a shape count as that many items.
+        An element with a shape counts as that many items.
         """
         if column.name not in self.schema:
             return memoryview(column.fill_bytes) if column.is_text else _fills(column)
@@ -210,7 +210,7 @@ class Segment(ABC):
         return PreadItems(raw, size) if isinstance(raw, PreadBytes) else raw.cast(FORMATS[size])
 
     def present(self, column: Column, rows: Rows) -> npt.NDArray[np.bool_] | bool:
-        """Whether rows were given a value of a column; one word for all of them where the segment does not tell."""
+        """Return whether rows were given a value of a column: one bool for all if the segment has no presence flags."""
         names = [c.name for c in self.schema.optional]
         if column.name not in names or not self.meta.has_present:
             return column.name in self.schema
@@ -220,21 +220,21 @@ class Segment(ABC):
     # Rows
 
     def row_ids(self, first: int, end: int) -> Int64Array:
-        """The ids of a range of rows; of updates, where each was first written."""
+        """Return the ids of a range of rows; for updates, the address where each was first written."""
         if self.meta.merged:
             return np.array(self.array(ROW_ID)[first:end])
         base = self.ordinal << ORDINAL_SHIFT
         return np.arange(base + first, base + end, dtype=np.int64)
 
     def row_times(self, records: int = 0, first: int = 0) -> Int64Array:
-        """The commit times of the rows behind so many records, which have the `first` rows."""
+        """Return the commit times of the rows after the first `records` records, which hold the first `first` rows."""
         if self.meta.merged:
             return np.array(self.array(ROW_TIME)[first : self.rows])
         table = self.commits(records)
         return np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
 
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Times, first ids and counts of the runs of rows that came together, behind what was seen before."""
+        """Return times, first ids and sizes of the runs of rows committed together, after those already seen."""
         if self.meta.merged:
             ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
             new = np.ones(len(ids), bool)
@@ -247,7 +247,7 @@ class Segment(ABC):
         return table["time_ns"].astype(np.int64), firsts, counts
 
     def row_limits(self) -> Mapping[int, int]:
-        """Per original segment how many of its rows there are."""
+        """Return the number of rows per original segment."""
         if not self.meta.merged:
             return {self.ordinal: self.rows}
         ids = np.sort(self.row_ids(0, self.rows))
@@ -256,18 +256,18 @@ class Segment(ABC):
         return dict(zip(owners[lasts].tolist(), ((ids[lasts] & ROW_MASK) + 1).tolist(), strict=True))
 
     def elements(self) -> dict[str, int]:
-        """Per axis the number of elements in use."""
+        """Return the number of elements in use per axis."""
         return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
 
     def value_bytes(self) -> int:
-        """The bytes of the values that are in use, and of where rows end."""
+        """Return the bytes of the values in use, and of the row offsets."""
         ends = self.elements()
         counts = [self.rows if c.axis is None else ends[c.axis] * c.width for c in self.schema]
         values = sum(count * c.np_dtype.itemsize for count, c in zip(counts, self.schema, strict=True))
         return values + 8 * self.rows * len(ends)
 
     def time_span(self) -> tuple[int, int]:
-        """The times of the first and the last commit; of a finished segment they are looked up once."""
+        """Return the times of the first and the last commit; for a finished segment they are looked up once."""
         if self._span is not None:
             return self._span
         times = self.row_times() if self.meta.merged else self.commits()["time_ns"]
@@ -282,14 +282,14 @@ class SegmentWriter(ABC):
 
     Args:
         ordinal: of the segment.
-        meta: what the segment says about itself.
+        meta: its metadata.
 
     Attributes:
         rows: rows committed so far.
         records: commits so far.
         ends: per axis the elements so far.
         last_time: of the last commit.
-        pending: the last commit, while it is not known whether it was made; else None.
+        pending: the last commit while its outcome is unknown; else None.
     """
 
     pending: Any = None
@@ -304,7 +304,7 @@ class SegmentWriter(ABC):
         self.specs = {spec.name: spec for spec in meta.arrays()}
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether a batch still fits."""
+        """Return whether a batch still fits."""
         if self.rows + batch.n_rows > self.meta.rows_cap:
             return False
         for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
@@ -319,55 +319,55 @@ class SegmentWriter(ABC):
 
     @abstractmethod
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Write a batch that fits, and return its first row; readers see it then.
+        """Write a batch that fits, and return its first row; readers see the batch after that.
 
         Raises:
-            OSError: nothing of the batch became visible, unless it is in doubt.
-            SealedError: the segment was ended by another process; nothing of the batch is in it.
+            OSError: nothing of the batch is visible, unless the commit is pending.
+            SealedError: another process ended the segment; nothing of the batch is in it.
         """
 
     def resolve(self, batch: Batch) -> int | None:
-        """Find out what became of a commit in doubt; its first row, if it holds just these rows and is there now.
+        """Settle the pending commit; return its first row if it holds exactly these rows, else None.
 
         Raises:
-            WriteFailedError: it still cannot be found out.
+            WriteFailedError: the outcome is still unknown.
         """
         return None
 
-    def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe when they are made
-        """Return once that many commits have the durability that was promised."""
+    def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe as soon as they are made
+        """Wait until that many commits have the promised durability."""
 
     def sync(self) -> None:  # noqa: B027
         """Wait until everything written so far is on the disk."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Say that nothing follows, and close."""
+        """Write that nothing follows, and close."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Close without a word: after a fork the segment belongs to the parent."""
+        """Close without an end record: after a fork the segment belongs to the parent."""
 
 
 class SealedError(StoreError):
-    """The segment was ended by somebody who took its writer for dead; the commit is not in it."""
+    """Another process took the writer for dead and ended the segment; the commit is not in it."""
 
 
 Claim = Callable[[int, int], int]
-"""From an ordinal and a salt to the same ordinal, which is entered in the catalog then, or to the least one to try."""
+"""Enters an ordinal with a salt in the catalog and returns it, or returns the least ordinal to try instead."""
 
 
 Part = tuple[str, Rows | None]
-"""Rows of an array; None for all."""
+"""The name of an array and its rows; None for all."""
 
 
 class Medium(ABC):
-    """Where a store is.
+    """Where the segments of a store are.
 
     Attributes:
         bucket: holds the catalog.
         where: the address, for messages.
-        keeps_arrays: an array of a segment, once it is open, shows everything that is written to it later.
-        complete: an array of a segment holds all rows, and nothing has to be fetched for some of them.
+        keeps_arrays: an open array of a segment shows everything that is written to it later.
+        complete: an array of a segment holds all rows, so nothing has to be fetched.
     """
 
     bucket: Bucket
@@ -377,14 +377,14 @@ class Medium(ABC):
 
     @abstractmethod
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
-        """Open segments for reading; a StoreError or OSError for those that cannot be."""
+        """Open segments for reading; return a StoreError or OSError for each that cannot be opened."""
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:  # noqa: B027 - most media have everything
-        """Ask at the same time for what will be read of some segments."""
+        """Request together what will be read of some segments."""
 
     @abstractmethod
     def refresh(self, segments: Sequence[Segment]) -> None:
-        """Take in new commits of segments."""
+        """Read new commits of segments."""
 
     @abstractmethod
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> SegmentWriter:
@@ -393,7 +393,7 @@ class Medium(ABC):
         Args:
             meta: what it will hold.
             claim: enters the segment in the catalog.
-            least: ordinals below are taken.
+            least: the least ordinal that may be free.
 
         Raises:
             WriteFailedError: the disk or the object store refused.
@@ -403,10 +403,10 @@ class Medium(ABC):
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
         """Write a segment for rows that come from other segments, and wait until it is safe.
 
-        Whoever asks removes what an error leaves of it.
+        After an error, the caller removes what was written.
 
         Args:
-            entry: what the catalog will say of it; its number is one that nobody else uses.
+            entry: its future entry in the catalog; no other process uses its ordinal.
             meta: what it will hold; its capacities are exact.
             parts: the rows, some at a time.
         """
@@ -424,7 +424,7 @@ class Medium(ABC):
         """Recompute every checksum of a segment."""
 
     def check_root(self) -> list[str]:
-        """What is wrong with the files of the store that never change, in words."""
+        """Return what is wrong with the files of the store that never change, in words."""
         out: list[str] = []
         raw = self.bucket.get(KEY)
         try:
@@ -438,33 +438,33 @@ class Medium(ABC):
         return out
 
     def complete_root(self) -> bool:
-        """Put what the maker of the store has not put yet; returns whether it is there now. A folder appears whole."""
+        """Put what the creator of the store has not put yet; return whether it is there now. A folder appears whole."""
         return False
 
     @abstractmethod
     def unknown(self, state: State) -> list[str]:
-        """Segments that hold commits of a later time than the newest record of the catalog, in words."""
+        """Return the segments with commits that the catalog's records should name but do not, in words."""
 
     def seal(self, segment: Segment) -> bool:
-        """See to it that nobody appends to a segment whose writer seems dead; returns whether that is certain."""
+        """Make sure that no process can append to a segment whose writer seems dead; return whether that is certain."""
         return True
 
     def fence(self, segment: Segment) -> None:  # noqa: B027 - locks die with their holders
-        """See to it that nobody appends to a segment any more."""
+        """Make sure that no process can append to a segment any more."""
 
     def fresh(self) -> Medium:
-        """The same place for a second reader in this process, with nothing shared that one could disturb."""
+        """Return the same place for a second reader in this process, which shares no mutable state with this one."""
         return self
 
     def forget(self, segment: Segment) -> None:  # noqa: B027 - most media keep nothing
-        """Give back what is kept for reading a segment that left."""
+        """Free what is kept for reading a segment that was removed."""
 
     def close(self) -> None:  # noqa: B027 - most media keep nothing
-        """Give back files and memory."""
+        """Free files and memory."""
 
 
 def trusted(bucket: Bucket, key: str, count: Callable[[], int]) -> int:
-    """How many commits to trust that were not synced before the machine went down: found out once, and noted."""
+    """Return how many unsynced commits to trust after the machine went down: counted once, then read from a note."""
     try:
         note = json.loads(bucket.get(key) or b"{}")
         known = whole(note["records"])

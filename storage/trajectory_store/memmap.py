@@ -64,7 +64,7 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 def create_folder(path: Path, root: Root) -> None:
-    """Make the folder of a new store; it appears whole or not at all.
+    """Create the folder of a new store; it appears whole or not at all.
 
     Raises:
         StoreExistsError: the path holds something.
@@ -73,7 +73,7 @@ def create_folder(path: Path, root: Root) -> None:
         raise taken(str(path))
     durable = root.durability != "process"
     temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
-    with fs.said(path, "creating the store"):
+    with fs.explained(path, "creating the store"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fs.mkdir(temporary)
@@ -95,7 +95,7 @@ class Memmap(Medium):
 
     Args:
         folder: the folder.
-        durable: what is written about segments waits for the disk.
+        durable: catalog records and the names of segments wait for the disk.
         io: how files are read; None chooses by the file system.
     """
 
@@ -108,7 +108,7 @@ class Memmap(Medium):
         self._durable = durable
 
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
-        """Open segments for reading; a StoreError or OSError for those that cannot be."""
+        """Open segments for reading; return a StoreError or OSError for each that cannot be opened."""
         out: list[Segment | Exception] = []
         for entry in entries:
             folder = self.folder / entry.name
@@ -123,7 +123,7 @@ class Memmap(Medium):
         return out
 
     def refresh(self, segments: Sequence[Segment]) -> None:
-        """Take in new commits of segments."""
+        """Read new commits of segments."""
         for segment in segments:
             if isinstance(segment, LocalSegment):
                 segment.refresh()
@@ -134,7 +134,7 @@ class Memmap(Medium):
         A rename onto a folder that holds something fails, so two processes never have the same number.
         """
         temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
-        with fs.said(self.folder, "creating a segment"):
+        with fs.explained(self.folder, "creating a segment"):
             log_fd, meta_crc = write_segment(temporary, meta)
             folder = temporary
             try:
@@ -166,7 +166,7 @@ class Memmap(Medium):
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
         """Write a segment for rows that come from other segments, and wait until it is safe."""
         writer = self.make_segment(meta, lambda ordinal, _: ordinal, entry.ordinal)
-        with fs.said(writer.folder, "merging"):
+        with fs.explained(writer.folder, "merging"):
             try:
                 for batch in parts:
                     writer.commit(batch, int(batch.extra[ROW_TIME].max()), 0)
@@ -182,7 +182,7 @@ class Memmap(Medium):
         fs.remove_tree(self.folder / entry.name)
 
     def sweep(self, state: State) -> None:
-        """Remove half-made segments, and those that no longer count and that nobody holds."""
+        """Remove half-made segments, and those that no longer count and that no process holds."""
         counted = {entry.name for entry in state.entries}
         now = fs.now(self.folder)
         for path in [*self.folder.iterdir(), *(self.folder / CATALOG).glob(f"{PARTIAL}*")]:
@@ -200,7 +200,7 @@ class Memmap(Medium):
                 fs.remove_tree(path)
 
     def unknown(self, state: State) -> list[str]:
-        """Segments with commits that the catalog does not know of, in words."""
+        """Return the segments with commits that the catalog does not know of, in words."""
         counted = {entry.name for entry in state.entries}
         out: list[str] = []
         for path in sorted(self.folder.glob("seg-*")):
@@ -221,7 +221,7 @@ class Memmap(Medium):
 
 
 def assert_local(segment: Segment) -> LocalSegment:
-    """The segment as what this medium opened it as."""
+    """Return the segment, checked to be a local one."""
     if not isinstance(segment, LocalSegment):
         raise TypeError(f"{segment.name} is not a segment of a local disk")
     return segment
@@ -290,7 +290,7 @@ class LocalWriter(SegmentWriter):
         self._company = False
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Write a batch that fits and return its first row; a sync of the record that fails leaves it visible."""
+        """Write a batch that fits and return its first row; if only the sync of its record fails, it stays visible."""
         first = self.rows
         durable = self.meta.durability == "power" and not self.meta.merged
         touched, ends, crc = self._write_data(batch)
@@ -308,7 +308,7 @@ class LocalWriter(SegmentWriter):
         return first
 
     def _acknowledge(self, records: int) -> None:
-        """Note how many commits are acknowledged; they are there whether the note can be written or not."""
+        """Note how many commits are acknowledged; they exist even if the note cannot be written."""
         with suppress(OSError):
             fs.pwrite(self._mark_fd, pack_mark(records), 0)
 
@@ -328,7 +328,7 @@ class LocalWriter(SegmentWriter):
         fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
     def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
-        """Write the values behind those before; returns the arrays touched, the new ends and the checksum."""
+        """Write the values after the existing ones; return the arrays touched, the new ends and the checksum."""
         touched: list[str] = []
         ends, crc = dict(self.ends), 0
         for name, values in batch.arrays(self.meta).items():
@@ -341,7 +341,7 @@ class LocalWriter(SegmentWriter):
             if len(values):
                 raw = values.view(np.uint8)
                 fs.pwrite(self._fds[name], raw, start * spec.itemsize)
-                crc = crc32c(raw, crc)  # after the write: the values are in the processor's cache then
+                crc = crc32c(raw, crc)  # after the write, when the values are in the processor's cache
                 touched.append(name)
         return touched, ends, crc
 
@@ -381,7 +381,7 @@ class LocalWriter(SegmentWriter):
                 self._acknowledge(self._synced)
 
     def _datasync(self, fds: list[int]) -> None:
-        """Sync several files; at the same time they share the journal's commit and the disk's flush."""
+        """Sync several files at once, so that they share the journal's commit and the disk's flush."""
         if len(fds) < 3:
             for fd in fds:
                 fs.datasync(fd)
@@ -393,14 +393,14 @@ class LocalWriter(SegmentWriter):
         others = [self._pool.submit(fs.datasync, fd) for fd in fds[1:]]
         try:
             fs.datasync(fds[0])
-        finally:  # nobody may close a file that is being synced
+        finally:  # no file may be closed while it is being synced
             errors = [other.exception() for other in others]
         for error in errors:
             if error is not None:
                 raise error
 
     def finish(self) -> None:
-        """Write the record that says nothing follows, and close; a failing disk does not matter here."""
+        """Write the end record, and close; a failing disk does not matter here."""
         if self._log_fd < 0:
             return
         try:
@@ -412,7 +412,7 @@ class LocalWriter(SegmentWriter):
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the files and drop the lock without a last record."""
+        """Close the files and drop the lock without an end record."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
@@ -430,7 +430,7 @@ class LocalWriter(SegmentWriter):
 
 
 GROUP_DELAY_S = 0.005
-"""How long a group sync waits for company, where it had some the last time."""
+"""How long a group sync waits for other commits, if the last one had several."""
 
 
 # Reading
@@ -440,16 +440,16 @@ class LocalSegment(Segment):
     """A segment on a local disk.
 
     Attributes:
-        limit: records that can be trusted, where the machine went down before they were synced; else None.
+        limit: records that can be trusted, if the machine went down before they were synced; else None.
 
     Args:
         folder: where it is.
-        entry: what the catalog says of it.
+        entry: its entry in the catalog.
         io: how its files are read.
 
     Raises:
         FileNotFoundError: the folder is gone.
-        CorruptionError: it is damaged, or another segment lies in its place.
+        CorruptionError: it is damaged, or another segment is in its place.
     """
 
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
@@ -464,9 +464,9 @@ class LocalSegment(Segment):
         self.limit = self._limit_after_reboot()
         self.refresh()
         if not self.finished and not fs.is_locked(commits_path(folder)):
-            self.refresh()  # its writer is gone for good, but may have written until just now
+            self.refresh()  # its writer is gone for good, but may have written just before
             self.finished = True
-        self.let_log_go()
+        self.close_log()
 
     @property
     def log(self) -> Log:
@@ -476,13 +476,13 @@ class LocalSegment(Segment):
             self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
         return self._log
 
-    def let_log_go(self) -> None:
-        """Close the commit records where nothing more will come."""
+    def close_log(self) -> None:
+        """Close the commit records if nothing more will be added."""
         if self.finished:
             self._log = None
 
     def refresh(self) -> None:
-        """Take in new records."""
+        """Read new records."""
         if self.finished or (self.records and self.log.is_blank(self.records)):
             return
         end = self.log.find_end(self.records)
@@ -496,14 +496,14 @@ class LocalSegment(Segment):
             self.rows = last.rows_end
             self.newest_ns = last.time_ns
             self.finished |= last.kind == KIND_END
-        if self.finished:  # what is small is loaded from now on, and holds no descriptor
+        if self.finished:  # small files are loaded from now on, and hold no descriptor
             self.release()
-            self.let_log_go()
+            self.close_log()
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
 
     def acknowledged(self) -> int | None:
-        """How many records were acknowledged, as far as the mark says; None where it is damaged or missing."""
+        """Return the number of acknowledged records, or None if the mark is damaged or missing."""
         try:
             return parse_mark(fs.read_file(mark_path(self.folder)))
         except (OSError, StoreError):
@@ -511,11 +511,11 @@ class LocalSegment(Segment):
 
     @property
     def survived_reboot(self) -> bool:
-        """Whether the machine went down since the segment was written without being synced."""
+        """Whether the segment was written without syncs and the machine has rebooted since."""
         return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
 
     def _limit_after_reboot(self) -> int | None:
-        """How many records to trust in a segment that was not synced before the machine went down."""
+        """Return how many records to trust, if the segment may not have been synced before a reboot; else None."""
         if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
             return None
         return trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
@@ -533,7 +533,7 @@ class LocalSegment(Segment):
         return seq
 
     def data_crc(self, first: int, end: int, edges: dict[str, int]) -> int:
-        """CRC32C over the values of rows `first` to `end`, in the order they were written.
+        """Return the CRC32C of the values of rows `first` to `end`, in the order they were written.
 
         Args:
             first: the first row.
@@ -541,7 +541,7 @@ class LocalSegment(Segment):
             edges: per axis the expected first element; updated to the next one.
 
         Returns:
-            The checksum, or -1 where the offsets cannot be right.
+            The checksum, or -1 if the offsets cannot be right.
         """
         crc = 0
         spans: dict[str, tuple[int, int]] = {}
@@ -563,7 +563,7 @@ class LocalSegment(Segment):
         return crc
 
     def release(self) -> None:
-        """Forget every array; each is opened again when it is read."""
+        """Close every array; each is opened again when it is read."""
         for name in list(self._maps):
             self.drop(name)
 
@@ -588,7 +588,7 @@ class LocalSegment(Segment):
             raise ReadFailedError(error.errno, _why(error), str(path)) from None
 
     def _used(self, spec: ArraySpec) -> int | None:
-        """The bytes of an array that hold values; None while more may come."""
+        """Return the bytes of an array that hold values, or None while more may be added."""
         if not self.finished:
             return None
         along = spec.axis is not None and not spec.edges
@@ -596,9 +596,9 @@ class LocalSegment(Segment):
         return min(max(count, 0), spec.capacity) * spec.itemsize
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """The commits of rows from record `start` on, as a structured array.
+        """Return the commits of rows from record `start` on, as a structured array.
 
-        A damaged record that valid ones follow is stood in for by one with its rows and the time before it.
+        A damaged record that is followed by valid ones is replaced by one with its rows and the time before it.
         """
         table = self.log.table(self.records, start)
         if not len(table):
@@ -613,7 +613,7 @@ class LocalSegment(Segment):
         good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
         if not good.all():
             table = self._mend(table, start)
-        self.let_log_go()
+        self.close_log()
         return table[table["kind"] == KIND_ROWS]
 
     def _mend(self, table: npt.NDArray[Any], start: int) -> npt.NDArray[Any]:
@@ -631,16 +631,16 @@ class LocalSegment(Segment):
         return table
 
     def disk_bytes(self) -> int:
-        """The space that the segment takes."""
+        """Return the disk space of the segment in bytes."""
         return fs.disk_bytes(self.folder)
 
     def is_live(self) -> bool:
-        """Whether a living process may still append."""
+        """Return whether a living process may still append."""
         return not self.finished and fs.is_locked(commits_path(self.folder))
 
 
 def _why(error: OSError) -> str:
-    """What kept a file from being opened, and what to do."""
+    """Say why a file could not be opened, and what to do."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open. Raise `ulimit -n`, or run compact"
     if error.errno == errno.ENOMEM:
@@ -670,11 +670,11 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
     elif mark > end and not segment.survived_reboot:
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
-    segment.let_log_go()
+    segment.close_log()
 
 
 def _check_records(segment: LocalSegment, report: VerifyReport) -> tuple[int, int]:
-    """Check each record and its data; returns the number of records and the rows that they cover."""
+    """Check each record and its data; return the number of records and the rows that they cover."""
     name, log, covered = segment.name, segment.log, 0
     edges = dict.fromkeys(segment.schema.axes, 0)
     end = log.last_written() if segment.limit is None else segment.limit
@@ -713,7 +713,7 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> tuple[int, in
 
 
 def _ids(segment: LocalSegment, first: int, end: int) -> Int64Array:
-    """The ids of rows of trajectories; an update damages the rows that it belongs to."""
+    """Return the ids of the trajectories that are damaged with these rows: for an update, its targets."""
     if segment.meta.kind == "update":
         return segment.part("target", first, end)
     return segment.row_ids(first, end)

@@ -1,7 +1,7 @@
-"""Memory that is reused as soon as nobody holds it.
+"""Memory that is reused as soon as nothing refers to it.
 
-Fresh memory costs a page fault per 4 KiB, which is more than the copy into it. A buffer refuses to be written while an
-array, tensor or view of it is alive, so a batch stays valid for as long as anything points to it.
+Fresh memory costs a page fault per 4 KiB, which is more than the copy into it. A buffer cannot be written while an
+array, tensor or view of it is alive, so a batch stays valid for as long as anything refers to it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class BufferPool:
         return self.join((), shape, dtype)
 
     def join(self, pieces: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return the same filled with the bytes of some buffers, one after another: each byte is written once.
+        """Return such an array, filled with the bytes of some buffers one after another: each byte is written once.
 
         Args:
-            pieces: contiguous buffers that fill the array together.
+            pieces: contiguous buffers that together fill the array.
             shape: of the array.
             dtype: of the array.
         """
@@ -60,7 +60,7 @@ class BufferPool:
             return np.frombuffer(buffer.getbuffer(), dtype, count).reshape(shape)  # np.ndarray would drop the view
 
     def zeros(self, nbytes: int) -> memoryview:
-        """At least so many zero bytes, to be joined."""
+        """Return at least `nbytes` zero bytes, to be joined."""
         if len(self._zeros) < nbytes:
             self._zeros = memoryview(bytes(2 * nbytes))
         return self._zeros
@@ -94,7 +94,7 @@ class BufferPool:
 
 
 def _is_idle(buffer: BytesIO) -> bool:
-    """Whether no view of a buffer is alive."""
+    """Return whether no view of a buffer is alive."""
     try:
         buffer.write(b"")
     except BufferError:

@@ -15,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Int64Array:
-    """Return `[0, l0, l0+l1, ...]`, one more than there are lengths.
+    """Return `[0, l0, l0+l1, ...]`, one element more than there are lengths.
 
     >>> offsets_of(np.array([2, 0, 3])).tolist()
     [0, 2, 2, 5]
@@ -26,7 +26,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Int64Array:
 
 
 def distinct(numbers: Int64Array) -> list[int]:
-    """The different ones of some small numbers of 0 or more, ascending; `np.unique` sorts, which takes longer.
+    """Return the distinct values of small numbers of 0 or more, ascending; `np.unique` sorts, which takes longer.
 
     >>> distinct(np.array([5, 2, 5]))
     [2, 5]
@@ -38,7 +38,7 @@ class RaggedArray:
     """Rows of different lengths in one flat array: the fast form of a ragged column.
 
     Args:
-        values: `[sum(lengths)]`, or `[sum(lengths), *shape]` where elements have a shape: the rows one after another.
+        values: the rows one after another: `[sum(lengths)]`, or `[sum(lengths), *shape]` if elements have a shape.
         lengths: `[N]` int64, the length of each row.
 
     Raises:
@@ -86,13 +86,13 @@ class RaggedArray:
         return cls(values, np.array([len(a) for a in arrays], np.int64))
 
     def beside(self, values: npt.NDArray[Any]) -> RaggedArray:
-        """Other values in rows of the same lengths, which need no second check.
+        """Return other values in rows of the same lengths, without checking these again.
 
         >>> RaggedArray(np.arange(3), np.array([2, 1])).beside(np.array([7, 8, 9]))[1].tolist()
         [9]
 
         Raises:
-            BatchError: their number is not that of the values here.
+            BatchError: the number of values differs.
         """
         if values.shape[:1] != self.values.shape[:1]:
             raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")

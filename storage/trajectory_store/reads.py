@@ -1,4 +1,4 @@
-"""The reading half of a store: which rows there are, and their columns."""
+"""The reading half of a store: its rows and their columns."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from trajectory_store.where import evaluate
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
 
-# A row and column that takes this long may have come from the disk; if it did, the next batches ask for their pages
-# first, which costs a warm batch three times its own time and a cold one a third of it.
+# If reading takes this long per row and column, it may have come from the disk. If it did, the next batches ask for
+# their pages first, which costs a warm batch three times its own time and a cold one a third of it.
 COLD_COPY_S = 15e-6
 COLD_BATCHES = 8
 
@@ -38,7 +38,7 @@ S = TypeVar("S", bound="StoreReads")
 
 
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Read again where a segment left in between, until the catalog stands still: merged rows have a new place."""
+    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved."""
 
     @functools.wraps(read)
     def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,21 +52,21 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 looks += self.catalog_number == number
                 if looks > 2:
                     raise CorruptionError(
-                        f"{self.path}: {error} The catalog says that the segment counts, so its files were removed by "
-                        "somebody else. Run verify(), and restore the segment from a copy."
+                        f"{self.path}: {error} The catalog still names the segment, so its files were removed by "
+                        "something other than the store. Run verify(), and restore the segment from a copy."
                     ) from None
 
     return wrapper
 
 
 class StoreReads:
-    """What every open store can do; `TrajectoryStore` adds writing and upkeep.
+    """Reads an open store; `TrajectoryStore` adds writing and upkeep.
 
     Args:
         path: the folder, or the address of an object store.
-        root: what the root's zarr.json says.
-        catalog: what this process sees of the store.
-        limits: the updates that count, where values as of a snapshot are read; None for all.
+        root: the content of the root's zarr.json.
+        catalog: this process's view of the store.
+        limits: how many updates of each update segment count, to read values as of a snapshot; None for all.
     """
 
     def __init__(self, path: Path | str, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
@@ -75,13 +75,13 @@ class StoreReads:
         self._catalog = catalog
         self._limits = limits
         self._pool = BufferPool()
-        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # what a cache just got is in memory
+        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # a cache's new files are in memory
         self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
     @property
     def catalog_number(self) -> int:
-        """The number of the newest record of the catalog that this reader has seen."""
+        """The number of the newest catalog record that this reader has seen."""
         return self._catalog.state.number
 
     @property
@@ -102,7 +102,7 @@ class StoreReads:
     # Following
 
     def refresh(self) -> int:
-        """Take in what other processes wrote; returns the watermark."""
+        """Read what other processes wrote; return the watermark."""
         self._check_open()
         self._catalog.refresh()
         return self.watermark
@@ -124,28 +124,28 @@ class StoreReads:
 
     @following
     def snapshot(self) -> Snapshot:
-        """Name the rows and updates that this reader sees now, for any reader at any later time.
+        """Record which rows and updates this reader sees now, for any reader at any later time.
 
-        `ids(snapshot)` gives the rows of then, `as_of(snapshot)` their values of then.
+        `ids(snapshot)` gives the rows of that moment, `as_of(snapshot)` their values of that moment.
         """
         self._check_open()
         catalog = self._catalog
         return Snapshot(limits_of(catalog.segments), self.watermark, limits_of(catalog.updates))
 
     def as_of(self, snapshot: Snapshot) -> StoreReads:
-        """A view that reads values as of a snapshot: later updates do not count.
+        """Return a view that reads values as of a snapshot: later updates do not count.
 
-        Updates that were folded into later ones meanwhile (`compact` does that) raise SnapshotGoneError.
+        Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
         """
         self._check_open()
         return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
 
     @following
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
-        """`[len(self)]` int64, read-only: the ids in the order of arrival, the same for every reader.
+        """Return the ids in the order of arrival, the same for every reader: `[len(self)]` int64, read-only.
 
         Args:
-            snapshot: the rows that this reader saw then; those that eviction has removed are left out.
+            snapshot: return only the rows of this snapshot, without those evicted since.
         """
         self._check_open()
         ids = self._catalog.ids()
@@ -169,17 +169,17 @@ class StoreReads:
 
     @following
     def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
-        """`[K]` int64: the ids of the trajectories whose scalars meet a condition, in the order of arrival.
+        """Return the ids of the trajectories whose scalars meet a condition, in the order of arrival: `[K]` int64.
 
         Args:
             condition: for example `"task_reward >= 0.5 and policy_version < 100"`; comparisons of scalar columns with
                 numbers, texts or each other, joined by `and`, `or` and `not`.
-            ids: where to look; None for all.
+            ids: the trajectories to search; None for all.
 
         Raises:
             SchemaError: the condition cannot be read, or names a column that is not a scalar.
         """
-        reader = self._reader(ids, ())  # one for all columns: rows that come meanwhile are in none of them
+        reader = self._reader(ids, ())  # one for all columns, so that new rows are in none of them
 
         def column(name: str) -> npt.NDArray[Any]:
             return self._scalars(reader, self.schema[name])
@@ -187,10 +187,10 @@ class StoreReads:
         return reader.ids[np.broadcast_to(evaluate(condition, column), len(reader))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
-        """Yield what `read` gives, some rows at a time, with `"ids"` beside the columns.
+        """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
 
-        A pass over a store in a folder needs no more memory, beside the ids, than the segments that a batch is from:
-        what was read of a segment is released when the pass has left it.
+        Besides the ids, a pass over a store in a folder needs only the memory of the segments of one batch: a
+        segment's arrays are released once the pass has left it.
 
         Args:
             rows: rows per batch; the last one may have fewer.
@@ -208,7 +208,7 @@ class StoreReads:
 
     @following
     def _passed(self, before: set[int], ids: Int64Array) -> set[int]:
-        """Release the segments that a pass has left; returns those that it is in."""
+        """Release the segments that a pass has left; return those of the current batch."""
         now = set(distinct(self._catalog.locate(ids)[0]))
         for ordinal in before - now & self._catalog.segments.keys():
             self._catalog.segments[ordinal].release()
@@ -218,14 +218,14 @@ class StoreReads:
         return self.read(ids)
 
     def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
-        """The trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
+        """Return trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
 
         Args:
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
 
         Returns:
-            A `pyarrow.Table`; what was not given is null.
+            A `pyarrow.Table`; values that were not given are null.
 
         Raises:
             ImportError: pyarrow is not installed.
@@ -248,7 +248,7 @@ class StoreReads:
                 values = pa.array(np.ascontiguousarray(ragged.values).reshape(-1))
                 for size in reversed(column.shape):
                     values = pa.FixedSizeListArray.from_arrays(values, size)
-                # Not a null among the offsets: the row before would then end where the row after begins.
+                # A mask, not nulls among the offsets: with a null, the row before would end where the row after begins.
                 offsets, mask = pa.array(ragged.offsets), pa.array(absent)
                 arrays[column.name] = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
         return pa.table(arrays)
@@ -257,7 +257,7 @@ class StoreReads:
 
     @following
     def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
-        """Read trajectories as they are.
+        """Read trajectories, unpadded.
 
         Args:
             ids: `[B]` ids, in any order, repeated or not.
@@ -284,12 +284,12 @@ class StoreReads:
 
     @following
     def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
-        """Read whole rows in the form in which they are written, later values folded in."""
+        """Read whole rows in the form in which they are written, with later values folded in."""
         return read_batch(self._reader(ids, schema or self.schema), schema or self.schema)
 
     @following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
-        """Read a ragged column in one flat array; None for all trajectories in the order of arrival."""
+        """Read a ragged column in one flat array; `ids=None` reads all trajectories in the order of arrival."""
         found = self._ragged_column(column)
         if found.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
@@ -308,13 +308,13 @@ class StoreReads:
     ) -> dict[str, Any]:
         """Read trajectories as padded matrices.
 
-        The memory of an earlier batch is reused once nothing refers to it, which makes a batch
-        several times cheaper than fresh memory would.
+        The memory of an earlier batch is reused once nothing refers to it, which is several times cheaper than
+        fresh memory.
 
         Args:
             ids: `[B]` ids.
             columns: names; None for all.
-            pad_value: what fills the rest of a row: one value, or one per column name (default 0).
+            pad_value: fills the rest of a row: one value, or one per column name (default 0).
             side: where the padding goes.
             pad_to_multiple_of: T is rounded up to a multiple of this.
             out: arrays to write into, by column: contiguous, at least `[B, T]`.
@@ -362,7 +362,7 @@ class StoreReads:
         """Read one scalar column.
 
         Args:
-            column: its name; of a text column the texts come as an object array.
+            column: its name; a text column gives an object array of texts.
             ids: `[B]` ids; None for all trajectories in the order of arrival.
         """
         self._check_open()
@@ -376,13 +376,13 @@ class StoreReads:
 
     @following
     def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
-        """`[B]` int64: the length of each row of a ragged column (UTF-8 bytes for text)."""
+        """Return the length of each row of a ragged column (UTF-8 bytes for text): `[B]` int64."""
         found = self._ragged_column(column)
         return self._reader(ids, [found]).spans(found).lengths
 
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
-        """`[B]` bool: whether a value was given, at the append or by an update, and not filled in."""
+        """Return whether a value was given, by the append or an update, and not filled in: `[B]` bool."""
         self._check_open()
         found = self.schema[column]
         return self._reader(ids, [found]).present(found)
@@ -390,9 +390,9 @@ class StoreReads:
     # Helpers
 
     def _note_reads(self) -> None:
-        """Where the disk was read, by a fault or because a batch asked for its pages, the next batches ask first.
+        """If the disk was read, by a fault or by a prefetch, let the next batches prefetch.
 
-        Not doing so costs what the disk reads ahead at every fault, which may be megabytes.
+        Without that, every fault costs the disk's read-ahead, which may be megabytes.
         """
         blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         if blocks > self._blocks:
@@ -400,7 +400,7 @@ class StoreReads:
         self._blocks = blocks
 
     def _reader(self, ids: Ids | None, columns: Iterable[Column]) -> ColumnReader:
-        """What reads these rows, or all of them in the order of arrival."""
+        """Return a reader of these rows, or of all rows in the order of arrival."""
         self._check_open()
         if ids is None:
             reader = ColumnReader.of_all(self._catalog, self._root.max_trajectories, self._limits)
@@ -422,7 +422,7 @@ class StoreReads:
 
 
 def as_ids(ids: Ids) -> Int64Array:
-    """Turn what a caller gives as ids into `[B]` int64."""
+    """Convert a caller's ids to `[B]` int64."""
     array: npt.NDArray[Any] = np.asarray(ids)
     if array.dtype == np.int64 and array.ndim == 1:
         return array

@@ -1,4 +1,4 @@
-"""The root of a store: what is fixed when it is made."""
+"""The root of a store: everything that is fixed when it is created."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trajectory_store.schema import Schema
 KEY = "zarr.json"
 MAX_ROWS = 1 << 19
 MAX_ELEMENTS = 1 << 26
-"""The largest segments on a local disk. A batch takes longer with every segment that its rows lie in; a reader of plain
-Zarr reads the array of a segment as a whole."""
+"""The largest segments on a local disk. A batch takes longer the more segments its rows are in; a plain Zarr reader
+reads an array of a segment as a whole."""
 
 WHOLE_ROWS = 1 << 16
 WHOLE_ELEMENTS = 1 << 24
-"""The same where a segment is reserved on the disk, or held in memory, as a whole."""
+"""The same for segments that are reserved on the disk, or held in memory, as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """What the `zarr.json` of a store says; it never changes.
+    """The content of a store's `zarr.json`; it never changes.
 
     Attributes:
-        schema: the columns that the store began with; those that it has now are in the catalog.
+        schema: the columns that the store began with; the current ones are in the catalog.
         durability: the default of its writers.
         max_trajectories: rows kept, or None.
         max_bytes: disk space kept, or None.
@@ -64,7 +64,7 @@ class Root:
     created_ns: int = field(default_factory=time.time_ns)
 
     def to_json(self) -> bytes:
-        """The content of the store's zarr.json."""
+        """Return the content of the store's zarr.json."""
         attributes: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "store"}
         attributes.update({f.name: getattr(self, f.name) for f in fields(self)}, schema=self.schema.to_json())
         return group_json({**attributes, "crc": _crc(attributes)})
@@ -82,7 +82,7 @@ class Root:
         try:
             known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
             if attributes["crc"] != _crc({k: v for k, v in attributes.items() if k != "crc"}):
-                raise CorruptionError(f"{where} is damaged: its attributes do not have their checksum.")
+                raise CorruptionError(f"{where} is damaged: its attributes do not match their checksum.")
             known["schema"] = Schema.from_json(known["schema"])
             return cls(**known)
         except (KeyError, RecursionError) as error:
@@ -96,7 +96,7 @@ class Root:
 
     @property
     def first_state(self) -> State:
-        """The first record of the catalog: it follows from the root, so whoever puts it puts the same."""
+        """The first record of the catalog; it follows from the root, so every process puts the same bytes."""
         return State(0, self.uuid[:16], "", self.created_ns, 0, self.schema)
 
 
@@ -107,12 +107,12 @@ def _crc(attributes: Mapping[str, Any]) -> int:
 
 
 def catalog_json() -> bytes:
-    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers pass it by."""
+    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records."""
     return array_json([0], np.dtype("uint8"), ["records"])
 
 
 def fill_root(bucket: Bucket, root: Root) -> None:
-    """Put what a new store consists of; the root decides who makes it.
+    """Put the files of a new store; the process whose root is put creates it.
 
     Raises:
         StoreExistsError: there is a store already.
@@ -123,10 +123,10 @@ def fill_root(bucket: Bucket, root: Root) -> None:
 
 
 def complete_root(bucket: Bucket, root: Root) -> bool:
-    """Put what the maker of a store has not put yet, as it was killed or is slower than who opens the store.
+    """Put what the creator of a store has not put yet, because it was killed or is slower than this process.
 
     Returns:
-        Whether the first record is there now; not where the store had begun, whose missing records are damage.
+        Whether the first record is there now; False for a store that has been used, whose missing records are damage.
     """
     if set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", record_key(0)}:
         return False
@@ -140,7 +140,7 @@ def _put_first_record(bucket: Bucket, root: Root) -> None:
 
 
 def read_root(bucket: Bucket) -> Root:
-    """Read what a store says about itself.
+    """Read the root of a store.
 
     Raises:
         StoreNotFoundError: nothing is there.
@@ -149,7 +149,7 @@ def read_root(bucket: Bucket) -> Root:
     """
     raw = bucket.get(KEY)
     if raw is None and not bucket.is_empty():
-        raw = bucket.get(KEY)  # it may have been made between the two looks
+        raw = bucket.get(KEY)  # it may have been created between the two requests
         if raw is None:
             raise NotAStoreError(
                 f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
@@ -164,7 +164,7 @@ def read_root(bucket: Bucket) -> Root:
 
 
 def taken(where: str) -> StoreExistsError:
-    """The error of a path that holds something."""
+    """Return the error for a path that holds something."""
     return StoreExistsError(
         f"{where} exists and is not empty. Open it with TrajectoryStore.open(path, mode='a'), or choose another path."
     )

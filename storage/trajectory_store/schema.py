@@ -1,4 +1,4 @@
-"""Columns and schemas: what one trajectory consists of."""
+"""Columns and schemas: the structure of a trajectory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Column:
         dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
         ragged: one array of any length per trajectory instead of one value.
         mutable: the value is expected to change (`TrajectoryStore.update`), so `append` may leave it out: it begins as
-            0 unless a fill is given. Columns without it can be updated just as well.
+            0 unless a fill is given. Other columns can be updated just as well.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
             offsets array. Default `"tokens"`; text and bytes have an axis of their own.
-        fill: what a row reads as where the column is left out of its append, and what rows older than the column
-            read as. A column without a fill must be in every batch.
+        fill: the value of rows that were appended without the column, or that are older than the column. A column
+            without a fill, unless mutable, must be in every batch.
         shape: of a ragged column, the shape of one element: `(8,)` for the 8 experts of each token.
 
     Raises:
@@ -69,7 +69,7 @@ class Column:
             )
         if self.dtype not in DTYPES:
             raise SchemaError(
-                f"column '{self.name}' has dtype {self.dtype!r}, which the format does not hold."
+                f"column '{self.name}' has dtype {self.dtype!r}, which the format does not support."
                 + did_you_mean(str(self.dtype), DTYPES)
             )
         if self.is_text and self.ragged:
@@ -118,7 +118,7 @@ class Column:
 
     @functools.cached_property
     def is_text(self) -> bool:
-        """Whether the column holds one text, or one string of bytes, per row."""
+        """Whether the column holds one text or byte string per row."""
         return self.dtype in ("str", "bytes")
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Column:
 
     @functools.cached_property
     def fill_value(self) -> Fill:
-        """The fill, or the default of the dtype: NaN, 0, False or the empty text."""
+        """The fill, or a default: NaN for floats unless mutable, else 0, False or the empty text."""
         if self.fill is not None:
             return self.fill
         if self.is_text:
@@ -149,7 +149,7 @@ class Column:
 
     @functools.cached_property
     def fill_bytes(self) -> bytes:
-        """What a row of text or bytes is filled with; nothing for other columns."""
+        """The fill of a text or bytes column as bytes; empty for other columns."""
         return str(self.fill_value).encode() if self.is_text else b""
 
     def to_json(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Schema:
         columns: the columns; names are unique, and columns of one axis are all text or all numeric.
 
     Raises:
-        SchemaError: no columns, a name twice, or a text column that shares its axis.
+        SchemaError: there are no columns, a name appears twice, or a text column shares its axis.
 
     >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
     >>> schema.names
@@ -259,7 +259,7 @@ class Schema:
         return f"Schema({list(self.columns)!r})"
 
     def find(self, name: str) -> Column | None:
-        """Return a column, or None where there is none of this name."""
+        """Return the column of this name, or None if there is none."""
         return self._by_name.get(name)
 
     def select(self, names: Sequence[str] | str | None) -> tuple[Column, ...]:
@@ -272,7 +272,7 @@ class Schema:
         return tuple([known[name] if name in known else self[name] for name in names])
 
     def only(self, names: Collection[str]) -> Schema:
-        """Return a schema with the columns of these names, in the order of this one."""
+        """Return a schema with only the columns of these names, in the order of this schema."""
         return self if len(names) == len(self.columns) else _subset(self, frozenset(names))
 
     def with_columns(self, columns: Iterable[Column]) -> Schema:
@@ -306,5 +306,5 @@ def _subset(schema: Schema, names: frozenset[str]) -> Schema:
 
 @functools.lru_cache(maxsize=256)
 def _schema_of(columns: str) -> Schema:
-    """The schema of a JSON list of columns; segments of a store share it."""
+    """Return the schema of a JSON list of columns; the segments of a store share it."""
     return Schema([Column.from_json(c) for c in json.loads(columns)])

@@ -1,4 +1,4 @@
-"""`TrajectoryStore`: the one door to a store."""
+"""`TrajectoryStore`: the public interface to a store."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class TrajectoryStore(StoreReads):
     """A durable, ragged store of trajectories, on a local disk or in an object store.
 
     Make one with `create` or `open`. Any number of processes may append (each to segments of its own) and
-    read at the same time; a process that is killed holds nobody up and loses nothing that `append`
-    returned for.
+    read at the same time. A killed process blocks no other, and loses no row for which `append` returned.
 
     Attributes:
         path: the folder.
@@ -99,13 +98,13 @@ class TrajectoryStore(StoreReads):
             durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
                 a power loss, for one sync of the disk per append. `"group"`: the same, but appends of several
                 threads share a sync. In an object store every put has the promise of that store.
-            max_trajectories: keep the newest so many; older ones leave by whole segments.
-            max_bytes: keep about so many bytes on the disk; older segments leave.
-            preallocate: reserve disk blocks a segment at a time: faster appends, and a full disk shows
+            max_trajectories: keep only this many of the newest; older ones are evicted by whole segments.
+            max_bytes: keep about this many bytes on the disk; older segments are evicted.
+            preallocate: reserve disk blocks a segment at a time: appends are faster, and a full disk is noticed
                 when a segment is made.
             segment_rows: rows per segment; by default few, growing to 512 Ki (preallocated, or zarr: 64 Ki).
             segment_elements: elements per ragged axis and segment; by default few, growing to 64 Mi (16 Mi).
-            compress: zarr backend: zstd for chunks that become smaller by it.
+            compress: zarr backend: zstd for chunks that it makes smaller.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
@@ -155,12 +154,12 @@ class TrajectoryStore(StoreReads):
         """Open a store.
 
         Args:
-            path: its folder, a URL, an obstore store or a zarr `Store`; which backend wrote it is found out.
+            path: its folder, a URL, an obstore store or a zarr `Store`; the backend is detected.
             mode: `"r"` to read, `"a"` to read, append and update.
             durability: for the appends of this process; default: what the store was created with.
-            add_columns: columns that the store gets from now on; rows that exist read as their fill, and
-                `update` gives them values. A column that is there already, defined alike, is fine.
-            io: `"mmap"` or `"pread"`; by default maps, and positional reads where a map may end the process: on
+            add_columns: columns to add to the store; existing rows read as the fill until `update` gives them
+                values. A column that exists with the same definition is not an error.
+            io: `"mmap"` or `"pread"`; by default maps, but positional reads where a map may end the process: on
                 network file systems when the server fails, on tmpfs when it is full.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
@@ -185,7 +184,7 @@ class TrajectoryStore(StoreReads):
             store._add_columns(add_columns)
         if mode == "a" and medium.bucket.local:
             with medium.bucket.upkeep_lock() as mine:
-                if mine:  # what was merged until just now is named by a newer record than the one that was opened
+                if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
                     medium.sweep(store._catalog.journal.state)
         return store
@@ -199,7 +198,7 @@ class TrajectoryStore(StoreReads):
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:
-        """A second catalog of the store, with nothing shared with the first."""
+        """Open a second catalog of the store, which shares nothing with the first."""
         medium = self._catalog.medium.fresh()
         catalog = Catalog(medium, warn=False)
         try:
@@ -210,7 +209,7 @@ class TrajectoryStore(StoreReads):
                 medium.close()
 
     def close(self) -> None:
-        """Finish the own segment and drop the maps; arrays that were read stay valid."""
+        """Finish this process's segments and drop the maps; arrays that were read stay valid."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +232,7 @@ class TrajectoryStore(StoreReads):
         self.close()
 
     def __reduce__(self) -> tuple[Callable[..., TrajectoryStore], tuple[Any, ...]]:
-        """A pickled store is opened again at the other side, where it writes segments of its own."""
+        """Reduce to `open`: an unpickled store is opened again, and writes segments of its own."""
         address = self.path.absolute() if isinstance(self.path, Path) else self._address
         return _reopen, (address, self.mode, self.durability)
 
@@ -256,32 +255,32 @@ class TrajectoryStore(StoreReads):
                 values (scalars). Columns with a fill, and mutable ones, may be left out.
 
         Returns:
-            `[n]` int64 ids, stable and never given again. They are durable on return.
+            `[n]` int64 ids, stable and never reused. The rows are durable on return.
 
         Raises:
             BatchError: the rows do not fit the schema; nothing was written.
-            WriteFailedError: the disk refused; what was acknowledged before is safe.
+            WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         self._check_writable("append")
         return self.append_batch(prepare(self.schema, data))
 
     def append_batch(self, batch: Batch) -> Int64Array:
-        """Append rows that are in the form on disk already; `append` and `copy_rows` end here."""
+        """Append rows that are already in the form on disk; `append` and `copy_rows` use it."""
         self._check_writable("append")
         if not batch.n_rows:
             return np.empty(0, np.int64)
-        if self._catalog.medium.complete:  # elsewhere a look costs as much as the append
+        if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
             self._catalog.refresh()
         ordinal, first = self._commit(self._stream, batch, self.schema)
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
     def update(self, ids: Ids, **values: Any) -> None:
-        """Give later values of columns, for trajectories that are there already.
+        """Give trajectories that exist later values of columns.
 
         The values are appended by one atomic commit, with the durability and the checksum of an append; nothing is
-        overwritten. This process reads them at once, others after their next `refresh`, and the last update of a value
-        wins, whatever the clocks of the writers say.
+        overwritten. This process reads them at once, others after their next `refresh`. The last update of a value
+        wins, whatever the writers' clocks say.
 
         Args:
             ids: `[n]` ids.
@@ -311,7 +310,7 @@ class TrajectoryStore(StoreReads):
         self._commit(stream, batch, schema)
 
     def _commit(self, stream: Stream, batch: Batch, schema: Schema) -> tuple[int, int]:
-        """Commit rows or updates, and take them in; returns their segment and the first row in it."""
+        """Commit rows or updates and read them back; return their segment and the first row in it."""
         known = stream.ordinal
         ordinal, first = stream.append(batch, schema)
         self._catalog.refresh_segment(ordinal)
@@ -321,7 +320,7 @@ class TrajectoryStore(StoreReads):
 
     @following
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
-        """The rows of an update, checked against those that they belong to."""
+        """Return the rows of an update, checked against the trajectories that they belong to."""
         reader = ColumnReader(self._catalog, ids, {})
         given = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
         batch = prepare(schema, given, len(ids))
@@ -332,37 +331,37 @@ class TrajectoryStore(StoreReads):
         return batch
 
     def flush(self) -> None:
-        """Wait until everything this process appended is on the disk."""
+        """Wait until everything that this process appended is on the disk."""
         self._check_writable("flush")
-        with fs.said(self.path, "syncing"):
+        with fs.explained(self.path, "syncing"):
             for stream in (self._stream, *self._update_streams.values()):
                 stream.sync()
 
-    # Care
+    # Upkeep
 
     @property
     def traffic(self) -> Traffic:
-        """What this process asked of an object store so far; nothing where the store is a folder."""
+        """The requests of this process to an object store so far; all zero if the store is a folder."""
         return self._catalog.medium.bucket.traffic
 
     @property
     def segment(self) -> int | None:
-        """The number of the segment that this process appends rows to now; None before the first append."""
+        """The number of the segment that this process appends rows to, or None if it has none open."""
         return None if self._stream.ordinal < 0 else self._stream.ordinal
 
     def on_segment(self, begin: Callable[[int], None] | None) -> None:
-        """Have a function called with the number of each new segment of this process, before rows are put there.
+        """Register a function to call with the number of each new segment of this process, before its first commit.
 
-        With `fence` it makes a lease safe: who holds one notes the segment where others read it, and who takes the
-        lease away from a process that seems dead ends that segment. What the function raises ends the append, and none
+        With `fence` it makes a lease safe: the holder publishes the segment's number, and a process that takes the
+        lease over from a holder that seems dead ends that segment. If the function raises, the append fails, and none
         of its rows is in the store.
         """
         self._stream.on_begin = begin
 
     def fence(self, segment: int) -> None:
-        """End a segment of another process: what that process appends from now on begins a new one.
+        """End a segment of another process: its later appends go to a new segment.
 
-        What it had committed by then is there after this call.
+        After this call, everything that was committed to the segment is visible here.
         """
         self._check_writable("fence")
         self._catalog.refresh()
@@ -373,10 +372,10 @@ class TrajectoryStore(StoreReads):
         self._catalog.refresh_segment(segment)
 
     def compact(self) -> CompactReport:
-        """Merge finished segments into few, and leave out updates that a newer one covers; ids and their order stay.
+        """Merge finished segments into few, without superseded updates; ids and their order stay.
 
-        Nobody needs to call it: small segments are merged in the background. Other readers go on with the old segments
-        until they refresh.
+        Calling it is optional: small segments are merged in the background. Other readers use the old segments until
+        they refresh.
         """
         self._check_writable("compact")
         self._background.pause()
@@ -387,24 +386,24 @@ class TrajectoryStore(StoreReads):
                 try:
                     report = compact(catalog, self._root)
                     break
-                except SegmentGoneError:  # another process removed what was to be merged
+                except SegmentGoneError:  # another process removed segments that were to be merged
                     catalog.refresh()
         self._catalog.refresh()
         return report
 
     def being_written(self) -> bool:
-        """Whether a process may still append to a segment: `compact` leaves such segments as they are.
+        """Return whether a process may still append to a segment; `compact` leaves such segments as they are.
 
-        memmap backend: a living process holds it. zarr backend: it was not closed, and the last commit is less than
-        an hour old. A process that has the store open and has not appended yet is not seen.
+        memmap backend: a living process holds it. zarr backend: it was not closed, and its last commit is less than
+        an hour old. A process that has the store open but has not appended yet is not detected.
         """
         self.refresh()
         return any(s.is_live() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
 
     def verify(self) -> VerifyReport:
-        """Recompute every checksum, compare with the catalog, and report what is damaged, in words.
+        """Recompute every checksum, compare with the catalog, and report the damage in words.
 
-        Other processes may append, update, evict and compact meanwhile.
+        Other processes may append, update, evict and compact at the same time.
         """
         self._check_open()
         report = verify(self._look_in, self.path)
@@ -435,7 +434,7 @@ def _same_lengths(column: Column, given: Int64Array, known: Int64Array) -> None:
 
 
 def _for_all(column: Column, given: Any, count: int) -> Any:
-    """One value for all rows becomes one value per row."""
+    """Turn one value for all rows into one value per row."""
     if column.is_text and isinstance(given, (str, bytes)):
         return [given] * count
     if column.axis is None:
@@ -446,10 +445,10 @@ def _for_all(column: Column, given: Any, count: int) -> Any:
 
 
 def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
-    """A state with more columns; None where all of them are there already.
+    """Return a state with more columns, or None if all of them exist already.
 
     Raises:
-        SchemaError: a column is there and defined otherwise.
+        SchemaError: a column exists with another definition.
     """
     new: list[Column] = []
     for column in columns:
@@ -464,25 +463,25 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
 
 
 def _fits(column: Column, schema: Schema) -> Column:
-    """Refuse a column on an axis with a single column that may have changed its lengths by itself."""
+    """Refuse a column on an axis whose only column may have changed its lengths, else return the column."""
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].optional:
         raise SchemaError(
             f"column '{column.name}' cannot join axis '{column.axis}': '{others[0].name}' was alone on it and may have "
-            "rows of other lengths by now. Choose an axis of its own, for example "
+            "changed lengths since. Choose an axis of its own, for example "
             f"Column({column.name!r}, {column.dtype!r}, ragged=True, axis={column.name!r}, fill=...)."
         )
     return column
 
 
 def _backend(path: Any, asked: Backend | None) -> Backend:
-    """The backend for a path: raw segments need a folder."""
+    """Return the backend for a path: raw segments need a folder."""
     if asked not in ("memmap", "zarr", None):
         raise SchemaError(f"backend {asked!r} is not known. Use 'memmap' or 'zarr'.")
     if _is_folder(path):
         return asked or "memmap"
     if asked == "memmap":
-        raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is none. Use backend='zarr'.")
+        raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is not one. Use backend='zarr'.")
     return "zarr"
 
 
@@ -491,7 +490,7 @@ def _is_folder(path: Any) -> bool:
 
 
 def _bounded(root: Root) -> Root:
-    """Segments leave as a whole, so one may hold about an eighth of what is kept."""
+    """Bound the segments of a store with limits: they are evicted whole, so one holds about an eighth of the rows."""
     rows, elements = root.largest
     if root.max_trajectories is not None and root.segment_rows is None:
         root = replace(root, segment_rows=min(max(512, root.max_trajectories // 8), rows))
@@ -509,7 +508,7 @@ def _find(
     cache_dir: str | os.PathLike[str] | None,
     cache_bytes: int | None,
 ) -> tuple[Root, Medium]:
-    """What a store says about itself, and the medium that it is on."""
+    """Return the root of a store and its medium."""
     if _is_folder(path):
         folder = Path(cast("str", path))
         root = read_root(Memmap(folder, durable=False, io=io).bucket)

@@ -1,4 +1,4 @@
-"""The contract of a store as a test class: subclass it, say how to make a store, and run pytest.
+"""The contract of a store as a test class: subclass it, define how to make a store, and run pytest.
 
 class TestMemmap(StoreContract):
     def create(self, path, schema, **options):
@@ -85,7 +85,7 @@ def raises(kind: type[BaseException], *words: str) -> Generator[None]:
 
 
 def check(condition: bool, what: str = "") -> None:
-    """Fail with a word about what was wrong."""
+    """Fail with a message unless a condition holds."""
     if not condition:
         raise AssertionError(what or "the condition does not hold")
 
@@ -106,7 +106,7 @@ def same_rows(store: TrajectoryStore, ids: Any, data: dict[str, Any]) -> None:
 
 
 class StoreContract:
-    """What every backend does; see the module docstring for how to use it."""
+    """Tests that every backend passes; the module docstring shows how to use it."""
 
     def create(self, path: Path, schema: Schema, **options: Any) -> TrajectoryStore:
         """Make a store."""
@@ -117,7 +117,7 @@ class StoreContract:
         raise NotImplementedError
 
     def test_rows_come_back_as_they_went_in(self, tmp_path: Path) -> None:
-        """Every kind of column round-trips, in the own store, in a reader and after a reopen."""
+        """Every kind of column round-trips in the writer, in a reader and after a reopen."""
         data = example_rows(30)
         with self.create(tmp_path / "s", example_schema()) as store:
             ids = store.append(data)
@@ -129,7 +129,7 @@ class StoreContract:
             same_rows(reader, ids[[5, 5, 2]], {"group_id": [1, 1, 0]})
 
     def test_left_out_columns_read_as_their_fill(self, tmp_path: Path) -> None:
-        """NaN per token, NaN per row, 0 and the default text stand in for what was not given."""
+        """NaN per token, NaN per row, 0 and the default text replace values that were not given."""
         with self.create(tmp_path / "s", example_schema()) as store:
             data = example_rows(9)
             ids = store.append(data)
@@ -173,7 +173,7 @@ class StoreContract:
             same_rows(reader, more, example_rows(6, seed=1))
 
     def test_padded(self, tmp_path: Path) -> None:
-        """Padding sits on the asked side, with the asked values, and T is rounded up."""
+        """Padding is on the requested side, with the requested values, and T is rounded up."""
         schema = Schema([Column("x", "int64", ragged=True), Column("lp", "float32", ragged=True)])
         with self.create(tmp_path / "s", schema) as store:
             ids = store.append({"x": [[1, 2, 3], [], [4]], "lp": [[1, 2, 3], [], [4]]})
@@ -192,7 +192,7 @@ class StoreContract:
             check(store.read_padded(ids[1:2], "x")["x"].shape == (1, 0))
 
     def test_a_batch_stays_as_it_is_while_it_is_held(self, tmp_path: Path) -> None:
-        """Reused output memory never changes a batch that somebody still holds."""
+        """Reused output memory never changes a batch that is still referenced."""
         schema = Schema([Column("x", "int64", ragged=True)])
         with self.create(tmp_path / "s", schema) as store:
             ids = store.append({"x": [[i] * 300 for i in range(40)]})
@@ -200,7 +200,7 @@ class StoreContract:
             check([part.tolist() for part in held] == [[i] * 4 for i in range(40)])
 
     def test_updates_of_any_column(self, tmp_path: Path) -> None:
-        """Scalars, text and ragged columns get later values: at once here, after a refresh elsewhere, and for good."""
+        """Scalars, text and ragged columns are updated: at once here, after a refresh elsewhere, and permanently."""
         with self.create(tmp_path / "s", example_schema()) as store:
             data = example_rows(6)
             ids = store.append(data)
@@ -236,7 +236,7 @@ class StoreContract:
             check(again.read_scalars("use_count").tolist() == [0, 10, 0, 0, 40, 0])
 
     def test_the_last_update_wins(self, tmp_path: Path) -> None:
-        """Of many updates by two processes of the same and of other rows, each value is the last that was given."""
+        """After many interleaved updates by two writers, each value is the last one given."""
         with (
             self.create(tmp_path / "s", example_schema()) as one,
             self.open(tmp_path / "s", "a") as two,
@@ -249,7 +249,7 @@ class StoreContract:
                 rows = rng.integers(0, 40, 6)
                 values = rng.random(6).round(3)
                 (one, two)[step % 2].update(ids[rows], priority=values)
-                wanted[rows] = values  # of a row that comes twice the last value counts
+                wanted[rows] = values  # for a repeated row, the last value counts
             for view in (one, two):
                 view.refresh()
                 np.testing.assert_allclose(view.read_scalars("priority"), wanted, rtol=1e-6)
@@ -259,7 +259,7 @@ class StoreContract:
                 np.testing.assert_allclose(reader.read_scalars("priority"), wanted, rtol=1e-6)
 
     def test_a_snapshot_keeps_rows_and_values(self, tmp_path: Path) -> None:
-        """Rows and updates that came later do not show in it."""
+        """Later rows and updates are not visible in it."""
         with self.create(tmp_path / "s", example_schema()) as store:
             ids = store.append(example_rows(5))
             store.update(ids[:2], priority=[2.0, 3.0])
@@ -276,7 +276,7 @@ class StoreContract:
                 store.as_of(then).read_scalars("priority", ids)
             store.update(ids[3:4], use_count=[4])
             then = store.snapshot()
-        with self.open(tmp_path / "s", "a") as store:  # all that the session before it updated is covered by this one
+        with self.open(tmp_path / "s", "a") as store:  # this session supersedes all updates of the one before
             store.update(ids[3:4], use_count=[5])
             check(store.as_of(then).read_scalars("use_count", ids[3:4]).tolist() == [4])
         with self.open(tmp_path / "s", "a") as store:
@@ -318,7 +318,7 @@ class StoreContract:
             check(store.verify().ok, str(store.verify()))
 
     def test_conditions_and_batches(self, tmp_path: Path) -> None:
-        """`where` finds rows by their newest scalars, `batches` walks over them, and a store can be indexed."""
+        """`where` finds rows by their newest scalars, `batches` iterates over rows, and a store can be indexed."""
         with self.create(tmp_path / "s", example_schema()) as store:
             data = example_rows(25)
             ids = store.append(data)
@@ -342,8 +342,8 @@ class StoreContract:
                 with raises(SchemaError, wrong):
                     store.where(wrong)
 
-    def test_columns_that_nobody_gave(self, tmp_path: Path) -> None:
-        """Optional columns come and go between appends; each row reads as it was given, also after a compaction."""
+    def test_columns_that_were_not_given(self, tmp_path: Path) -> None:
+        """Appends give different optional columns; each row reads as it was given, even after a compaction."""
         with self.create(tmp_path / "s", example_schema()) as store:
             lengths = np.array([2, 1])
             base = {**example_rows(2), "input_ids": RaggedArray(np.arange(3, dtype=np.int32), lengths)}
@@ -363,7 +363,7 @@ class StoreContract:
             check(store.verify().ok, str(store.verify()))
 
     def test_scalars_and_lengths_of_everything(self, tmp_path: Path) -> None:
-        """Whole columns come in the order of arrival, without reading tokens."""
+        """Whole columns are read in the order of arrival, without reading tokens."""
         with self.create(tmp_path / "s", example_schema()) as store:
             parts = [example_rows(n, seed=n) for n in (5, 8)]
             for part in parts:
@@ -416,7 +416,7 @@ class StoreContract:
             check(store.read(ids)["t"] == texts)
 
     def test_paths_and_modes(self, tmp_path: Path) -> None:
-        """Wrong places and modes are told apart."""
+        """Wrong paths and modes raise different errors."""
         with raises(StoreNotFoundError, "create"):
             self.open(tmp_path / "none")
         store = self.create(tmp_path / "s", example_schema())

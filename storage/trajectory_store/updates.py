@@ -1,4 +1,4 @@
-"""Later values: which update holds the newest value of a column for a trajectory, and the values folded in."""
+"""Later values: which update holds the newest value of a column for each trajectory, and those values folded in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_SEEN_YET = 1 << 20
 
 
 def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
-    """`[B]` bool: which rows, or updates, are among the first so many of the segment that they were written to."""
+    """Return which rows or updates are within the limit of the segment that they were written to: `[B]` bool."""
     if not limits or not len(ids):
         return np.zeros(len(ids), bool)
     owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
@@ -35,11 +35,11 @@ def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:
-    """Whether a merged segment still has every update of a snapshot that its sources had.
+    """Return whether a merged segment still has every update of a snapshot that its sources had.
 
     Args:
         segment: the merged segment.
-        owners: of each of its updates that are of the snapshot, the segment that it was written to.
+        owners: the segment that each of its updates in the snapshot was written to.
         limits: updates of the snapshot per segment.
     """
     left = dict(zip(*(n.tolist() for n in np.unique(owners, return_counts=True)), strict=True))
@@ -49,13 +49,13 @@ def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) 
 class Later:
     """The newest update of one column, per trajectory.
 
-    Updates count in the order of their commit times, then of their first addresses, so every reader ends with the same
-    values, in whatever order it met the commits.
+    Updates are ordered by commit time, then by first address, so every reader ends with the same values, in whatever
+    order it read the commits.
 
     Args:
         catalog: where the segments are.
         column: the column.
-        limits: per original update segment the rows that count; None for all.
+        limits: the rows that count, per original update segment; None for all.
     """
 
     def __init__(self, catalog: Catalog, column: Column, limits: Mapping[int, int] | None = None) -> None:
@@ -75,7 +75,7 @@ class Later:
         return bool(self._address)
 
     def follow(self) -> bool:
-        """Take in the updates that are new; returns False where segments are gone and all must be read again."""
+        """Read the new updates; return False if segments are gone, so that all must be read again."""
         generation, segments = self._catalog.generation, self._catalog.updates
         if generation == self._generation:
             return True
@@ -92,15 +92,15 @@ class Later:
             found.append(self._read(segment, records, rows))
         if found:
             self._apply(*(np.concatenate(parts) for parts in zip(*found, strict=True)), ordered=len(found) == 1)
-        self._seen.update(seen)  # only now, as a segment may have left: then all of it is read again
+        self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
         self._fold_news()
         self._generation = generation
         return True
 
     def _read(self, segment: Segment, records: int, first: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Targets, addresses and times of the rows of an update segment from `first` on.
+        """Return targets, addresses and times of the rows of an update segment from `first` on.
 
-        An update beyond all ordinals, or rows of a segment, that there can be belongs to nothing; `verify` reports it.
+        An update is left out if no segment or row can have its target; `verify` reports it.
         """
         targets = np.array(segment.array(TARGET)[first : segment.rows])
         base = segment.ordinal << ORDINAL_SHIFT
@@ -148,7 +148,7 @@ class Later:
             self._news.append((targets[newer], addresses[newer]))
 
     def _sources(self, addresses: Int64Array) -> Int64Array:
-        """Where updates were first written: merging them does not change which of two with the same time counts."""
+        """Return where updates were first written: merging does not change which of two with the same time counts."""
         out, owners = addresses.copy(), addresses >> ORDINAL_SHIFT
         for owner in distinct(owners):
             segment = self._catalog.any_segment(owner)
@@ -167,7 +167,7 @@ class Later:
                 table[owner] = grown
 
     def lookup(self, ids: Int64Array) -> Int64Array:
-        """`[B]` int64: the address of the newest update of each row (ordinal above row), or -1."""
+        """Return the address (ordinal above row) of the newest update of each row, or -1: `[B]` int64."""
         out = np.full(len(ids), -1, np.int64)
         if not self._address:
             return out
@@ -179,10 +179,10 @@ class Later:
                 out[where] = known[rows[where]]
         return out
 
-    # Scalars: the newest values beside the base, so that reading them costs what reading the base does.
+    # Scalars: the newest values in arrays like the base, so that reading them costs no more than reading the base.
 
     def _values_at(self, addresses: Int64Array) -> npt.NDArray[Any]:
-        """The values of updates."""
+        """Return the values of updates."""
         out = np.empty(len(addresses), self.column.np_dtype)
         owners, rows = addresses >> ORDINAL_SHIFT, addresses & ROW_MASK
         for owner in distinct(owners):
@@ -206,7 +206,7 @@ class Later:
         self._news = []
 
     def folded(self, segment: Segment) -> npt.NDArray[Any]:
-        """The newest values of a scalar column in a segment: an array as long as its rows, or longer."""
+        """Return the newest values of a scalar column in a segment: an array at least as long as its rows."""
         done, rows = self._rows.get(segment.ordinal, 0), segment.rows
         if done < rows:
             array = self._folded.get(segment.ordinal)

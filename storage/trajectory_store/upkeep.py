@@ -1,7 +1,7 @@
-"""Tidying up: eviction, merging small segments, and removing what killed processes left.
+"""Upkeep: eviction, merging small segments, and removing what killed processes left.
 
-Every change is one record of the catalog, put if absent. So nothing here can lose or double a row, whoever does it at
-the same time: whoever comes second finds that the segments it merged no longer count, and throws its work away.
+Every change is one record of the catalog, put if absent. So upkeep by several processes at once cannot lose or double a
+row: the one that comes second finds that the segments it merged no longer count, and discards its work.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from trajectory_store.verify import VerifyReport, check_segments
 
 CHUNK_ROWS = 1024
 FANOUT = 8
-"""Small segments of about one size that are merged: each value is written again once per factor of 8 of growth."""
+"""Number of small segments of similar size that are merged: a value is rewritten once per factor of 8 of growth."""
 
 SUPERSEDED = 1 << 16
-"""Updates from which on a merge leaves out those that a newer one covers."""
+"""From this many updates on, a merge leaves out superseded ones."""
 
 MANY, MANY_FILES = 64, 1024
-"""Objects from which on a single finished segment is merged, as a reader that opens asks for each; a folder answers
-quickly, and gives back single columns of single commits, so there it takes more."""
+"""From this many objects on, a single finished segment is merged, because opening it requests each of them. In a folder
+the number is higher: it answers quickly, and single columns of single commits can be read."""
 
 LEASE_S = 120.0
 log = logging.getLogger("trajectory_store")
@@ -46,11 +46,11 @@ log = logging.getLogger("trajectory_store")
 
 @dataclass(frozen=True)
 class CompactReport:
-    """What `compact` did.
+    """The result of `compact`.
 
     Attributes:
         segments_before: segments of rows and updates before.
-        segments_after: the same after.
+        segments_after: segments of rows and updates after.
         rows: trajectories that moved.
         bytes_before: disk space before.
         bytes_after: disk space after.
@@ -72,7 +72,7 @@ def evict(catalog: Catalog, root: Root) -> int:
     """Remove the oldest segments that the limits of the store no longer cover.
 
     Returns:
-        How many segments were removed. 0 also where another process was first.
+        How many segments were removed; also 0 if another process was first.
     """
     if root.max_trajectories is None and root.max_bytes is None:
         return 0
@@ -80,7 +80,7 @@ def evict(catalog: Catalog, root: Root) -> int:
     victims = _victims(catalog, root)
     rows = sum(s.rows for s in victims)
     if not all(catalog.settled(s) for s in victims) or sum(s.rows for s in victims) != rows:
-        return 0  # it is tried again with the next new segment
+        return 0  # the next new segment tries again
     if not victims:
         return 0
     gone = {s.ordinal for s in victims}
@@ -90,13 +90,13 @@ def evict(catalog: Catalog, root: Root) -> int:
 
 
 def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int]:
-    """Take segments out of the catalog and remove them; returns those that this process took out.
+    """Take segments out of the catalog and remove them; return those that this process took out.
 
     Args:
         catalog: where they are.
         ordinals: the segments.
-        rows: those whose rows go for good, and how many these are: all of them leave, or nothing does. Where one was
-            merged since, its rows are somewhere else now, and so their updates have to stay.
+        rows: the number of rows of each segment whose rows are lost for good. Unless the catalog still names all of
+            these, nothing is removed: a segment merged since has its rows elsewhere, and their updates must stay.
     """
     taken: dict[int, Entry] = {}
 
@@ -114,7 +114,7 @@ def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int
 
 
 def _remove(catalog: Catalog, entries: Iterable[Entry]) -> None:
-    """Remove segments that the newest record has taken out, once that record is safe."""
+    """Remove segments that the newest record no longer names, once that record is safe."""
     catalog.journal.sync()
     catalog.follow_state()
     for entry in entries:
@@ -140,7 +140,7 @@ def _victims(catalog: Catalog, root: Root) -> list[Segment]:
 
 
 def _belong(state: State, targets: Int64Array, gone: Collection[int] = ()) -> npt.NDArray[np.bool_]:
-    """Which updates belong to rows that count, also where those cannot be read, or are not in this record yet."""
+    """Return which updates belong to rows that count, including unreadable rows and rows not in this record yet."""
     owners = targets >> ORDINAL_SHIFT
     found = owners >= state.next_ordinal
     for first, last in owners_of([e for e in state.entries if e.kind == "rows" and e.ordinal not in gone]):
@@ -149,7 +149,7 @@ def _belong(state: State, targets: Int64Array, gone: Collection[int] = ()) -> np
 
 
 def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
-    """Finished update segments whose trajectories are all gone."""
+    """Return the finished update segments whose trajectories are all gone."""
     out: set[int] = set()
     for update in list(catalog.updates.values()):
         if catalog.settled(update) and not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
@@ -163,7 +163,7 @@ def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
 def compact(catalog: Catalog, root: Root) -> CompactReport:
     """Merge finished segments into few; ids, the order of arrival and every value stay.
 
-    Rows of segments that a living process appends to stay where they are. Updates that a newer one covers go.
+    Segments that a living process appends to stay as they are. Superseded updates are left out.
     """
     before, bytes_before, moved = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog), 0
     with _claim(catalog) as mine:
@@ -184,11 +184,11 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
 
 
 def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False) -> int:
-    """Merge small finished segments of about one size, as long as there are enough of them; returns how many merges.
+    """Merge small finished segments of similar size while there are enough of them; return the number of merges.
 
-    It makes one merge at least where one is due, also if it is asked to stop: a process that only appends once does its
-    share. So a store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved
-    `log8(n)` times.
+    If a merge is due, at least one is made, even if asked to stop: so a process that only appends once does its share.
+    A store that was opened for appending n times has about `8 * log8(n)` segments, and each row was moved `log8(n)`
+    times.
     """
     merges = 0
     with _claim(catalog) as mine:
@@ -200,12 +200,12 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
 
 
 def is_due(catalog: Catalog, root: Root) -> bool:
-    """Whether `fold` has something to do, as far as this reader sees."""
+    """Return whether `fold` has something to do, as far as this reader sees."""
     return bool(_due(catalog, root, sealing=False))
 
 
 def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
-    """Small segments of about one size that are to be merged; empty where there are not enough."""
+    """Return the small segments of similar size to merge next; empty if there are not enough."""
     most = _most(root)
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
     for segments in kinds:
@@ -228,21 +228,21 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
 
 
 def _tier(segment: Segment) -> int:
-    """The size of a segment as a power of the fan-out; -1 for an empty one."""
+    """Return the size of a segment as a power of the fan-out; -1 for an empty one."""
     weight = max(segment.rows, *(n // 256 for n in segment.elements().values()), 0) if segment.rows else 0
     return -1 if not weight else (weight.bit_length() - 1) // (FANOUT.bit_length() - 1)
 
 
 def _most(root: Root) -> tuple[int, int]:
-    """Rows, and elements per axis, of the largest merged segment."""
+    """Return the rows, and the elements per axis, of the largest merged segment."""
     rows, elements = root.largest
-    if root.max_trajectories is not None or root.max_bytes is not None:  # segments leave as a whole
+    if root.max_trajectories is not None or root.max_bytes is not None:  # segments are evicted whole
         return root.segment_rows or rows, root.segment_elements or elements
     return rows, elements
 
 
 def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
-    """Update segments by the columns that they hold."""
+    """Group update segments by the columns that they hold."""
     out: dict[tuple[str, ...], list[Segment]] = {}
     for segment in sorted(updates, key=lambda s: s.ordinal):
         out.setdefault(segment.schema.names, []).append(segment)
@@ -250,7 +250,7 @@ def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
 
 
 def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list[list[Segment]]:
-    """Runs of segments that fit one full segment."""
+    """Split segments into runs that each fit one full segment."""
     groups: list[list[Segment]] = []
     rows = 0
     elements: dict[str, int] = {}
@@ -267,7 +267,7 @@ def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list
 
 
 def _sound(catalog: Catalog, group: list[Segment]) -> bool:
-    """Whether all checksums hold: damage is not copied into a segment whose checksums would hide it."""
+    """Return whether all checksums hold: a merge would copy damage into a segment whose new checksums hide it."""
     report = VerifyReport(catalog.medium.where)
     check_segments(catalog, group, report)
     if report.problems:
@@ -278,12 +278,12 @@ def _sound(catalog: Catalog, group: list[Segment]) -> bool:
 
 
 def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) -> bool:
-    """Write the rows of some segments to one, and let that one count in their place.
+    """Merge some segments into one that takes their place; return whether that was done.
 
     Args:
         catalog: where they are.
         group: segments of one kind; of updates, with the same columns.
-        superseded: leave out updates that a newer one covers, and those of rows that are gone.
+        superseded: leave out updates that a newer one supersedes, and those of rows that are gone.
     """
     if not _sound(catalog, group):
         return False
@@ -305,7 +305,7 @@ def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) 
 
 
 def _last_of(catalog: Catalog, targets: Int64Array) -> npt.NDArray[np.bool_]:
-    """Which updates are the last ones of their rows, less those whose rows are gone."""
+    """Return which updates are the last ones of their rows, except those whose rows are gone."""
     last = np.zeros(len(targets), bool)
     last[len(targets) - 1 - np.unique(targets[::-1], return_index=True)[1]] = True
     return last & _belong(catalog.state, targets)
@@ -314,7 +314,7 @@ def _last_of(catalog: Catalog, targets: Int64Array) -> npt.NDArray[np.bool_]:
 def _write_merged(
     catalog: Catalog, group: list[Segment], ordinals: Int64Array, rows: Int64Array, extra: dict[str, Int64Array]
 ) -> bool:
-    """Write rows of segments to a new one and let it take their place; False where somebody else was first."""
+    """Write rows of segments to a new one that takes their place; return False if another process was first."""
     names = {c.name for s in group for c in s.schema}
     schema = catalog.state.schema.only(names)
     sources = {s.ordinal for s in group}
@@ -352,7 +352,7 @@ def _write_merged(
         if len(old) < len(sources):
             return None
         if catalog.claim is not None and (state.claim is None or state.claim[0] != catalog.claim):
-            return None  # the claim ran out, and whoever has it now may have swept the new segment away
+            return None  # the claim expired, and its new owner may have swept the new segment away
         return state.without(sources).with_entry(replace(entry, owners=owners_of(old)))
 
     before = {e.ordinal: e for e in catalog.state.entries if e.ordinal in sources}
@@ -365,7 +365,7 @@ def _write_merged(
 
 
 def _discard(catalog: Catalog, entry: Entry) -> None:
-    """Remove a merged segment that will not count; what cannot be removed is swept away later."""
+    """Remove a merged segment that will not count; a later sweep removes what this cannot."""
     with suppress(StoreError):
         catalog.medium.remove(entry)
 
@@ -392,16 +392,16 @@ def _disk_bytes(catalog: Catalog) -> int:
     return sum(s.disk_bytes() for s in (*catalog.segments.values(), *catalog.updates.values()))
 
 
-# Who tidies up
+# The upkeep claim
 
 
 @contextmanager
 def _claim(catalog: Catalog) -> Generator[bool]:
-    """The claim of whoever tidies up. It saves double work, and keeps a sweep from what a merge is making.
+    """Hold the upkeep claim, which avoids double work and protects an unfinished merge from a sweep.
 
-    In the end it removes what killed processes left, as of a record that has this claim. Whoever has a later one may be
-    writing a merged segment that no record names yet: its number is above all that the last record with the claim of
-    this process knew of, and below those that are used now.
+    At the end, it removes what killed processes left, as of a record with this claim. The owner of a later claim may be
+    writing a merged segment that no record names yet; its number is above those that the last record with this claim
+    knew, so the sweep spares it.
     """
     with catalog.medium.bucket.upkeep_lock() as mine:
         owner = fs.token(8) if mine is None else None
@@ -432,7 +432,7 @@ def _take_lease(catalog: Catalog, owner: str) -> bool:
 
 
 class Background:
-    """Tidies up beside a process that appends: small segments are merged in a thread of its own.
+    """Upkeep beside a process that appends: small segments are merged in a separate thread.
 
     Args:
         look_in: opens a catalog of its own.
@@ -446,29 +446,29 @@ class Background:
         self._stop = threading.Event()
 
     def tidy(self, catalog: Catalog) -> None:
-        """After a new segment was begun: what the limits no longer cover goes, and merging begins where it is due.
+        """After a new segment was begun, evict what exceeds the limits, and start a merge if one is due.
 
-        The rows that began the segment are committed by then, so nothing that fails here may look as if they were not.
+        The segment's first rows are committed by then, so a failure here must not look like a failed append.
         """
         try:
             evict(catalog, self._root)
             if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
                 self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
                 self._thread.start()
-        except SegmentGoneError:  # another process is at it
+        except SegmentGoneError:  # another process is doing the same
             return
         except (StoreError, OSError) as error:
-            log.warning("tidying up failed, and is tried again with the next new segment: %s", error)
+            log.warning("upkeep failed; the next new segment tries again: %s", error)
 
     def _run(self) -> None:
         try:
             with self._look_in() as catalog:
                 fold(catalog, self._root, self._stop.is_set)
         except (StoreError, OSError) as error:
-            log.warning("merging small segments failed, and is tried again with the next new segment: %s", error)
+            log.warning("merging small segments failed; the next new segment tries again: %s", error)
 
     def pause(self) -> None:
-        """Wait for the merge that is under way; the next one begins when there is enough again."""
+        """Wait for the current merge; the next one begins when one is due again."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Recomputing every checksum, and comparing what is there with what the catalog says must be there."""
+"""Recomputing every checksum, and comparing the files with what the catalog says must exist."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from trajectory_store.medium import Segment
 
 _NUMBER = re.compile(r"(?<!seg-)(?<!\d)\d+")
-"""Numbers other than those of segments: a damaged segment that is written meanwhile has others at the second look."""
+"""Numbers other than segment numbers: in a damaged segment that is being written, they differ at the second check."""
 
 
 @dataclass
 class VerifyReport:
-    """What `verify` found.
+    """The findings of `verify`.
 
     Attributes:
         path: the store.
         trajectories: trajectories that a reader sees.
-        rows: rows checked: with those that wait for eviction, and those that carry later values.
+        rows: rows checked, including those that wait for eviction and those of updates.
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
-        problems: each in words; empty where all is well.
+        problems: each in words; empty if there are none.
         damaged_ids: `[N]` int64, the rows that cannot be trusted.
-        catalog_numbers: the records of the catalog that commits refer to.
+        catalog_numbers: the catalog records that commits refer to.
     """
 
     path: Path | str
@@ -48,7 +48,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -67,7 +67,7 @@ class VerifyReport:
         )
 
     def problem(self, words: str) -> None:
-        """Note that something is wrong."""
+        """Note a problem."""
         if words not in self.problems:
             self.problems.append(words)
 
@@ -77,13 +77,13 @@ class VerifyReport:
 
 
 def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | str) -> VerifyReport:
-    """Check a store that others may write, evict and compact meanwhile: damage is only what two looks agree on."""
+    """Check a store that other processes may write to meanwhile: only damage that two checks agree on is reported."""
     with look_in() as catalog:
-        report = _look(catalog, path)
+        report = _check_once(catalog, path)
     if report.ok:
         return report
     with look_in() as catalog:
-        again = _look(catalog, path)
+        again = _check_once(catalog, path)
     known = {_NUMBER.sub("#", problem) for problem in report.problems}
     again.problems = [problem for problem in again.problems if _NUMBER.sub("#", problem) in known]
     if not again.problems:
@@ -103,7 +103,7 @@ def check_segments(catalog: Catalog, segments: Iterable[Segment], report: Verify
                 report.damaged(segment.row_ids(0, segment.rows))
 
 
-def _look(catalog: Catalog, path: Path | str) -> VerifyReport:
+def _check_once(catalog: Catalog, path: Path | str) -> VerifyReport:
     report = VerifyReport(path, problems=list(catalog.problems))
     check_segments(catalog, (*catalog.row_segments(), *catalog.updates.values()), report)
     medium = catalog.medium

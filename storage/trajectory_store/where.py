@@ -38,7 +38,7 @@ def evaluate(condition: str, read: Callable[[str], Mask]) -> npt.NDArray[np.bool
     Args:
         condition: comparisons of column names, numbers and texts, joined by `and`, `or`, `not`; `in (1, 2)`;
             `+ - * / %`; `isnan(column)`.
-        read: from the name of a column to its values `[n]`.
+        read: returns the values `[n]` of a column by its name.
 
     Returns:
         `[n]` bool.

@@ -1,4 +1,4 @@
-"""Writing: one process appends commits to segments of its own and rolls to a new one when one is full."""
+"""Writing: a process appends commits to segments of its own, and begins a new segment when one is full."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from trajectory_store.catalog import Catalog
 
 GROWTH = 4
-"""Each segment of a process is `2 ** GROWTH` times the one before, up to a largest."""
+"""Each segment of a process is `2 ** GROWTH` times the size of the one before, up to a maximum."""
 
 FIRST = 4
-"""Batches that fit the first segment of a process: many processes that write little must not take much space."""
+"""Batches that fit the first segment of a process: many processes that write little must take little space."""
 
 FIRST_ROWS = 64
 FIRST_ELEMENTS = 1 << 12
@@ -35,7 +35,7 @@ class Stream:
     """The segments of one kind that this process writes, one after another.
 
     Args:
-        catalog: of this process; its times and numbers are what the stream's follow.
+        catalog: of this process; the stream's times and numbers follow it.
         root: the options of the store.
         kind: what its segments hold.
         durability: when a commit counts as done.
@@ -54,11 +54,11 @@ class Stream:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.on_begin: Callable[[int], None] | None = None
-        """Called with the number of a new segment, before its first commit; what it raises is raised by `append`."""
+        """Called with the number of a new segment before its first commit; if it raises, so does `append`."""
 
     @property
     def ordinal(self) -> int:
-        """The segment that is written now, or -1."""
+        """The ordinal of the current segment, or -1."""
         return -1 if self._writer is None else self._writer.ordinal
 
     def append(self, batch: Batch, schema: Schema) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class Stream:
                 writer = self._writer_for(batch, schema)
                 try:
                     first = writer.commit(batch.fitted(writer.meta.schema), self._now(), self._catalog.state.number)
-                except SealedError:  # it was taken for dead: the rows go to a segment that counts
+                except SealedError:  # another process ended the segment: the rows go to a new one
                     self._writer = writer = None
                 except OSError as error:
                     if writer.pending is None:
@@ -98,7 +98,7 @@ class Stream:
         return writer.ordinal, first
 
     def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
-        """Find out what became of a commit whose outcome was not known; these rows may be the ones that were in it."""
+        """Settle the pending commit; return its writer and first row if it holds this batch, else None and -1."""
         writer, first = self._writer, None
         if writer is not None:
             try:
@@ -108,7 +108,7 @@ class Stream:
         return (None, -1) if first is None else (writer, first)
 
     def _now(self) -> int:
-        """A time behind every commit that this process has seen, whatever the clock says."""
+        """Return a time after every commit that this process has seen, whatever the clock says."""
         return max(time.time_ns(), self._catalog.newest_ns + 1)
 
     def _writer_for(self, batch: Batch, schema: Schema) -> SegmentWriter:
@@ -126,7 +126,7 @@ class Stream:
         writer = self._writer
         if writer is None:
             return
-        with fs.said(self._catalog.medium.where, "syncing"):
+        with fs.explained(self._catalog.medium.where, "syncing"):
             try:
                 writer.wait_durable(writer.records)
             finally:
@@ -165,7 +165,7 @@ class Stream:
         return writer
 
     def _claim(self, ordinal: int, salt: int) -> int:
-        """Enter a segment in the catalog, and how many rows the one before has."""
+        """Enter a segment in the catalog, with the row count of the previous one."""
 
         def step(state: State) -> State | None:
             if ordinal < state.next_ordinal:
@@ -191,7 +191,7 @@ class Stream:
         return option if option is not None else min(first << (GROWTH * self._made), largest)
 
     def _give_up(self) -> None:
-        """End the segment where it is good; after an error a torn record is overwritten by that."""
+        """End the segment after its last good record; after an error this overwrites a torn record."""
         if self._writer is not None:
             self._writer.finish()
             self._finished = self._writer.ordinal, self._writer.rows
@@ -204,7 +204,7 @@ class Stream:
             self._writer = None
 
     def sync(self) -> None:
-        """Wait until everything this stream wrote is on the disk."""
+        """Wait until everything that this stream wrote is on the disk."""
         with self._lock:
             if self._writer is not None and self._pid == os.getpid():
                 self._writer.sync()
@@ -220,7 +220,7 @@ class Stream:
                 self._note_rows()
 
     def _note_rows(self) -> None:
-        """Say in the catalog how many rows the last segment has; only `verify` asks for it."""
+        """Enter the row count of the last segment in the catalog; only `verify` needs it."""
 
         def step(state: State) -> State | None:
             after = self._noted(state)

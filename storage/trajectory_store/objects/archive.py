@@ -1,8 +1,8 @@
-"""One commit as bytes: a Zarr v3 group in an uncompressed zip, written by hand and read by its tail.
+"""One commit as bytes: a Zarr v3 group in an uncompressed zip, written by hand and read from its end.
 
-The form is canonical: the same arrays give the same bytes, and whatever is not these bytes is damage. The values of
-the arrays come first, each at a multiple of 64, then their metadata, the group's own `zarr.json` with the record of the
-commit, and the directory. So one read of the last bytes gives the record and where everything is.
+The form is canonical: the same arrays give the same bytes, and any other bytes are damage. The values of the arrays
+come first, each at a multiple of 64, then their metadata, the group's own `zarr.json` with the record of the commit,
+and the directory. So one read of the last bytes gives the record and the place of everything.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from trajectory_store.format import (
 )
 
 BLOCK = 64
-"""Every so many commits, one says the record of all in its block: a reader that opens need not read each."""
+"""Commits per block. The last commit of a block repeats the records of all, so that opening need not read each."""
 
 LEVEL = 1
-"""zstd level of a commit; tests/benchmarks/bench_store_codec.py is why."""
+"""zstd level of a commit, chosen with tests/benchmarks/bench_store_codec.py."""
 WORTH, SAMPLE = 0.8, 1 << 14
-"""A chunk that zstd does not make smaller than this, or not its first bytes, stays as it is: reading is then a copy."""
+"""A chunk stays raw unless zstd makes it, and its first bytes, smaller than this fraction: reading is then a copy."""
 
 _ALIGN = 64
 _PAD = 0xD935
@@ -56,7 +56,7 @@ class _Codec(Protocol):
 
 @functools.cache
 def zstd(level: int = LEVEL) -> _Codec:
-    """The codec; decoding does not depend on the level."""
+    """Return the codec; decoding does not depend on the level."""
     module: Any = importlib.import_module("numcodecs.zstd")
     return cast("_Codec", module.Zstd(level=level))
 
@@ -65,7 +65,7 @@ def zstd(level: int = LEVEL) -> _Codec:
 
 
 def pack(entries: Sequence[tuple[str, bytes]]) -> bytes:
-    """A zip without compression: data aligned, no gaps behind data, fixed dates."""
+    """Build a zip without compression: aligned data, no gaps after it, fixed dates."""
     parts: list[bytes] = []
     directory: list[bytes] = []
     at = 0
@@ -84,7 +84,7 @@ def pack(entries: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
-    """Where the data of each entry begins and ends.
+    """Return where the data of each entry begins and ends.
 
     Args:
         tail: the last bytes of the object, or all of it.
@@ -92,7 +92,7 @@ def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
         key: its name, for messages.
 
     Raises:
-        CorruptionError: it is no zip of this form.
+        CorruptionError: it is not a zip of this form.
         NeedMore: the tail is too short.
     """
     try:
@@ -118,7 +118,7 @@ class NeedMore(Exception):
     """The tail does not reach back to the directory.
 
     Args:
-        size: bytes from the end that would do.
+        size: the bytes from the end that are needed.
     """
 
     def __init__(self, size: int) -> None:
@@ -143,9 +143,9 @@ class Commit:
         starts: elements per axis before it.
         ends: elements per axis after it.
         catalog: the newest record of the catalog that its writer had seen.
-        sealed: of an end, whether it was put by somebody else than the writer.
+        sealed: whether this is an end that a process other than the writer put.
         crc: CRC32C of the values of each array, before compression.
-        before: of the commits before it in its block, `[n_rows, time_ns, *ends]` each; only in the last of a block.
+        before: `[n_rows, time_ns, *ends]` of each commit before it in its block; only in the last of a block.
     """
 
     ordinal: int
@@ -162,19 +162,19 @@ class Commit:
     before: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> bytes:
-        """The group's zarr.json."""
+        """Return the group's zarr.json."""
         fields = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "commit", **asdict(self)}
         doc = {"zarr_format": 3, "node_type": "group", "attributes": fields}
         return json.dumps(doc, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, raw: bytes, key: str, meta: SegmentMeta) -> Commit:
-        """Parse the group's zarr.json: whatever this segment cannot have a commit of is damage.
+        """Parse the group's zarr.json: a record that no commit of this segment can have is damage.
 
-        How it follows the commits before it is for the reader to see, who knows them.
+        The reader, which knows the commits before it, checks whether it follows them.
 
         Raises:
-            CorruptionError: a field is missing, or is not what it can be.
+            CorruptionError: a field is missing, or its value is impossible.
         """
         attributes = read_attributes(raw, key, "commit")
         caps = {axis: meta.elems_cap[axis] for axis in meta.schema.axes}
@@ -219,7 +219,7 @@ def commit_key(name: str, seq: int) -> str:
 
 
 def seq_of(key: str) -> int | None:
-    """The number of the commit that an object is; None for other objects of a segment."""
+    """The number of the commit that an object holds; None for other objects of a segment."""
     name, _, end = key.rpartition("/")[2].partition(".")
     return int(name) if end == "zip" and name.isdigit() else None
 
@@ -230,12 +230,12 @@ def entry_name(spec: ArraySpec) -> str:
 
 
 def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]]], *, compress: bool) -> bytes:
-    """The object of a commit.
+    """Build the object of a commit.
 
     Args:
         commit: its record.
-        arrays: per array what it is, with its real length, and its values.
-        compress: zstd for the chunks that become a fifth smaller, as their beginning tells.
+        arrays: per array, its spec with the actual length, and its values.
+        compress: zstd for the chunks that it makes a fifth smaller.
     """
     data: list[tuple[str, bytes]] = []
     docs: list[tuple[str, bytes]] = []
@@ -252,7 +252,7 @@ def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]
 
 
 def _compressed(raw: bytes) -> bytes:
-    """The bytes as a zstd frame where that is worth it, else they themselves: most floats are as random as noise."""
+    """Return the bytes as a zstd frame if that is worth it, else unchanged: most floats do not compress."""
     for part in (raw[:SAMPLE], raw):
         packed = bytes(zstd().encode(part))
         if len(packed) > WORTH * len(part):
@@ -261,7 +261,7 @@ def _compressed(raw: bytes) -> bytes:
 
 
 def read_commit(tail: bytes, size: int, key: str, meta: SegmentMeta) -> Commit:
-    """The record of a commit of a segment from the end of its object.
+    """Read the record of a commit of a segment from the end of its object.
 
     Raises:
         CorruptionError: it is damaged.
@@ -271,7 +271,7 @@ def read_commit(tail: bytes, size: int, key: str, meta: SegmentMeta) -> Commit:
 
 
 def read_record(tail: bytes, size: int, key: str) -> bytes:
-    """The group's zarr.json from the end of the object of a commit, raising the same: it is the last entry."""
+    """Return the group's zarr.json, the last entry, from the end of a commit's object; raise as `read_commit` does."""
     name = b"zarr.json"
     at = len(tail) - _END.size - _ENTRY.size - len(name)
     if at < 0:
@@ -286,19 +286,19 @@ def read_record(tail: bytes, size: int, key: str) -> bytes:
         raise NeedMore(size - start + nbytes)
     raw = tail[first : first + nbytes] if ends and first >= 0 else b""
     if not ends or zlib.crc32(raw) != crc:
-        raise CorruptionError(f"object {key} is damaged: its record does not have its checksum.")
+        raise CorruptionError(f"object {key} is damaged: its record does not match its checksum.")
     return raw
 
 
 def decode(raw: bytes | memoryview, size: int, crc: int, where: str, used: int | None = None) -> npt.NDArray[np.uint8]:
-    """The bytes of a chunk's values, checked.
+    """Return the bytes of a chunk's values, checked.
 
     Args:
-        raw: the chunk; one as long as its values holds them as they are, any other is a zstd frame.
+        raw: the chunk; if it is as long as its values, it holds them raw, else it is a zstd frame.
         size: bytes of the chunk.
         crc: CRC32C of the values.
         where: its name, for messages.
-        used: bytes of the values, where the chunk is filled up behind them.
+        used: bytes of the values, if the rest of the chunk is fill.
 
     Raises:
         CorruptionError: the chunk does not hold what was committed.
@@ -316,13 +316,13 @@ def decode(raw: bytes | memoryview, size: int, crc: int, where: str, used: int |
     values = values[:used]
     if crc32c(values) != crc:
         raise CorruptionError(
-            f"{where} is damaged: its {len(values)} bytes do not have their checksum. Restore it from a copy, or leave "
-            "its trajectories out (verify lists them)."
+            f"{where} is damaged: its {len(values)} bytes do not match their checksum. Restore it from a copy, or "
+            "leave its trajectories out (verify lists them)."
         )
     return values
 
 
 def is_canonical(raw: bytes, key: str) -> bool:
-    """Whether an object is, byte for byte, what writing its entries again gives."""
+    """Return whether writing an object's entries again gives the same bytes."""
     places = directory(raw, len(raw), key)
     return pack([(name, raw[start:end]) for name, (start, end) in places.items()]) == raw

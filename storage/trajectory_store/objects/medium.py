@@ -51,17 +51,17 @@ from trajectory_store.root import Root, complete_root, fill_root, read_root
 from trajectory_store.verify import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
-"""The environment variable with the bytes of fetched columns that a process keeps."""
+"""The environment variable with the number of bytes of fetched columns that a process keeps."""
 HEADER = "zarr.json"
 AHEAD = 256
-"""Objects that are asked for before the first of them is taken in: what is held in memory then."""
+"""Objects that one `fetch` requests and holds in memory until they are read."""
 _OLD_S = 60.0
 
 
 def create_objects(
     target: Any, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
 ) -> ObjectMedium:
-    """Make a new store in a bucket.
+    """Create a store in a bucket.
 
     Raises:
         StoreExistsError: there is one already.
@@ -93,8 +93,8 @@ class ObjectMedium(Medium):
     Args:
         bucket: where the objects are.
         root: the options of the store.
-        cache_dir: where fetched columns go, in a folder that is removed at the end; None for the system's.
-        cache_bytes: how much of them is kept; None for what the environment says, else 16 GiB.
+        cache_dir: holds the folder with fetched columns, which is removed at the end; None for the system's.
+        cache_bytes: how much of them is kept; None for the value of the environment variable, else 16 GiB.
     """
 
     complete = False
@@ -112,13 +112,13 @@ class ObjectMedium(Medium):
         _open_here.add(self)
 
     def begin_anew(self) -> None:
-        """After a fork: commits of the parent are those of another process, and so are its files."""
+        """Start afresh after a fork: the parent's commits and files are those of another process."""
         self._own.clear()
         self._cache.remove.detach()
         self._cache.begin()
 
     def fresh(self) -> ObjectMedium:
-        """The same bucket with a cache of its own."""
+        """Return the same bucket with a cache of its own."""
         return ObjectMedium(self.bucket, self._root, *self._options)
 
     # Reading
@@ -141,7 +141,7 @@ class ObjectMedium(Medium):
                     self._trust_after_reboot(segment)
         except StoreError as error:
             if isinstance(error, ReadFailedError) and not self.bucket.local:
-                raise  # it may be there at the next look
+                raise  # the next try may succeed
             out = [error if isinstance(s, Segment) and not s.records else s for s in out]
         return out
 
@@ -157,7 +157,7 @@ class ObjectMedium(Medium):
         return ObjectSegment(self.bucket, self._cache, entry, meta, sealed)
 
     def refresh(self, segments: Sequence[Segment]) -> None:
-        """Take in new commits of segments; the requests of all segments are on their way at the same time."""
+        """Read new commits of segments; the requests for all segments are made at the same time."""
         asking: list[ObjectSegment] = []
         for segment in segments:
             if not isinstance(segment, ObjectSegment):
@@ -168,17 +168,17 @@ class ObjectMedium(Medium):
                 continue
             for commit in own[segment.records :]:
                 segment.add(commit)
-        for _ in range(2):  # most have no news, and most news is one commit
+        for _ in range(2):  # most segments have no new commit, and most others have one
             sizes = [segment.next_size for segment in asking]
             tails = self.bucket.tails([segment.key(segment.records) for segment in asking], sizes)
             asking = [s for s, tail in zip(asking, tails, strict=True) if s.take_next(tail) and not s.finished]
         self._catch_up(asking)
 
     def _catch_up(self, segments: Sequence[ObjectSegment], *, opening: bool = False) -> None:
-        """Take in commits of which there may be many: the list of their objects says which to ask for.
+        """Read commits of which there may be many: a listing of their objects says which to request.
 
-        It also tells the end of a segment from an object that is missing or damaged in its middle. While a segment is
-        followed, that is left to who opens it: its objects may have been removed because they are merged elsewhere.
+        With `opening`, it also distinguishes the end of a segment from an object missing or damaged in its middle. A
+        reader that follows a segment does not: the objects may have been removed after a merge.
         """
         listed = self.bucket.keys_of([f"{segment.name}/" for segment in segments])
         there = {
@@ -205,7 +205,7 @@ class ObjectMedium(Medium):
             there = again
 
     def _trust_after_reboot(self, segment: ObjectSegment) -> None:
-        """Where objects were not synced before the machine went down, they count up to the first damaged one."""
+        """If the machine went down before objects were synced, count them up to the first damaged one."""
         meta = segment.meta
         if meta.merged or meta.durability != "process" or meta.boot_id == fs.boot_id():
             return
@@ -222,7 +222,7 @@ class ObjectMedium(Medium):
         segment.trust_until(min(known, segment.records))
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
-        """Ask at the same time for the objects that will be read first; the segments take them in as they are read."""
+        """Request together the objects that will be read first; the segments use them when they are read."""
         if self.bucket.local:
             return
         asked = [(s, key) for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)]
@@ -231,7 +231,7 @@ class ObjectMedium(Medium):
                 segment.got[key] = raw
 
     def forget(self, segment: Segment) -> None:
-        """Give back the cached columns of a segment that left."""
+        """Free the cached columns of a segment that was removed."""
         if isinstance(segment, ObjectSegment):
             self._cache.forget(segment)
 
@@ -275,11 +275,11 @@ class ObjectMedium(Medium):
         self.bucket.sync(entry.name)
 
     def seal(self, segment: Segment) -> bool:
-        """Put the end of a segment whose writer seems dead; if it lives after all, its next commit finds that out."""
+        """Put the end of a segment whose writer seems dead; if it is alive after all, its next commit fails."""
         return isinstance(segment, ObjectSegment) and self._put_end(segment)
 
     def fence(self, segment: Segment) -> None:
-        """Put the end of a segment, whether its writer lives or not."""
+        """Put the end of a segment, whether its writer is alive or not."""
         while isinstance(segment, ObjectSegment) and not segment.finished:
             self.refresh([segment])
             if not segment.finished:
@@ -307,8 +307,8 @@ class ObjectMedium(Medium):
     def remove(self, entry: Entry) -> None:
         """Delete the objects of a segment that no longer counts.
 
-        An end that somebody else than the writer put stays for ever: without it a writer that was stopped for long
-        could still commit at that number, and nobody would see it.
+        An end that another process than the writer put stays for ever: without it, a writer that was stopped for long
+        could still commit at that number, and no reader would see the commit.
         """
         name = entry.name
         self._delete(name, self.bucket.keys(f"{name}/"))
@@ -343,11 +343,11 @@ class ObjectMedium(Medium):
     # Checking
 
     def complete_root(self) -> bool:
-        """Put what the maker of the store has not put yet."""
+        """Put what the creator of the store has not put yet."""
         return not self.bucket.local and complete_root(self.bucket, self._root)
 
     def unknown(self, state: State) -> list[str]:
-        """Segments with commits that the catalog does not know of, in words."""
+        """Return the segments with commits that the catalog does not know of, in words."""
         names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
         late = sorted(name for name in names if (n := ordinal_of(name)) is not None and n >= state.next_ordinal)
         return [f"{name} holds commits, and no record of the catalog names it: records are missing" for name in late]
@@ -420,7 +420,7 @@ def _check_commits(
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
     if (
         last >= segment.records and not segment.trusted
-    ):  # the list was made after the segment was read: it may have grown in between
+    ):  # the listing is newer than what was read: the segment may have grown in between
         first = segment.records
         follow([segment])
         if last >= segment.records and segment.records == first:
@@ -428,7 +428,7 @@ def _check_commits(
 
 
 def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport) -> str:
-    """What is wrong with the object of a commit, in words; empty where nothing is."""
+    """Return what is wrong with the object of a commit, in words, or an empty text."""
     key, brief = segment.key(seq), segment.history[seq]
     try:
         commit = read_commit(raw, len(raw), key, segment.meta)
@@ -462,9 +462,9 @@ class ObjectWriter(SegmentWriter):
     Args:
         bucket: where it is.
         ordinal: its number.
-        meta: what it says about itself.
+        meta: its metadata.
         own: gets every commit, for the readers of this process.
-        compress: zstd for chunks that gain from it.
+        compress: zstd for chunks that it makes smaller.
     """
 
     def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], *, compress: bool) -> None:
@@ -476,7 +476,7 @@ class ObjectWriter(SegmentWriter):
         self.pending: tuple[Commit, bytes] | None = None
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Put the object of a commit; returns its first row."""
+        """Put the object of a commit; return its first row."""
         arrays = batch.arrays(self.meta)
         ends = {axis: end + int(batch.lengths[axis].sum()) for axis, end in self.ends.items()}
         crc = {name: crc32c(values.view(np.uint8)) for name, values in arrays.items()}
@@ -486,7 +486,7 @@ class ObjectWriter(SegmentWriter):
         return self._settle(commit, build(commit, shaped, compress=self._compress))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
-        """The record of the next commit, or of the end."""
+        """Return the record of the next commit, or of the end."""
         return Commit(
             ordinal=self.ordinal,
             seq=self.records,
@@ -501,12 +501,12 @@ class ObjectWriter(SegmentWriter):
         )
 
     def _exact(self, name: str, values: npt.NDArray[Any]) -> ArraySpec:
-        """What an array is that holds just these values."""
+        """Return the spec of an array that holds exactly these values."""
         spec = self.specs[name]
         return spec._replace(capacity=len(values) * spec.dtype.itemsize // spec.itemsize)
 
     def resolve(self, batch: Batch) -> int | None:
-        """Put the object again until somebody's is there, and read whose it is."""
+        """Put the pending object again until an object is there, and read whether it is this one."""
         if self.pending is None:
             return None
         commit, raw = self.pending
@@ -516,7 +516,7 @@ class ObjectWriter(SegmentWriter):
         return first if commit.n_rows == batch.n_rows and same else None
 
     def _settle(self, commit: Commit, raw: bytes) -> int:
-        """Put the object of a commit, which is in doubt until it is known whose is there; returns its first row."""
+        """Put the object of a commit, which is pending until its outcome is known; return its first row."""
         self.pending = commit, raw
         mine = self._bucket.settle(commit_key(self._name, commit.seq), raw)
         self.pending = None
@@ -533,7 +533,7 @@ class ObjectWriter(SegmentWriter):
         return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own[1 - BLOCK :]]
 
     def finish(self) -> None:
-        """Put the end of the segment; one that cannot be put is put by whoever tidies up."""
+        """Put the end of the segment; if that fails, upkeep puts it later."""
         if self.pending is not None or not self.records:
             return
         end = self._next(self.last_time + 1, 0, dict(self.ends))

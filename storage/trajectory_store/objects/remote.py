@@ -17,23 +17,23 @@ IN_FLIGHT = 64
 KEYS_PER_REQUEST = 1000
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _NO_BUCKET = "status code: 404"
-"""What the error of a listing says then; an object that is not there is another error."""
+"""In the error of a request when there is no such bucket; a missing object gives another error."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Tagged(NamedTuple):
-    """An object and the tag of its content, which another content does not have."""
+    """An object and the tag of its content; other content has another tag."""
 
     data: bytes
     tag: str
 
 
 def open_bucket(target: Any, *, durable: bool) -> Bucket:
-    """The bucket that a path, a URL, an obstore store or a zarr `Store` names.
+    """Return the bucket that a path, a URL, an obstore store or a zarr `Store` names.
 
     Raises:
-        SchemaError: a URL of a kind that no store can be kept at.
+        SchemaError: no store can be kept there.
         StoreError: a package is missing.
     """
     if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
@@ -57,7 +57,7 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
         return ZarrBucket(target)
     if any(name.startswith("obstore.") for name in names):
         return ObstoreBucket(target, str(target))
-    raise SchemaError(f"{target!r} is no path, URL, obstore store or zarr Store.")
+    raise SchemaError(f"{target!r} is not a path, URL, obstore store or zarr Store.")
 
 
 def _from_url(url: str) -> Any:
@@ -72,18 +72,18 @@ class _Parallel(Bucket):
     """Requests that take a while, several at a time."""
 
     _asked: ClassVar[list[int]] = []
-    """The process that asked an object store first, where one did: the clients' threads are there and not in a fork."""
+    """The process that first used an object store, if any: it has the clients' threads, and a fork does not."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def _check_process(self) -> None:
-        """Refuse a request that would wait for ever for threads that a fork does not have."""
+        """Refuse a request that would wait for ever for threads that this fork does not have."""
         if os.getpid() not in self._asked:
             if self._asked:
                 raise StoreError(
-                    f"process {os.getpid()} was forked from process {self._asked[0]} after that had asked an object "
-                    f"store, and cannot ask one itself ({self.where}). Start processes that do with "
+                    f"process {os.getpid()} was forked from process {self._asked[0]} after that had used an object "
+                    f"store, so it cannot use one itself ({self.where}). Start processes that do with "
                     "multiprocessing.get_context('spawn'), or fork before the first store is opened."
                 )
             self._asked.append(os.getpid())
@@ -97,7 +97,7 @@ class _Parallel(Bucket):
         return list(self._pool.map(call, items))
 
     def _again(self, call: Callable[[], R], what: str) -> R:
-        """Repeat a request that may fail for a while and changes nothing."""
+        """Make a request, and repeat it while it fails; it must be safe to repeat."""
         try:
             return persist(call, f"{what} at {self.where}")
         except Transient as error:
@@ -138,7 +138,7 @@ class ObstoreBucket(_Parallel):
             raise Transient(said) from error
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put an object unless there is one with this key; a client that repeats may find its own."""
+        """Put an object unless one with this key exists; a client that repeats may find its own."""
         self._sends(data)
         try:
             self._call(lambda: self._obs.put(self.store, key, data, mode="create", use_multipart=False))
@@ -149,7 +149,7 @@ class ObstoreBucket(_Parallel):
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object under a key that nobody else uses."""
+        """Put an object under a key that no other process uses."""
 
         def once() -> None:
             self._sends(data)
@@ -162,10 +162,10 @@ class ObstoreBucket(_Parallel):
 
         Args:
             key: the object.
-            known: a tag; nothing is sent where the object still has it.
+            known: a tag; the object is not sent again if it still has this tag.
 
         Returns:
-            None where there is no object, or where it still has the tag.
+            None if there is no object, or if it still has the tag.
         """
         options = {} if known is None else {"if_none_match": known}
 
@@ -183,15 +183,15 @@ class ObstoreBucket(_Parallel):
             return None
 
     def swap(self, key: str, data: bytes, tag: str | None) -> str | None:
-        """Replace an object if it still has a tag; returns the new tag, or None where somebody else was first.
+        """Replace an object if it still has a tag; return the new tag, or None if another process was first.
 
-        A request that failed may have been done, or be done later: what is there then says whose it is. So the bytes
-        must be of this call alone.
+        A failed request may have taken effect, or may do so later; the object's content then shows which call wrote
+        it. So no other call may write the same bytes.
 
         Args:
             key: the object.
-            data: its new content, which nobody else writes.
-            tag: of the content that is replaced; None where there must be none.
+            data: its new content, which no other call writes.
+            tag: of the content to replace; None if there must be no object.
 
         Raises:
             WriteFailedError: whether it was replaced could not be found out.
@@ -219,7 +219,7 @@ class ObstoreBucket(_Parallel):
             ) from error
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Some ranges of bytes of one object, and nothing else of it.
+        """Get some ranges of bytes of one object, and nothing else of it.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -259,7 +259,7 @@ class ObstoreBucket(_Parallel):
         return data
 
     def keys(self, prefix: str, after: str = "") -> list[str]:
-        """List keys; the listing is asked to begin behind `after`."""
+        """List keys; the store is asked to begin the listing after `after`."""
         return sorted(self.tags(prefix, after))
 
     def tags(self, prefix: str, after: str = "") -> dict[str, str]:
@@ -276,7 +276,7 @@ class ObstoreBucket(_Parallel):
         return {key: tag for key, tag in found.items() if key.startswith(prefix) and key > after}
 
     def size(self) -> int:
-        """How many bytes all objects have."""
+        """Return the total size of all objects in bytes."""
 
         def all_pages() -> list[int]:
             return [int(item["size"]) for page in self._obs.list(self.store) for item in page]
@@ -286,7 +286,7 @@ class ObstoreBucket(_Parallel):
         return sum(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are fine."""
+        """Delete objects; a missing one is not an error."""
 
         def one(key: str) -> None:
             self._count(deletes=1)
@@ -331,12 +331,12 @@ class ZarrBucket(_Parallel):
         return _prototype().buffer.from_bytes(data)
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put an object unless there is one, and look whose it is."""
+        """Put an object unless one exists; return whether the object there has these bytes."""
         self._run(self.store.set_if_not_exists(key, self._buffer(data)))
         return self._get(key) == data
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object under a key that nobody else uses."""
+        """Put an object under a key that no other process uses."""
         self._again(lambda: self._run(self.store.set(key, self._buffer(data))), f"putting {key}")
 
     def _get(self, key: str) -> bytes:
@@ -350,7 +350,7 @@ class ZarrBucket(_Parallel):
         return whole[-size:], len(whole)
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Some ranges of bytes of one object: it is fetched whole, as most of it is wanted."""
+        """Get some ranges of bytes of one object, which is fetched whole, because most of it is needed."""
         raw = self.get(key)
         if raw is None:
             raise FileNotFoundError(key)

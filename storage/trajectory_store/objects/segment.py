@@ -1,7 +1,6 @@
-"""Reading a segment whose commits are objects: its columns are fetched into files of the layout of a local segment.
+"""Reading a segment whose commits are objects: its columns are fetched into files laid out like a local segment.
 
-Sampling runs from maps of these files, so a reader of an object store is as fast as one of a local disk once it has
-fetched what it reads.
+Sampling reads maps of these files, so once its data is fetched, an object store is read as fast as a local disk.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from trajectory_store.ragged import Int64Array, distinct
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
-"""Objects of one wave: as many as are on their way, or held in memory, at the same time."""
+"""Most objects that are requested, or held in memory, at the same time."""
 WHOLE = 1 << 40
 """More bytes than any object has."""
 
@@ -54,7 +53,7 @@ T = TypeVar("T")
 
 
 class Brief(NamedTuple):
-    """What a reader keeps of each commit; it begins where the one before ends."""
+    """The part of a commit's record that a reader keeps; a commit begins where the one before ends."""
 
     n_rows: int
     rows_end: int
@@ -63,7 +62,7 @@ class Brief(NamedTuple):
 
 
 def brief_of(commit: Commit) -> Brief:
-    """What is kept of a commit."""
+    """Return the part of a commit's record that is kept."""
     return Brief(commit.n_rows, commit.rows_end, commit.time_ns, tuple(commit.ends.values()))
 
 
@@ -75,8 +74,8 @@ class Cache:
     """Files of fetched columns, within a budget.
 
     Args:
-        parent: where the folder with them is made; None for where the system has temporary files.
-        max_bytes: how much is kept; the columns that were used longest ago go first.
+        parent: where the cache folder is made; None for the system's temporary folder.
+        max_bytes: how much is kept; the least recently used columns go first.
     """
 
     def __init__(self, parent: str | os.PathLike[str] | None, max_bytes: int) -> None:
@@ -86,19 +85,19 @@ class Cache:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing in a folder of its own: also after a fork, as the files are the parent's."""
+        """Start empty with a new folder; also after a fork, because the files are the parent's."""
         for segment, name in self._used:
             segment.forget(name)
         self._used.clear()
         self._bytes = 0
         self.folder = Path(self._parent, f"trajectory-store-{fs.token(8)}")
-        """Made with the first file in it."""
+        """Created with its first file."""
         self.lock = threading.RLock()
-        """Held from the moment a column is fetched until its file is open: nothing makes room for others meanwhile."""
+        """Held while a column is fetched and until its file is open, so that it is not evicted in between."""
         self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def add(self, segment: ObjectSegment, name: str, size: int) -> None:
-        """Note a use, and bytes that were fetched."""
+        """Note a use, and the bytes that were fetched."""
         self._used[segment, name] = self._used.pop((segment, name), 0) + size
         self._bytes += size
 
@@ -124,9 +123,9 @@ class ObjectSegment(Segment):
     Args:
         bucket: where it is.
         cache: where fetched columns go.
-        entry: what the catalog says of it.
-        meta: what its metadata says.
-        sealed: of a merged segment, its rows, elements and checksums.
+        entry: its entry in the catalog.
+        meta: its metadata.
+        sealed: rows, elements and checksums of a merged segment; else None.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class ObjectSegment(Segment):
         self._indexes: dict[str, Int64Array] = {}
         self._known: dict[int, tuple[Places, Mapping[str, int]]] = {}
         self.got: dict[str, bytes] = {}
-        """Objects that are here and not taken in yet."""
+        """Objects that were fetched and not used yet."""
         if sealed is not None:
             ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
             rows = int(sealed["rows"])
@@ -160,11 +159,11 @@ class ObjectSegment(Segment):
         return self.history[-1] if self.history else Brief(0, 0, 0, self.starts(0))
 
     def starts(self, seq: int) -> tuple[int, ...]:
-        """Elements per axis before a commit."""
+        """Return the elements per axis before a commit."""
         return self.history[seq - 1].ends if seq else (0,) * len(self._axes)
 
     def add(self, commit: Commit) -> bool:
-        """Take in the next commit, and those of its block that it tells of; returns False where it contradicts them."""
+        """Add the next commit, and the new ones of its block that it records; return False if they contradict."""
         chain, known = [self._last], self.records - commit.seq + len(commit.before)
         for n_rows, time_ns, *ends in commit.before[known:]:
             chain.append(Brief(n_rows, chain[-1].rows_end + n_rows, time_ns, tuple(ends)))
@@ -184,10 +183,10 @@ class ObjectSegment(Segment):
         return True
 
     def skip_to(self, following: Commit) -> bool:
-        """Commits are missing or cannot be read: the one behind them says what they must have held.
+        """Skip commits that are missing or unreadable: the one that follows says what they must have held.
 
         Returns:
-            Whether it can be true what it says.
+            Whether that is possible.
         """
         last, rows_end = self._last, following.rows_end - following.n_rows
         starts = tuple(following.starts.values())
@@ -208,13 +207,13 @@ class ObjectSegment(Segment):
 
     @property
     def next_size(self) -> int:
-        """How much to ask for of the next commit: all of it where those before were read, too."""
+        """How much of the next commit to request: all of it if values of the last one were read."""
         last = self.records - 1
         read = any(last < len(done) and done[last] for done in list(self._fetched.values())) if self.records else False
         return WHOLE if read else self.bucket.tail
 
     def take_next(self, found: tuple[bytes, int] | None) -> bool:
-        """Take in the next commit, if it is there; an object that came as a whole is not asked for again."""
+        """Add the next commit, if it is there; an object that was fetched whole is kept and not requested again."""
         key = self.key(self.records)
         commit = self.parse(self.records, found)
         if commit is None or not self.add(commit):
@@ -224,13 +223,13 @@ class ObjectSegment(Segment):
         return True
 
     def next_seqs(self, there: Sequence[int]) -> list[int]:
-        """Of the commits that are there, those to ask for: of each whole block the last one, which tells of all."""
+        """Return which of the existing commits to request: of a whole block only the last, which records all."""
         ends = {seq for seq in there if seq % BLOCK == BLOCK - 1 and seq not in self.damaged}
         new = (seq for seq in there if seq >= self.records)
         return sorted({end if (end := seq - seq % BLOCK + BLOCK - 1) in ends else seq for seq in new})
 
     def take(self, found: Sequence[Commit | None]) -> None:
-        """Take in what was found, as far as it goes on."""
+        """Add the commits that were found, up to the first gap."""
         commits = {c.seq: c for c in found if c is not None}
         while not self.finished:
             n = self.records
@@ -241,11 +240,11 @@ class ObjectSegment(Segment):
                 break
 
     def key(self, seq: int) -> str:
-        """The object of a commit."""
+        """Return the key of a commit's object."""
         return commit_key(self.name, seq)
 
     def parse(self, seq: int, found: tuple[bytes, int] | None) -> Commit | None:
-        """The record in the end of an object; None where there is no such object, or it is damaged."""
+        """Return the record at the end of an object, or None if the object is missing or damaged."""
         key = self.key(seq)
         try:
             commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
@@ -259,7 +258,7 @@ class ObjectSegment(Segment):
         return None
 
     def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
-        """Read something from the end of an object, of which more is asked for where that is needed."""
+        """Read something from the end of an object; request more of it where that is needed."""
         while found is not None:
             try:
                 return read(*found)
@@ -268,7 +267,7 @@ class ObjectSegment(Segment):
         return None
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """The commits of rows from number `start` on."""
+        """Return the commits of rows from number `start` on."""
         commits = [commit for commit in self.history[start:] if commit.n_rows]
         table = np.zeros(len(commits), RECORD_DTYPE)
         for name in ("time_ns", "rows_end", "n_rows"):
@@ -276,24 +275,24 @@ class ObjectSegment(Segment):
         return table
 
     def elements(self) -> dict[str, int]:
-        """Per axis the number of elements in use."""
+        """Return the number of elements in use per axis."""
         return dict(zip(self._axes, self._last.ends, strict=True))
 
     def is_live(self) -> bool:
-        """Whether a writer may still append: not finished, and its last commit is young."""
+        """Return whether a writer may still append: the segment is not finished, and its last commit is recent."""
         if self.finished:
             return False
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
         return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
 
     def disk_bytes(self) -> int:
-        """The bytes of the values, before compression."""
+        """Return the bytes of the values before compression."""
         return self.value_bytes()
 
     # Fetching
 
     def missing(self, parts: Iterable[Part]) -> list[str]:
-        """The objects that have to be fetched before some arrays can be read."""
+        """Return the keys of the objects that have to be fetched before some arrays can be read."""
         keys: dict[str, None] = {}
         with self._cache.lock:
             for name, rows in parts:
@@ -304,7 +303,7 @@ class ObjectSegment(Segment):
         return [key for key in keys if key not in self.got]
 
     def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Objects, those that are here already among them."""
+        """Return objects; those not fetched before are requested together."""
         asked = [key for key in keys if key not in self.got]
         found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
         out: dict[str, bytes] = {}
@@ -316,7 +315,7 @@ class ObjectSegment(Segment):
         return out
 
     def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
-        """The bytes of an array, fetched as far as these rows need it; of updates always all of it."""
+        """Return the bytes of an array, fetched as far as these rows need it; for updates, always all of it."""
         with self._cache.lock:
             self._fetch(name, rows)
             self._cache.use(self, name)
@@ -327,9 +326,9 @@ class ObjectSegment(Segment):
         return open_file(self._cached(name), spec.capacity * spec.itemsize, "mmap")
 
     def _file(self, name: str) -> Path:
-        """The cached file of an array, with the values where a local segment has them in its chunk."""
+        """Return the cached file of an array, laid out like the chunk of a local segment."""
         path = self._cached(name)
-        if not path.exists():  # new, or somebody tidied up among temporary files
+        if not path.exists():  # new, or the temporary folder was cleaned
             self._fetched.pop(name, None)
             os.makedirs(path.parent, 0o700, exist_ok=True)
             spec = self.specs[name]
@@ -337,10 +336,10 @@ class ObjectSegment(Segment):
         return path
 
     def _cached(self, name: str) -> Path:
-        return self._cache.folder / f"{self._files_of}.{name}"  # no folders: making and removing them takes longest
+        return self._cache.folder / f"{self._files_of}.{name}"  # no subfolders: making and removing them takes longest
 
     def _fetch(self, name: str, rows: Rows | None) -> None:
-        """Fetch what rows need of an array and is not there yet."""
+        """Fetch the missing parts of an array that rows need."""
         try:
             self._file(name)
             units = self._units(name, rows)
@@ -366,7 +365,7 @@ class ObjectSegment(Segment):
             ) from error
 
     def _units(self, name: str, rows: Rows | None) -> Int64Array:
-        """What holds the values of rows: commits, or of a merged segment the chunks of the array."""
+        """Return the units that hold the values of rows: commits, or chunks of the array in a merged segment."""
         spec = self.specs[name]
         if self.meta.kind == "update" or (self.sealed is not None and not self.bucket.local) or isinstance(rows, slice):
             rows = None  # few requests are better than few bytes
@@ -388,7 +387,7 @@ class ObjectSegment(Segment):
         return np.flatnonzero(edges.cumsum()[:count])
 
     def _done(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which of them are in the cached file."""
+        """Return which units are in the cached file."""
         done = self._fetched.get(name)
         count = len(self.history) if self.sealed is None else -(-self.specs[name].capacity // CHUNK)
         if done is None or len(done) < count:
@@ -428,7 +427,7 @@ class ObjectSegment(Segment):
 
     @contextmanager
     def _files(self, names: Sequence[str]) -> Generator[Mapping[str, int]]:
-        """The cached files of some arrays, open for writing."""
+        """Open the cached files of some arrays for writing."""
         files: dict[str, int] = {}
         try:
             for name in names:
@@ -439,7 +438,7 @@ class ObjectSegment(Segment):
                 os.close(fd)
 
     def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
-        """Put the values of some arrays of a commit where they belong."""
+        """Write the values of some arrays of a commit to their cached files."""
         places, crcs = self._contents(seq, raw)
         for name, fd in files.items():
             if self._done(name)[seq]:
@@ -447,13 +446,13 @@ class ObjectSegment(Segment):
             spec = self.specs[name]
             values = self.values_in(seq, spec, places, crcs, raw)
             if len(values):
-                if spec.edges:  # these count from the start of the segment there
+                if spec.edges:  # in the cached file they count from the start of the segment
                     values = values + self.starts(seq)[self._axes.index(spec.axis or "")]
                 fs.pwrite(fd, values.view(np.uint8), self.extent(spec, seq)[1] * spec.itemsize)
             self._have(name, seq, values.nbytes)
 
     def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
-        """The same for an update; one that is damaged is left out, so that it costs only itself."""
+        """Do the same for an update; a damaged one is left out, so that only its own values are lost."""
         try:
             self._land(seq, files, raw)
         except CorruptionError as error:
@@ -469,7 +468,7 @@ class ObjectSegment(Segment):
                 self._have(name, seq, 0)
 
     def trust_until(self, records: int) -> None:
-        """Only the first commits count: the machine went down before the others were safe."""
+        """Count only the first commits: the machine went down before the others were safe."""
         self.history = self.history[:records]
         self.records = records
         self.rows = self.history[-1].rows_end if self.history else 0
@@ -478,7 +477,7 @@ class ObjectSegment(Segment):
     def values_in(
         self, seq: int, spec: ArraySpec, places: Places, crcs: Mapping[str, int], raw: bytes | None
     ) -> npt.NDArray[Any]:
-        """The values of an array of a commit, flat and checked; without its object, that part is asked for."""
+        """Return the values of an array of a commit, flat and checked; without the object, request that part."""
         key, size = self.key(seq), self.extent(spec, seq)[0] * spec.itemsize
         if not size:
             return np.empty(0, spec.dtype)
@@ -489,7 +488,7 @@ class ObjectSegment(Segment):
         return decode(chunk, size, crcs.get(spec.name, -1), f"object {key}").view(spec.dtype)
 
     def _contents(self, seq: int, raw: bytes | None) -> tuple[Places, Mapping[str, int]]:
-        """Where the arrays are in the object of a commit, and their checksums."""
+        """Return where the arrays are in the object of a commit, and their checksums."""
         key = self.key(seq)
 
         def read(tail: bytes, size: int) -> tuple[Places, Mapping[str, int]]:
@@ -505,7 +504,7 @@ class ObjectSegment(Segment):
         return self._known[seq]
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
-        """How many elements of an array a commit has, and where they begin in the segment."""
+        """Return how many elements of an array a commit has, and where they begin in the segment."""
         brief = self.history[seq]
         if spec.axis is not None and not spec.edges:
             at = self._axes.index(spec.axis)
@@ -513,11 +512,11 @@ class ObjectSegment(Segment):
         return brief.n_rows + spec.edges, brief.rows_end - brief.n_rows
 
     def forget(self, name: str) -> None:
-        """Forget the cached file of an array; maps that are in use stay valid."""
+        """Forget the cached file of an array; maps in use stay valid."""
         super().drop(name)
         self._fetched.pop(name, None)
 
     def drop(self, name: str) -> None:
-        """Give up the cached file of an array; maps that are in use stay valid."""
+        """Remove the cached file of an array; maps in use stay valid."""
         self.forget(name)
         fs.remove_file(self._cached(name))

@@ -1,7 +1,7 @@
 """The arrays of a merged segment: sharded and compressed, so that any Zarr reader reads them in large pieces.
 
-A shard is the compressed inner chunks, one after the other, and then their index: per chunk its offset and its size as
-two u64 (all ones for a chunk that holds only fill values), and the CRC32C of those.
+A shard holds the compressed inner chunks one after another, then their index: the offset and size of each chunk as two
+u64 (all ones for a chunk that holds only fill values), and the CRC32C of these.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class ShardWriter:
         self._shards = 0
         self._total = 0
         self.crc = ""
-        """Of the values of each chunk its CRC32C, eight hexadecimal digits each."""
+        """The CRC32C of the values of each chunk, eight hexadecimal digits each."""
 
     def write(self, values: npt.NDArray[Any]) -> None:
-        """Write values behind those before."""
+        """Append values."""
         self._waiting.append(values)
         self._count += len(values)
         self._total += len(values)
@@ -116,7 +116,7 @@ class ShardWriter:
         self._shards += 1
 
     def finish(self) -> None:
-        """Write what is left, and the metadata."""
+        """Write the remaining values, and the metadata."""
         rest = np.concatenate(self._waiting) if self._waiting else np.empty(0, self._spec.dtype)
         if len(rest):
             last = np.full(CHUNK * self._width, self._spec.fill, self._spec.dtype)
@@ -136,16 +136,16 @@ def read_chunks(
     chunks: Sequence[int],
     indexes: dict[str, Int64Array],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Get some inner chunks of an array, each checked; those that follow one another are asked for at once.
+    """Get some inner chunks of an array, each checked; adjacent ones are requested together.
 
     Args:
         bucket: where the shards are.
-        objects: shards that are here already.
+        objects: shards that were fetched already.
         folder: of the segment.
         spec: the array; its capacity is its size.
-        crc: of all its chunks, eight digits each.
-        chunks: their numbers, ascending.
-        indexes: by shard where its chunks begin and end, as far as that is known; completed here.
+        crc: CRC32C of all its chunks, eight digits each.
+        chunks: the numbers of the chunks, ascending.
+        indexes: per known shard, where its chunks begin and end; completed here.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -178,9 +178,9 @@ def read_chunks(
 
 
 def _index(key: str, tail: bytes, size: int) -> Int64Array:
-    """`[CHUNKS, 2]`: where each chunk of a shard begins and ends; of one that is not there, nowhere."""
+    """Return where each chunk of a shard begins and ends, 0 and 0 for a missing one: `[CHUNKS, 2]`."""
     if len(tail) != INDEX_SIZE or crc32c(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
-        raise CorruptionError(f"object {key} is damaged: the checksum of its index does not hold.")
+        raise CorruptionError(f"object {key} is damaged: its index does not match its checksum.")
     index = np.frombuffer(tail[:-4], "<u8").reshape(-1, 2)
     there = (index[:, 0] <= size) & (index[:, 1] <= size)
     return np.where(there[:, None], np.stack([index[:, 0], index[:, 0] + index[:, 1]], axis=1), 0).astype(np.int64)
