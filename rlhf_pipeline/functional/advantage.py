@@ -21,7 +21,7 @@ __all__ = [
 
 ESTIMATORS: Final[tuple[str, ...]] = get_args(Estimator)
 BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline")
-"""Those that divide by the spread of a whole batch, and so need to be told what the batch is."""
+"""Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
 STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
@@ -30,7 +30,7 @@ RELATIVE_SPREAD_FLOOR: Final = 1e-12
 
 
 class GroupAdvantage(NamedTuple):
-    """What `group_advantage` returns.
+    """The result of `group_advantage`.
 
     Attributes:
         advantages: [N], in the dtype of the returns (float32 for integer returns); 0 where degenerate.
@@ -42,7 +42,7 @@ class GroupAdvantage(NamedTuple):
 
 
 def _batch_std(centred: torch.Tensor) -> torch.Tensor:
-    """The unbiased standard deviation of values whose mean is 0; 0 for fewer than two."""
+    """Return the unbiased standard deviation of values whose mean is 0; 0 for fewer than two values."""
     return (centred.square().sum() / max(centred.numel() - 1, 1)).sqrt()
 
 
@@ -55,18 +55,18 @@ def penalty_rounding(
     lengths: torch.Tensor,
     eps: float = torch.finfo(torch.float32).eps,
 ) -> torch.Tensor:
-    """How far a return may be from its exact value because of the log-probs that its KL penalty is summed from.
+    """Bound the rounding error of returns whose KL penalty is a sum of log-probs.
 
-    `8 * coef * lengths * eps * max |log_prob|`, and the rounding of a float32 reward. A log-prob is a difference of
-    logits, each rounded relative to its own size, so it is off by a few `eps` of itself: the factor allows for that.
+    The bound is `8 * coef * lengths * eps * max |log_prob|` plus the rounding of a float32 reward. A log-prob is a
+    difference of logits, each rounded relative to its own size, so its error is a few `eps` of itself: hence the 8.
 
     Args:
         coef: [N], weight of the penalty.
         task_rewards: [N], the reward without the penalty.
-        log_probs: flat [sum of rows], one trajectory behind the other; those that are not finite do not count.
-        rows: int64 [N], how many of those each trajectory has.
+        log_probs: flat [sum of rows], one trajectory after another; non-finite ones are ignored.
+        rows: int64 [N], log-probs per trajectory.
         lengths: [N], tokens that the penalty is summed over.
-        eps: the distance of 1 to the next number in the dtype that the models compute in.
+        eps: machine epsilon of the dtype that the models compute in.
 
     Returns:
         float64 [N].
@@ -82,7 +82,7 @@ def penalty_rounding(
 
 
 def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
-    """Whether all values of each group are equal; bool [groups]."""
+    """Return whether all values of each group are equal; bool [groups]."""
     low = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
     high = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
     return low == high
@@ -97,40 +97,40 @@ def group_advantage(
     task_rewards: torch.Tensor | None = None,
     rounding: torch.Tensor | None = None,
 ) -> GroupAdvantage:
-    """One advantage per trajectory, relative to the members of its group that arrived.
+    """Compute one advantage per trajectory, relative to the members of its group that arrived.
 
-    With `R` the returns, `n` the size, `mean` and `std` (unbiased, n - 1) of the group:
+    `R` are the returns; `n`, `mean` and `std` (unbiased, n - 1) are the size, mean and spread of the group:
 
     * `grpo`: `(R - mean) / max(std, 1e-6)`. DeepSeekMath, arXiv:2402.03300.
     * `dr_grpo`, `mean`: `R - mean`. arXiv:2503.20783.
     * `rloo`: `R - mean of the others = n / (n - 1) * (R - mean)`. arXiv:2402.14740.
     * `reinforce_pp`: `(R - mean_batch) / std_batch`; `reinforce_pp_baseline`: `(R - mean) / std_batch(R - mean)`.
-      arXiv:2501.03262. The batch is everything that was passed.
+      arXiv:2501.03262. The batch is all `returns`.
     * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
     flagged, never NaN. For `reinforce_pp` the baseline is the batch, so group members without spread keep
-    their advantage and only a batch without spread is degenerate. Sums are float64; groups may have any
-    sizes and their members any order.
+    their advantage, and only a batch without spread is degenerate. Sums are float64; groups may have any
+    size, and their members any order.
 
-    A KL penalty in the return hides that a group has no spread: its members differ by rounding at least. With
-    `task_rewards` and `rounding` a group is degenerate too if its task rewards are all equal and no return is further
+    A KL penalty in the return hides that a group has no spread, because rounding alone makes its members differ. With
+    `task_rewards` and `rounding`, a group is also degenerate if its task rewards are all equal and no return is further
     from the mean than its rounding.
 
     Args:
         returns: [N], float or integer.
-        group_ids: int64 [N]; any numbers.
+        group_ids: int64 [N], any numbers.
         estimator: one of `ESTIMATORS`.
-        lengths: [N], the number of assistant tokens of each trajectory; needed by `opo` only.
-        task_rewards: [N], the rewards without the penalty; goes with `rounding`.
-        rounding: [N], how far each return may be from its exact value; see `penalty_rounding`.
+        lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
+        task_rewards: [N], the rewards without the penalty; used together with `rounding`.
+        rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
 
     Returns:
         `(advantages [N], degenerate [N])` as a named tuple.
 
     Raises:
-        DefinitionError: unknown estimator, shapes that do not fit, a return that is not finite, `opo`
-            without lengths.
+        DefinitionError: the estimator is unknown, shapes do not fit, a return is not finite, or `opo` lacks
+            lengths.
 
     >>> returns = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0])
     >>> advantages, degenerate = group_advantage(returns, torch.tensor([7, 7, 3, 3, 9]))
@@ -157,7 +157,7 @@ def group_advantage(
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
     index = _numbers(group_ids)
     groups = int(index.max()) + 1
-    size = indexed_sum(torch.ones_like(r), index, groups)  # of each group, and so are mean, others, std and scale
+    size = indexed_sum(torch.ones_like(r), index, groups)  # per group, as are mean, others, std and scale
     mean, others = indexed_sum(r, index, groups) / size, (size - 1).clamp_min(1)
     centred = r - mean[index]
     std = (indexed_sum(centred.square(), index, groups) / others).sqrt()
@@ -191,7 +191,7 @@ def group_advantage(
 
 
 def _numbers(group_ids: torch.Tensor) -> torch.Tensor:
-    """Groups as small numbers; those that are small already are not sorted again, step by step of long rollouts."""
+    """Map group ids to small numbers; ids that are small already are not sorted, which saves time for long rollouts."""
     low, high = group_ids.aminmax()
     if not group_ids.is_floating_point() and int(low) >= 0 and int(high) < group_ids.numel():
         return group_ids.long()
@@ -199,7 +199,7 @@ def _numbers(group_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths: torch.Tensor | None) -> torch.Tensor:
-    """The length-weighted mean return of each member's group; the plain mean where all lengths are 0."""
+    """Return the length-weighted mean return of each member's group; the plain mean if all lengths are 0."""
     if lengths is None or lengths.shape != r.shape:
         seen = "None" if lengths is None else str(list(lengths.shape))
         raise DefinitionError(
@@ -213,15 +213,15 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
 
 
 def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor) -> GroupAdvantage:
-    """TorchRL's `trajectory_return=None`: rewards of all steps of a group, normalised over those steps.
+    """Normalise the rewards of all steps of a group over these steps: TorchRL's `trajectory_return=None`.
 
     Args:
-        rewards: flat [sum of lengths], the steps of trajectory after trajectory.
+        rewards: flat [sum of lengths], the steps of one trajectory after another.
         group_ids: int64 [N].
         lengths: int64 [N], steps per trajectory.
 
     Returns:
-        One advantage per step, and one flag per step.
+        One advantage and one flag per step.
 
     Raises:
         DefinitionError: the lengths do not add up to the number of rewards.

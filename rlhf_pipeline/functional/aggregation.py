@@ -25,10 +25,10 @@ _ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
 
 
 def canonical_aggregation(mode: str) -> str:
-    """The mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`, `bnpo` TRL's of `token_mean`.
+    """Return a mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`, `bnpo` TRL's of `token_mean`.
 
     Raises:
-        DefinitionError: unknown mode.
+        DefinitionError: the mode is unknown.
 
     >>> canonical_aggregation("prompt_mean")
     'sequence_mean'
@@ -47,18 +47,18 @@ def token_weights(
     max_completion_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weight of each token of each trajectory.
+    """Return the weight of each token of each trajectory.
 
-    With `L` the assistant tokens of a trajectory and the sums over the whole step:
+    `L` is the number of assistant tokens of a trajectory, and sums run over the whole step:
 
-    * `token_mean` (TRL's `bnpo` by the counts of one batch, its `dapo` by those of the step): `1 / sum L`. DAPO,
+    * `token_mean` (TRL's `bnpo` with the counts of one batch, its `dapo` with those of the step): `1 / sum L`. DAPO,
       arXiv:2503.14476.
     * `sequence_mean` (TorchRL's `prompt_mean`): `1 / (trajectories * L)`. GRPO, arXiv:2402.03300.
     * `sequence_sum`: `1 / trajectories`.
     * `dr_grpo`: `1 / (trajectories * max_completion_tokens)`. arXiv:2503.20783.
 
-    A trajectory with `L = 0` gets weight 0 and counts for nothing. Tokens without a finite behaviour log-prob
-    belong in no length.
+    A trajectory with `L = 0` gets weight 0 and is not counted. Tokens without a finite behaviour log-prob
+    must not be counted in any length.
 
     Args:
         lengths: [N], assistant tokens per trajectory, of all trajectories of the step.
@@ -67,11 +67,11 @@ def token_weights(
         dtype: of the result; the division is float64.
 
     Returns:
-        [N], the weight that every assistant token of trajectory `i` carries; times its mask [B, T] it is the
+        [N], the weight of every assistant token of each trajectory; times the mask [B, T] it is the
         `loss_weight` that `GRPOLoss` reads.
 
     Raises:
-        DefinitionError: unknown mode, or `dr_grpo` without `max_completion_tokens`.
+        DefinitionError: the mode is unknown, or `dr_grpo` lacks `max_completion_tokens`.
 
     >>> token_weights(torch.tensor([3, 1, 0]), "sequence_mean")
     tensor([0.1667, 0.5000, 0.0000])
@@ -97,9 +97,9 @@ def token_weights(
 
 
 def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonus: bool = False) -> torch.Tensor:
-    """Which trajectories have a gradient at all; the others may be left out of the forward pass.
+    """Return which trajectories have a gradient; the others may be left out of the forward pass.
 
-    They stay in the counts. With a KL loss or an entropy bonus every trajectory has a gradient.
+    All stay in the counts. With a KL loss or an entropy bonus, every trajectory has a gradient.
 
     Args:
         advantages: [N].

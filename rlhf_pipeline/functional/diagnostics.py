@@ -1,6 +1,6 @@
-"""Numbers that tell whether a step was healthy, over flat rows: one row per token that counts. No gradient.
+"""Figures that show whether a step was healthy, over flat rows: one row per token that counts. No gradient.
 
-Each figure is formed from sums, so the figures of micro-batches merge exactly.
+Each figure is computed from sums, so the figures of micro-batches merge exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def row_mean(values: torch.Tensor) -> torch.Tensor:
-    """The mean of rows [N], without gradient; 0 without a row.
+    """Return the mean of rows [N], without gradient; 0 if there are no rows.
 
     >>> row_mean(torch.tensor([True, False])), row_mean(torch.zeros(0))
     (tensor(0.5000), tensor(0.))
@@ -31,10 +31,10 @@ def row_mean(values: torch.Tensor) -> torch.Tensor:
 def weight_sums(
     log_ratio: torch.Tensor, mask: torch.Tensor | None = None, dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(n, sum w, sum w^2)` of `w = exp(log_ratio)`, float64; sums over micro-batches and ranks may be added.
+    """Return `(n, sum w, sum w^2)` of `w = exp(log_ratio)`, float64; sums of micro-batches and ranks may be added.
 
     Args:
-        log_ratio: any shape, clamped to +-20 here.
+        log_ratio: any shape; clamped to +-20 here.
         mask: bool, same shape; all elements by default.
         dim: the dimension to sum over; all by default.
 
@@ -51,12 +51,12 @@ def weight_sums(
 def sequence_weight_sums(
     log_ratio: torch.Tensor, index: torch.Tensor, segments: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same over sequences, the weight of a sequence being the product of its tokens' weights.
+    """Return the same sums over sequences; the weight of a sequence is the product of its tokens' weights.
 
     Args:
         log_ratio: [N].
         index: int64 [N], the sequence of each row.
-        segments: number of sequences; those without a row do not count.
+        segments: number of sequences; sequences without a row do not count.
 
     >>> log_ratio = torch.tensor([2.0, 1.5, 1.0]).log()
     >>> [round(x.item(), 6) for x in sequence_weight_sums(log_ratio, torch.tensor([0, 0, 2]), 3)]
@@ -69,7 +69,7 @@ def sequence_weight_sums(
 
 
 def ess_from_sums(count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """`(sum w)^2 / (n sum w^2)`, the share of rows that the weights leave effective; 0 where there is no row.
+    """Return `(sum w)^2 / (n sum w^2)`, the effective share of the rows under the weights; 0 if there are no rows.
 
     >>> ess_from_sums(torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0))
     tensor(0.9000)
@@ -89,11 +89,11 @@ def training_flops(
     head_is_trained: bool = True,
     backward: bool = True,
 ) -> float:
-    """Useful floating-point operations of one forward pass, and of its backward pass.
+    """Count the useful floating-point operations of one forward pass, and of its backward pass.
 
     Each matmul weight costs 2 per token forward, 2 for the gradient of its input and 2 for its own gradient, which a
     frozen weight does not have. Attention costs `4 * width * T^2` per layer forward, half of it under a causal mask,
-    and twice that backward. The head is counted where it is computed, on the scored tokens:
+    and twice that backward. The head is counted for the scored tokens, where it is computed:
 
         forward             2 (trained + frozen) * tokens + 2 head * scored + 2 * layers * width * sum T^2
         with backward   (6 trained + 4 frozen) * tokens + (6 or 4) head * scored + 6 * layers * width * sum T^2
@@ -102,14 +102,14 @@ def training_flops(
 
     Args:
         lengths: [N], real tokens of each sequence.
-        scored: [N], tokens of each that the head is applied for.
-        trained: matmul weights of the trunk that are trained (an embedding table is none).
+        scored: [N], tokens of each that the head is applied to.
+        trained: matmul weights of the trunk that are trained (an embedding table is not one).
         head: weights of the head.
         layers: attention layers.
         width: attention width, heads times head size.
         frozen: matmul weights of the trunk that are not trained.
         head_is_trained: whether the head's weights have a gradient.
-        backward: False counts the forward pass alone.
+        backward: False counts only the forward pass.
 
     >>> training_flops(torch.tensor([3, 1]), torch.tensor([3, 1]), trained=8, head=2, layers=1, width=2)
     360.0

@@ -1,17 +1,16 @@
 """The head of a language model on rows of hidden states: log-probs, entropies, token losses, and their gradients.
 
 `[N, V]` logits never exist. The rows go through the head in chunks: a chunk leaves one number per row, and its buffer
-is used again. `token_log_probs` makes a chunk's logits a second time in the backward pass, so the head costs 4 matmuls
-instead of 3. `fused_token_loss` has the 3-matmul form, for losses that are sums over tokens of functions of that
-token's log-prob and entropy: their gradient is formed while the chunk's logits are live. The entropy, where only its
-value is wanted, costs nothing there: the product `(softmax - onehot) @ weight`, which the gradient needs anyway, holds
-the expected logit.
+is reused. `token_log_probs` recomputes a chunk's logits in the backward pass, so the head costs 4 matmuls instead of 3.
+`fused_token_loss` has the 3-matmul form, for losses that are sums over tokens of functions of that token's log-prob and
+entropy: their gradient is computed while the chunk's logits exist. If only the value of the entropy is needed, it is
+free there: the product `(softmax - onehot) @ weight`, which the gradient needs anyway, contains the expected logit.
 
-`HeadPass` runs without autograd, on buffers that are made once per call. Three habits keep it fast:
+`HeadPass` runs without autograd, on buffers that are made once per call. Three things make it fast:
 
-* the logits of a chunk live in one buffer that is reused, so the pages are faulted in once;
-* passes over a chunk go through it in blocks of rows that fit in a cache (CPU only);
-* the gradient of the logits is kept *unscaled* (`softmax - onehot`), and the per-row factor goes to the
+* the logits of a chunk are in one buffer that is reused, so its pages are faulted in once;
+* passes over a chunk process blocks of rows that fit in a cache (CPU only);
+* the gradient of the logits is kept *unscaled* (`softmax - onehot`), and the per-row factor is applied to the
   [chunk, H] side of both matmuls, so no pass over [chunk, V] is spent on scaling.
 
 A soft cap (`c * tanh(z / c)`, Gemma 2) costs a second buffer of [chunk, V], which holds its derivative.
@@ -45,11 +44,11 @@ CPU_BLOCK_ELEMENTS = 1 << 20
 CPU_CHUNK_ROWS = (256, 1024)
 CUDA_CHUNK_ROWS = (64, 8192)
 _LEAST = -1e30
-"""In place of a log-prob of -inf where it is multiplied by its probability, 0: `0 log 0 = 0`."""
+"""Replaces a log-prob of -inf before it is multiplied by its probability, 0, so that `0 log 0 = 0`."""
 
 
 def default_chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """The number of rows of a chunk: a budget of elements divided by the vocabulary.
+    """Return the number of rows of a chunk: a budget of elements divided by the vocabulary size.
 
     2**24 elements (64 MiB in float32) on the CPU, within 256 to 1024 rows, because a matmul with fewer rows is slow
     there; 2**28 (1 GiB) elsewhere, at least 64 rows.
@@ -66,8 +65,8 @@ def default_chunk_rows(vocab_size: int, device: torch.device) -> int:
 def row_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
     """Cut `rows` into ranges of nearly equal size, none above `chunk`.
 
-    Equal sizes rather than a short tail: a matmul with very few rows takes another path in most BLAS
-    libraries, slower per row and with other rounding.
+    Sizes are equal to avoid a short tail: most BLAS libraries use another path for a matmul with very few rows,
+    which is slower per row and rounds differently.
 
     >>> row_chunks(10, 4)
     [(0, 4), (4, 7), (7, 10)]
@@ -83,7 +82,7 @@ def row_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
 
 @cache
 def writes_float32(device: torch.device) -> bool:
-    """Whether a matmul of bfloat16 operands can write and accumulate float32 on a device; tried once.
+    """Return whether a matmul of bfloat16 operands can write and accumulate float32 on a device; tried once.
 
     >>> writes_float32(torch.device("cpu"))
     False
@@ -101,7 +100,7 @@ def writes_float32(device: torch.device) -> bool:
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype of the matmul operands; the products are float32 (float64 for float64 inputs) in any case.
+    """Return the dtype of the matmul operands; the products are always float32 (float64 for float64 inputs).
 
     bfloat16 operands stay bfloat16 on CUDA, where a matmul can write float32. Everywhere else, and for
     float16 (whose range is too small for scaled gradients), operands are float32.
@@ -114,7 +113,7 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 class Head(NamedTuple):
-    """The head of a language model: what turns the hidden state that predicts a token into logits.
+    """The head of a language model, which turns the hidden state that predicts a token into logits.
 
     Attributes:
         weight: [V, H].
@@ -130,7 +129,7 @@ class Head(NamedTuple):
 
 
 def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, chunk_size: int | None) -> None:
-    """Raise `DefinitionError` with the shapes seen where the inputs of a head do not fit together."""
+    """Raise `DefinitionError` with the shapes found if the inputs of a head do not fit together."""
     weight, bias, temperature, soft_cap = head
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise DefinitionError(
@@ -160,10 +159,10 @@ class HeadPass:
 
     Args:
         hidden: [N, H].
-        head: what makes logits of them.
+        head: turns them into logits.
         targets: int64 [N].
         chunk_size: rows per chunk, or None for `default_chunk_rows`.
-        needs: whether gradients are wanted for (hidden, weight, bias).
+        needs: whether to compute gradients of (hidden, weight, bias).
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class HeadPass:
         self.grad_bias = torch.zeros(self.vocab, **make) if need_bias else None
 
     def logits(self, start: int, end: int) -> torch.Tensor:
-        """The tempered logits [end - start, V] of a chunk, in the buffer that the next call reuses."""
+        """Return the tempered logits [end - start, V] of a chunk, in the buffer that the next call reuses."""
         x = self._buffer[: end - start]
         h = self.hidden[start:end].to(self.operand)
         if self.operand == self.result:
@@ -219,7 +218,7 @@ class HeadPass:
         return x if self.cap is None else self._capped_(x, self.cap)
 
     def _capped_(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """Cap tempered logits in place, and keep the derivative of the cap where a gradient is wanted."""
+        """Cap tempered logits in place, and keep the derivative of the cap if a gradient is needed."""
         x.div_(cap).tanh_()
         if self._slope is not None:
             torch.square(x, out=self._slope[: x.shape[0]]).neg_().add_(1.0)
@@ -231,13 +230,13 @@ class HeadPass:
         return self.cap is None and not self.bans
 
     def blocks(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Views of the rows of `x` that fit in a cache, with their slices."""
+        """Yield blocks of the rows of `x` that fit in a cache, as slices and views."""
         for start in range(0, x.shape[0], self.block):
             part = slice(start, min(start + self.block, x.shape[0]))
             yield part, x[part]
 
     def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """A second block-sized buffer, made on first use."""
+        """Return a second block-sized buffer, made on first use."""
         if self._scratch is None:
             self._scratch = torch.empty(self.block, self.vocab, device=like.device, dtype=like.dtype)
         return self._scratch[: like.shape[0]]
@@ -249,7 +248,7 @@ class HeadPass:
         log_probs: torch.Tensor,
         entropy: torch.Tensor | None = None,
     ) -> None:
-        """Turn logits into log-probabilities in place; write the targets' and, if asked, the entropy."""
+        """Turn logits into log-probabilities in place; write those of the targets and, if given, the entropy."""
         for part, y in self.blocks(x):
             torch.log_softmax(y, -1, out=y)
             log_probs[part] = y.gather(1, targets[part, None])[:, 0]
@@ -262,9 +261,9 @@ class HeadPass:
     def softmax_minus_onehot_(
         self, x: torch.Tensor, targets: torch.Tensor, log_probs: torch.Tensor | None = None
     ) -> None:
-        """Turn logits into `softmax - onehot` in place, and write the targets' log-probs if asked.
+        """Turn logits into `softmax - onehot` in place, and write the targets' log-probs if given.
 
-        The log-prob is `x_t - max + log(max p)`: one exponential per element, no loss where `p_t`
+        The log-prob is `x_t - max + log(max p)`: one exponential per element, and exact even if `p_t`
         underflows.
         """
         for part, y in self.blocks(x):
@@ -287,8 +286,8 @@ class HeadPass:
     ) -> None:
         """Turn log-probabilities into minus the logits' gradient, in place.
 
-        With `g`, `e` the gradients of the target's log-prob and of the entropy `H`:
-        `-dL/dx = p * (g + e * (log p + H)) - g * onehot`.
+        `-dL/dx = p * (g + e * (log p + H)) - g * onehot`, where `g` and `e` are the gradients of the target's
+        log-prob and of the entropy `H`.
         """
         offset = (grad_log_prob + grad_entropy * entropy)[:, None]
         for part, y in self.blocks(x):
@@ -300,7 +299,7 @@ class HeadPass:
         """Add the gradients of a chunk. `x` holds minus the logits' gradient before `row_scale`.
 
         Returns:
-            `x @ weight` [end - start, H] where the hidden gradient is wanted, else None.
+            `x @ weight` [end - start, H] if the hidden gradient is needed, else None.
         """
         if self._slope is not None:
             x.mul_(self._slope[: x.shape[0]])
@@ -330,7 +329,7 @@ class HeadPass:
         return product
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The collected gradients of (hidden, weight, bias) in the dtypes of the inputs; frees the chunk buffers."""
+        """Return the gradients of (hidden, weight, bias) in the dtypes of the inputs, and free the chunk buffers."""
         self._buffer, self._slope, self._scratch = self._buffer[:0], None, None
         weight = None if self.grad_weight is None else self.grad_weight.to(self.weight_dtype)
         bias = None
@@ -340,10 +339,10 @@ class HeadPass:
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
-    """The entropy of whole distributions, in nats: `-sum p log p` with `0 log 0 = 0`, differentiable.
+    """Return the entropy of whole distributions, in nats: `-sum p log p` with `0 log 0 = 0`, differentiable.
 
     Args:
-        log_probs: [..., V], from a log-softmax; -inf where a token is banned.
+        log_probs: [..., V], from a log-softmax; -inf for a banned token.
 
     >>> entropy_of(torch.tensor([0.5, 0.5, 0.0]).log())
     tensor(0.6931)
@@ -361,15 +360,15 @@ def head_backward(
     needs: tuple[bool, bool, bool],
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of a head from gradients of its log-probs and entropies, making the logits again.
+    """Compute the gradients of a head from those of its log-probs and entropies, recomputing the logits.
 
     Args:
         hidden: [N, H].
-        head: what made logits of them.
+        head: the head that was applied to them.
         targets: int64 [N].
         grad_log_probs: [N] or None.
         grad_entropy: [N] or None.
-        needs: whether to compute the gradient of (hidden, weight, bias); what is not needed is skipped.
+        needs: whether to compute the gradients of (hidden, weight, bias); the others are skipped.
         chunk_size: rows per chunk.
 
     Returns:
@@ -394,7 +393,7 @@ def head_backward(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Chunked head to log-probs and entropies; the logits are made again in the backward pass."""
+    """The chunked head that gives log-probs and entropies; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -467,16 +466,16 @@ def token_log_probs(
     chunk_size: int | None = None,
     return_entropy: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`log_softmax((hidden @ weight.T + bias) / temperature)` at `targets`, never more than [chunk, V] at once.
+    """Return `log_softmax((hidden @ weight.T + bias) / temperature)` at `targets`, with [chunk, V] in memory at most.
 
-    Differentiable once in hidden, weight and bias; gradients that nothing asks for are not computed (a frozen head
+    Differentiable once in hidden, weight and bias; gradients that are not needed are not computed (a frozen head
     skips a third of the backward pass). The logits, the log-sum-exp (maximum subtracted) and the weight's gradient
-    over chunks are float32 whatever the dtype of the operands; float64 operands stay float64. bfloat16 operands
-    are multiplied as they are on CUDA, with a float32 product, and as float32 on the CPU.
+    over chunks are float32 whatever the dtype of the operands; float64 operands stay float64. On CUDA, bfloat16
+    operands are multiplied as they are, with a float32 product; on the CPU they are multiplied as float32.
 
     Args:
         hidden: [N, H], the state that *predicts* each target: for token `t` of a sequence, the state at `t - 1`.
-        head: what makes logits of them.
+        head: turns them into logits.
         targets: int64 [N], ids in [0, V).
         chunk_size: rows per chunk. None means 256 to 1024 rows on the CPU (524 at a vocabulary of 32,000, 256 at
             151,936) and 2**28 logits on CUDA. Measured on 2 cores at H = 256 and V = 151,936, in microseconds per row
@@ -508,7 +507,7 @@ TokenObjective = Callable[..., Sequence[torch.Tensor]]
 
 
 class FusedTokenLoss(NamedTuple):
-    """What `fused_token_loss` returns.
+    """The result of `fused_token_loss`.
 
     Attributes:
         losses: one scalar per term of the objective, with gradient.
@@ -528,7 +527,7 @@ def _term_gradients(
     rows: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None] | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-    """The sums of the terms and the gradients of their (scaled) total by log-prob and by entropy."""
+    """Return the sums of the terms, and the gradients of their (scaled) total by log-prob and by entropy."""
     with torch.enable_grad():
         lp = log_probs.detach().requires_grad_()
         ent = None if entropy is None else entropy.detach().requires_grad_()
@@ -548,7 +547,7 @@ def _term_gradients(
 
 
 def _common_scale(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The one gradient that all terms get, or None; decided without a synchronisation on CUDA."""
+    """Return the gradient if all terms have the same one, else None; decided without a synchronisation on CUDA."""
     first = grads[0]
     for g in grads:
         if g is None or first is None:
@@ -559,14 +558,14 @@ def _common_scale(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _scaled(value: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor | None:
-    """Scale a gradient in place: it was collected for this one use."""
+    """Scale a gradient in place; it is used only once."""
     if value is None or (scale.device.type == "cpu" and bool(scale == 1)):
         return value
     return value.mul_(scale)
 
 
 class _FusedTokenLoss(torch.autograd.Function):
-    """See `fused_token_loss`. Where the terms get different gradients, the backward pass makes the logits again."""
+    """See `fused_token_loss`. If the terms have different gradients, the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -592,7 +591,7 @@ class _FusedTokenLoss(torch.autograd.Function):
                 part = slice(start, end)
                 ent = entropy[part]
                 x, t = head.logits(start, end), head.targets[part]
-                # Without a hidden gradient, or where logits are not linear in it, no product tells the entropy.
+                # Without a hidden gradient, or if logits are not linear in the state, no product gives the entropy.
                 keep_log = entropy_gradient or not needs[0] or not head.is_linear
                 if keep_log:
                     head.log_softmax_(x, t, log_probs[part], ent)
@@ -633,7 +632,7 @@ class _FusedTokenLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         temperature, soft_cap, chunk_size, entropy_gradient, terms, _ = ctx.settings
         term_grads = grads[:terms]
-        # Handed over, not kept: a gradient that somebody else holds is copied on its way into `.grad`.
+        # Handed over, not kept: autograd copies a gradient into `.grad` if anything else still refers to it.
         collected, ctx.collected = ctx.collected, None
         scale = _common_scale(term_grads)
         if collected is not None and scale is not None:
@@ -662,7 +661,7 @@ def _entropy_from_product(
     log_probs: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`H = -log p_t - (E[z] - z_t)`, with `E[z] - z_t` read from `(softmax - onehot) @ weight`."""
+    """Write `H = -log p_t - (E[z] - z_t)`, with `E[z] - z_t` read from `(softmax - onehot) @ weight`."""
     if product is None:
         return
     gap = torch.linalg.vecdot(product, head.hidden[part].to(product.dtype)).mul_(head.inverse)
@@ -682,22 +681,22 @@ def fused_token_loss(
     entropy_gradient: bool = False,
     chunk_size: int | None = None,
 ) -> FusedTokenLoss:
-    """Sum a token loss over rows of hidden states, forming its gradient chunk by chunk in the forward pass.
+    """Sum a token loss over rows of hidden states, computing its gradient chunk by chunk in the forward pass.
 
     The objective must return terms that are already weighted, token by token, so that chunks, micro-batches and ranks
-    add up. Its rows are constants. Each term comes back as its own scalar; if all get the same gradient (the usual sum
-    of losses) the gradients collected in the forward pass are used, else the logits are made again, which is slower
-    and as right. Between forward and backward a gradient of the size of the head is held.
+    add up. Its rows are constants. Each term is returned as its own scalar. If all have the same gradient (the usual
+    sum of losses), the gradients from the forward pass are used; else the logits are recomputed, which is slower but
+    equally correct. Between forward and backward, a gradient of the size of the head is held.
 
     Args:
         hidden: [N, H], the states that predict the targets.
-        head: what makes logits of them.
+        head: turns them into logits.
         targets: int64 [N].
         objective: `objective(log_probs [c], entropy [c] | None, *rows [c])`, a sequence of `terms` tensors [c].
         rows: tensors [N] that the objective reads.
         terms: how many terms the objective returns.
-        entropy_gradient: whether the objective is given the entropy with gradient; costs one more pass over the
-            logits. Without it the objective gets None, and the entropy returned is exact all the same.
+        entropy_gradient: pass the entropy to the objective with gradient, which costs one more pass over the
+            logits. Without it the objective gets None; the returned entropy is exact either way.
         chunk_size: rows per chunk; see `token_log_probs`.
 
     Returns:

@@ -1,6 +1,6 @@
 """Estimators of the KL divergence from single log-probs.
 
-With `d = log pi(token) - log ref(token)` for tokens drawn from `pi`. http://joschu.net/blog/kl-approx.html
+Here `d = log pi(token) - log ref(token)` for tokens drawn from `pi`. http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`log_probs - other`, clamped to +-20 so that its exponential stays finite; any equal shapes.
+    """Return `log_probs - other`, clamped to +-20 so that its exponential stays finite; the shapes must be equal.
 
     >>> clamped_log_ratio(torch.tensor([-1.0, -50.0]), torch.tensor([-2.0, 0.0]))
     tensor([  1., -20.])
@@ -86,23 +86,23 @@ def kl_loss(
     behaviour: torch.Tensor | None = None,
     bounds: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
-    """A KL term for a loss, per token; 0 where the other log-prob is not finite.
+    """Return a KL term for a loss, per token; 0 where the other log-prob is not finite.
 
     * `k2`: `d^2 / 2`; on-policy its gradient is the gradient of the KL.
     * `k3+`: the value of k3, the gradient of k2.
     * `k3`: `exp(-d) - 1 + d`; the gradient is biased.
 
-    For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`. The gradient of `k2` and
-    `k3+` is right under the policy's own expectation, so their weight is a constant, `stopgrad(w)`; `k3` is right as a
-    value under it, so its weight is differentiated too (the form of DeepSeek-V3.2). Within the bounds all three then
-    have the exact gradient of the KL in expectation.
+    For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`. Under the policy's own
+    expectation, the gradients of `k2` and `k3+` are right, so their weight is a constant, `stopgrad(w)`; the value of
+    `k3` is right, so its weight is differentiated too (the form of DeepSeek-V3.2). Within the bounds, the expected
+    gradient of all three is then that of the KL.
 
     Args:
         log_probs: any shape, with gradient.
         other: the same shape.
         estimator: see above.
         behaviour: log-probs of the policy that sampled, the same shape; None for the policy itself.
-        bounds: of `w`, which bound its variance.
+        bounds: of `w`; they limit its variance.
 
     Returns:
         The term per token, in nats, same shape.
@@ -126,7 +126,7 @@ def kl_loss(
 
 
 def kl_figures(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> dict[str, float]:
-    """The means of k1, k2 and k3 over tokens, in nats, formed in float64; 0 without a token.
+    """Return the means of k1, k2 and k3 over tokens, in nats, computed in float64; 0 if there are no tokens.
 
     Args:
         log_probs: [N], of the tokens that count.

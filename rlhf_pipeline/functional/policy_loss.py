@@ -1,8 +1,8 @@
 """Token losses of the policy gradient: clipped, dual-clipped, CISPO, GSPO; corrections for stale samples.
 
-Shapes: everything per token is of one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
+All per-token tensors have one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
 clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
-`aggregation.token_weights` says what each token counts. Log-probs are in nats.
+`aggregation.token_weights` gives the weights. Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TokenLoss(NamedTuple):
 
     Attributes:
         loss: per token, to be minimised.
-        clipped_low: bool, the lower bound is the branch taken.
-        clipped_high: bool, the upper bound is the branch taken.
+        clipped_low: bool, the loss takes the branch of the lower bound.
+        clipped_high: bool, the loss takes the branch of the upper bound.
     """
 
     loss: torch.Tensor
@@ -48,10 +48,10 @@ class TokenLoss(NamedTuple):
 def clip_bounds(clip_epsilon: float | tuple[float, float] | None, objective: Objective = "grpo") -> tuple[float, float]:
     """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
 
-    None is 0.2 for both, and for `cispo` no lower clip, as in its paper: the ratio is above `1 - 1` always.
+    None means 0.2 for both; for `cispo` it means no lower clip, as in its paper: the ratio is always above `1 - 1`.
 
     Raises:
-        DefinitionError: not one or two numbers, or out of the bounds of `config.GRPO`.
+        DefinitionError: it is not one or two numbers, or out of the bounds of `config.GRPO`.
 
     >>> clip_bounds(0.2), clip_bounds((0.2, 0.28)), clip_bounds(None, "cispo")
     ((0.2, 0.2), (0.2, 0.28), (1.0, 0.2))
@@ -89,7 +89,7 @@ def clipped_loss(
         delta: bound on `w` in the unclipped branch, above `1 + high` (two-sided clipping).
 
     Returns:
-        The loss per token and where the clipped branch was the one taken.
+        The loss per token, and where the clipped branch was taken.
 
     >>> loss = clipped_loss(torch.tensor([1.5, 0.5]).log(), torch.tensor([1.0, 1.0]))
     >>> loss.loss
@@ -128,7 +128,7 @@ def cispo_loss(
         high: upper clip.
 
     Returns:
-        The loss per token and where the weight was clipped, whatever the sign of the advantage.
+        The loss per token, and where the weight was clipped, whatever the sign of the advantage.
 
     >>> lp = torch.tensor([-1.0], requires_grad=True)
     >>> cispo_loss(lp, torch.tensor([0.5]), torch.tensor([1.0])).loss.backward()
@@ -158,7 +158,7 @@ def indexed_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> tor
 
 
 def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
-    """The mean log-ratio of each sequence, `log s` of GSPO; 0 for a sequence without rows.
+    """Return the mean log-ratio of each sequence, `log s` of GSPO; 0 for a sequence without rows.
 
     Args:
         log_ratio: [N].
@@ -176,10 +176,10 @@ def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segmen
 
 
 def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
-    """`stopgrad(log s_i) + log pi - stopgrad(log pi)`: the sequence ratio for every token. arXiv:2507.18071.
+    """Return `stopgrad(log s_i) + log pi - stopgrad(log pi)`: the sequence ratio for every token. arXiv:2507.18071.
 
-    Its value is the sequence ratio's logarithm, clamped to +-20; each token carries its own gradient, and with one
-    weight per sequence the sum is the gradient through `s_i`.
+    The value is the sequence ratio's logarithm, clamped to +-20; each token has its own gradient, and with one
+    weight per sequence their sum is the gradient through `s_i`.
 
     Args:
         log_probs: [N], with gradient.
@@ -200,7 +200,7 @@ def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch
 
 
 def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float) -> torch.Tensor:
-    """Truncated importance sampling: `min(exp(proximal - behaviour), cap)`, no gradient.
+    """Return `min(exp(proximal - behaviour), cap)` (truncated importance sampling), without gradient.
 
     Args:
         proximal: per token, the trainer's log-prob at the start of the step.
@@ -223,7 +223,7 @@ def sequence_tis_weight(
     segments: int,
     cap: float,
 ) -> torch.Tensor:
-    """`min(exp(sum over the sequence of proximal - behaviour), cap)` for every row, no gradient; shapes [N].
+    """Return `min(exp(sum of proximal - behaviour over the sequence), cap)` for every row, without gradient; all [N].
 
     >>> lo, lb = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.2])
     >>> sequence_tis_weight(lo, lb, torch.tensor([0, 0]), 1, 10.0)
@@ -234,7 +234,7 @@ def sequence_tis_weight(
 
 
 def icepop_mask(proximal: torch.Tensor, behaviour: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Which tokens stay: those with `exp(proximal - behaviour)` inside [low, high].
+    """Return which tokens stay: those with `exp(proximal - behaviour)` inside [low, high].
 
     >>> icepop_mask(torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0]), 0.5, 5.0)
     tensor([ True, False])
@@ -251,7 +251,7 @@ def sequence_icepop_mask(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """Which rows stay: those whose sequence has a geometric mean of `exp(proximal - behaviour)` inside the bounds.
+    """Return which rows stay: the geometric mean of `exp(proximal - behaviour)` over their sequence is in the bounds.
 
     >>> lo, lb = torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0])
     >>> sequence_icepop_mask(lo, lb, torch.tensor([0, 1]), 2, 0.5, 5.0)
@@ -263,7 +263,7 @@ def sequence_icepop_mask(
 
 
 def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which tokens stay within a trust region: `log_ratio^2 / 2 <= threshold` (TorchRL's `kl_mask_threshold`).
+    """Return which tokens stay in a trust region: `log_ratio^2 / 2 <= threshold` (TorchRL's `kl_mask_threshold`).
 
     >>> kl_trust_mask(torch.tensor([0.1, 1.0]), 0.1)
     tensor([ True, False])

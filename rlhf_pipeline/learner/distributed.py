@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 my_learner.py
 
-Every process makes the same policy, calls `shard_policy`, and gives the result to `Learner(shards=...)`. Each reads
-the same plan of the step from the store, so the loss weights are those of the whole step and need no communication;
-each runs its share of the micro-batches, and gradients are added up, never averaged. The loss curve is that of one
-process, up to the order of that addition. Only the first process writes ledger and use counts. Checkpoints are written
-in shards and load on any number of processes.
+Every process makes the same policy, calls `shard_policy`, and passes the result to `Learner(shards=...)`. Each reads
+the same plan of the step from the store and runs its share of the micro-batches. The loss weights are those of the
+whole step, and gradients are summed, never averaged. So the loss curve is that of one process, up to the order of
+summation. Only the first process writes ledger and use counts. Checkpoints are written in shards and load on any number
+of processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """The module that FSDP wraps: whatever runs inside its forward sees the embedding and the head whole.
+    """The module that FSDP wraps: inside its forward, the embedding and the head are whole.
 
     The policy calls the trunk and reads the head's weight by itself, so the model's own forward is never called.
     """
@@ -52,7 +52,7 @@ class Shards:
 
     Attributes:
         rank: of this process.
-        world_size: processes in the group.
+        world_size: the number of processes in the group.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -65,27 +65,27 @@ class Shards:
 
     @property
     def leads(self) -> bool:
-        """Whether the other processes of the group do what this one does, as it tells them."""
+        """Whether this process tells the other processes of the group what to do."""
         return self._leads
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this is the first process, which writes what only one process may write."""
         return self.rank == 0
 
     def lead(self, mirror: nn.Module | None) -> None:
-        """Let the first process decide what happens: the others `follow` it.
+        """Let the first process lead; the others `follow` it. Every process must call this.
 
-        Each step, checkpoint and load of its learner is then told to the others, and the whole weights are copied to
-        `mirror` after each, for sampling. Every process calls this.
+        The first process's learner then announces each step, checkpoint and load to the others. After each step and
+        load, the whole weights are copied to `mirror`, for sampling.
 
         Args:
-            mirror: in the first process the model that samples, with parameters of the same names; None in others.
+            mirror: the model that samples, with parameters of the same names, in the first process; None in others.
         """
         self._leads, self._mirror, self._mirrors = self.is_first, mirror, True
 
     def tell(self, what: str, **more: Any) -> None:
-        """Tell the processes that follow what comes next; does nothing in a process that does not lead."""
+        """Tell the following processes what comes next; does nothing in a process that does not lead."""
         if self._leads:
             send({"what": what, **more})
 
@@ -101,10 +101,10 @@ class Shards:
                 copies[name].copy_(whole)
 
     def check(self, config: Learn) -> None:
-        """Refuse what does not go with shards.
+        """Refuse options that do not work with shards.
 
         Raises:
-            DefinitionError: an option of `learn` that needs whole weights in one process.
+            DefinitionError: an option of `learn` needs whole weights in one process.
         """
         refused = {
             f"learn.layout={config.layout}": config.layout not in ("auto", "padded"),
@@ -119,20 +119,20 @@ class Shards:
                 )
 
     def run(self, call: Callable[[], T]) -> T:
-        """Run a call with the embedding and the head gathered; every process must make as many forward passes.
+        """Run a call with the embedding and the head gathered; every process must make equally many.
 
-        What comes back and needs a gradient must be a tensor, or a tuple or list with tensors.
+        A result that needs a gradient must be a tensor, or a tuple or list with tensors.
         """
         found = self._root(call)
         if not torch.is_grad_enabled():
-            # The backward pass would do it. Left whole, they would be taken as they are after the next step too.
+            # There is no backward pass to do it. Left whole, they would be used unchanged after the next step.
             self._root.reshard()  # pyright: ignore[reportCallIssue]
         return found
 
     def share(self, numbers: Iterable[int]) -> list[int | None]:
-        """Return which micro-batches of some this process runs: always the same ones, whatever is asked for with them.
+        """Return which of these micro-batches this process runs; a micro-batch always belongs to the same process.
 
-        All processes run equally many, since they gather weights together: None stands for one without content.
+        All processes run equally many, because they gather weights together: None stands for an empty one.
 
         Args:
             numbers: of micro-batches, the same in every process.
@@ -144,7 +144,7 @@ class Shards:
         return [*own, *[None] * (max(map(len, runs)) - len(own))]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all processes, which each must call; on the host."""
+        """Return the sum over all processes, on the host; every process must call this."""
         found = values.to(group_device())
         dist.all_reduce(found)
         return found.cpu()
@@ -153,8 +153,8 @@ class Shards:
         """Return the outputs of all processes in the order of the micro-batches; without gradient.
 
         Args:
-            outputs: those of this process, by the number of the micro-batch.
-            batches: micro-batches of the step.
+            outputs: the outputs of this process, by the number of the micro-batch.
+            batches: the number of micro-batches of the step.
         """
         device, names = group_device(), GRPOLossOutput.field_names()
         table = torch.zeros(batches, len(names), dtype=torch.float64, device=device)
@@ -176,7 +176,7 @@ class Shards:
         """Return the float32 vectors of all processes by their numbers; every process must call this.
 
         Args:
-            found: those of this process. No number is found by two.
+            found: the vectors of this process; no two processes have the same number.
             wanted: the numbers of all, in the same order in every process.
         """
         sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=group_device())
@@ -199,12 +199,12 @@ class Shards:
 def shard_policy(policy: TokenPolicy) -> Shards:
     """Shard a policy's parameters over the process group, in place, before its learner is made.
 
-    Every process holds a part of each parameter in float32, which is its master weight, and of the optimizer's
-    moments. Layers are gathered as they are needed, in bfloat16 where the policy was in bfloat16, and gradients are
-    added up in float32.
+    Every process holds a part of each float32 parameter, which is the master weight, and of the optimizer's moments.
+    Layers are gathered as they are needed, in bfloat16 if the policy was in bfloat16, and gradients are summed in
+    float32.
 
     Args:
-        policy: the same in every process. On the device of this process.
+        policy: the same in every process, on the device of this process.
 
     Raises:
         DefinitionError: there is no process group; start the program with torchrun and call

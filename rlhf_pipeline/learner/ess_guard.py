@@ -1,7 +1,7 @@
 """Which trajectories of a batch are still worth learning from, by their effective sample size.
 
-Importance weights let a learner use what an older policy wrote, until a few tokens carry all of the weight. Then the
-step is mostly noise, and it is better to take less of it, or to leave it out, than to trust it.
+Importance weights let a learner use trajectories of an older policy, until a few tokens carry all of the weight. Then
+the step is mostly noise, and it is better to reduce its weight or to leave it out.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 @dataclass(frozen=True, slots=True)
 class AgeVerdict:
-    """What became of the trajectories of one age.
+    """The verdict on the trajectories of one age.
 
     Attributes:
         age: in versions.
         trajectories: how many there are.
         ess: effective sample size over their number of tokens, in [0, 1].
-        weight: what their loss is multiplied with, in [0, 1]; 0 leaves them out.
+        weight: the factor of their loss, in [0, 1]; 0 leaves them out.
     """
 
     age: int
@@ -41,10 +41,10 @@ class AgeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class EssVerdict:
-    """What the guard makes of a batch.
+    """The guard's verdict on a batch.
 
     Attributes:
-        weights: float32 `[B]`, multiply the loss weights of the trajectories with these.
+        weights: float32 `[B]`, factors for the loss weights of the trajectories.
         ages: one verdict per age, the youngest first.
     """
 
@@ -53,12 +53,12 @@ class EssVerdict:
 
     @property
     def skip(self) -> bool:
-        """Whether nothing of the batch is left to learn from."""
+        """Whether all trajectories of the batch have weight 0."""
         return not bool((self.weights > 0).any())
 
     @property
     def message(self) -> str:
-        """One sentence per age whose trajectories do not count in full; empty where all do."""
+        """One sentence per age whose trajectories do not count in full; empty if all do."""
         said = []
         for found in self.ages:
             if found.weight < 1:
@@ -71,14 +71,14 @@ class EssVerdict:
 
 
 def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, skip_below: float) -> EssVerdict:
-    """Weigh the trajectories of a batch by the effective sample size of all that are as old as they are.
+    """Weigh the trajectories of a batch by the effective sample size of those of the same age.
 
-    With `w = exp(log_ratio)` clamped to +-20, `ESS = (sum w)^2 / (n * sum w^2)` over the trajectories of one age. From
-    `min_ess` on they count in full; below it their weight is `ESS / min_ess`; below `skip_below` it is 0. With both
-    limits equal the guard only leaves out. Ages are judged apart, as fresh trajectories, whose weights are all near 1,
-    would hide what stale ones look like. One single token of an age always has an ESS of 1.
+    With `w = exp(log_ratio)`, its logarithm clamped to +-20, `ESS = (sum w)^2 / (n * sum w^2)` over the trajectories of
+    one age. From `min_ess` on they count in full; below it their weight is `ESS / min_ess`; below `skip_below` it is 0.
+    If both limits are equal, the guard only leaves out. Ages are judged separately, because fresh trajectories, whose
+    weights are all near 1, would hide stale ones. A single token of an age always has an ESS of 1.
 
-    A pure function; who calls it logs `message`, multiplies the loss weights, and passes over a batch with `skip`.
+    A pure function; the caller logs `message`, multiplies the loss weights, and leaves out a batch with `skip`.
 
     Args:
         log_ratio: `[B, T]`, log-prob of the learner (at the start of the step) minus that of the behaviour policy.
@@ -88,7 +88,7 @@ def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, 
         skip_below: limit below which they do not count, from 0 to `min_ess`.
 
     Returns:
-        The weights, and what was found of each age.
+        The weights, and the verdict on each age.
 
     >>> log_ratio, mask = torch.tensor([[1.0, 1.0], [1.0, 16.0]]).log(), torch.ones(2, 2, dtype=torch.bool)
     >>> verdict = ess_guard(log_ratio, mask, torch.tensor([0, 4]), min_ess=0.8, skip_below=0.1)
@@ -125,13 +125,13 @@ def guard(
     Args:
         plan: the step.
         ages: int64 [n], of the plan's rows.
-        sample: with the limits, `min_ess` set.
+        sample: has the limits.
         policy: scores the trajectories, without gradient.
-        read: gives a micro-batch of the plan.
+        read: returns a micro-batch of the plan.
 
     Returns:
-        The plan with the weights changed, without a gradient where nothing is left to learn from; the mean of what the
-        trajectories count; and a sentence per age that does not count in full.
+        The plan with changed weights, and without gradient if all of them are 0; the mean factor of the trajectories;
+        and a sentence per age that does not count in full.
     """
     if sample.min_ess is None or not plan.batches or not (ages > 0).any():
         return plan, 1.0, ""
@@ -146,7 +146,7 @@ def guard(
     weights = plan.weights.clone()
     weights[order] *= verdict.weights
     weighed = dataclasses.replace(plan, weights=weights)
-    # Where nothing has a gradient, the optimizer leaves the weights as they are.
+    # Without any gradient, the optimizer leaves the weights as they are.
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
 
 

@@ -1,4 +1,4 @@
-"""The processes that learn together: how they become a group, and what they tell each other besides tensors."""
+"""The processes that learn together: how they form a group, and the messages and files that they exchange."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 _CHUNK_BYTES: Final = 1 << 26
 _LONGEST: Final = timedelta(days=1)
-"""The first process may collect for long while the others wait."""
+"""The first process may collect for a long time while the others wait."""
 
 
 def join_group(device: str, meeting: Any = None) -> str:
     """Join the process group of `RANK` and `WORLD_SIZE` in the environment; return the device of this process.
 
     Args:
-        device: where models live.
-        meeting: the `torch.distributed.Store` where the processes find each other; None is what torchrun says.
+        device: where models are.
+        meeting: the `torch.distributed.Store` where the processes find each other; None uses torchrun's.
     """
     if torch.device(device).type == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -38,7 +38,7 @@ def join_group(device: str, meeting: Any = None) -> str:
 
 
 def group_device() -> torch.device:
-    """Return where tensors are that the group exchanges."""
+    """Return the device of the tensors that the group exchanges."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -59,33 +59,33 @@ def receive() -> dict[str, Any]:
 
 
 def collect_files(own: Path | None, into: Path) -> None:
-    """Have the files of all processes in a folder of the first one; every process must call this.
+    """Copy files of the other processes to a folder of the first one; every process must call this.
 
     Args:
-        own: a folder with files of this process that the first one does not see; None where there are none.
-        into: receives them, in the first process.
+        own: a folder of this process whose files the first one cannot read; None if there are none.
+        into: the folder that receives them, in the first process.
     """
     if dist.get_rank():
         files = [] if own is None else sorted(path for path in own.iterdir() if path.is_file())
-        _hand(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
+        _send_bytes(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
         for path in files:
             with path.open("rb") as file:
                 while part := file.read(_CHUNK_BYTES):
                     dist.send(_tensor(part), 0)
         return
     for rank in range(1, dist.get_world_size()):
-        for name, size in json.loads(_taken(rank)):
+        for name, size in json.loads(_receive_bytes(rank)):
             with (into / name).open("wb") as file:
                 for start in range(0, size, _CHUNK_BYTES):
                     file.write(_received(min(_CHUNK_BYTES, size - start), rank))
 
 
-def _hand(content: bytes) -> None:
+def _send_bytes(content: bytes) -> None:
     dist.send(torch.tensor([len(content)], device=group_device()), 0)
     dist.send(_tensor(content), 0)
 
 
-def _taken(rank: int) -> bytes:
+def _receive_bytes(rank: int) -> bytes:
     size = torch.zeros(1, dtype=torch.int64, device=group_device())
     dist.recv(size, rank)
     return _received(int(size), rank)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
 
 _LARGE_ADVANTAGE = 1e6
-"""Beyond this a gradient that overflows is the rewards' doing."""
+"""Above this, the rewards are to blame for a gradient that overflows."""
 _ROW = torch.zeros(1, 2)
 _NOTHING = LossBatch(
     tokens=_ROW.long(),
@@ -61,35 +61,35 @@ _NOTHING = LossBatch(
     proximal=_ROW,
     weight=_ROW,
 )
-"""What a process runs that has no micro-batch left while the others gather weights: a row that counts nothing."""
+"""The batch of a process that has no micro-batch left while the others gather weights: a row without weight."""
 
 
 class Learner:
-    """Takes optimizer steps on what the buffer holds.
+    """Takes optimizer steps on the trajectories of a buffer.
 
     A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
     policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
-    `sample` says. Loss weights are fixed from the counts
-    of the whole step before it is split, so the token budget changes memory and not the gradient. The step's ledger row
-    is on disk before the optimizer moves, and how often a trajectory was used is counted from the ledger.
+    `sample` says. Loss weights are fixed from the counts of the whole step before it is split, so the token budget
+    changes memory use but not the gradient. The step's ledger row is on disk before the optimizer steps, and the uses
+    of a trajectory are counted from the ledger.
 
     Args:
         policy: the policy that learns.
-        loss: takes a padded batch with per-token weights. Where it is `decoupled`, the learner takes the trainer's own
-            log-probs of a trajectory before the first step that uses it, and keeps them for the later ones.
+        loss: takes a padded batch with per-token weights. If it is `decoupled`, the learner computes the trainer's own
+            log-probs of a trajectory before the first step that uses it, and keeps them for later steps.
         buffer: where trajectories are read.
         config: optimizer and token budget.
-        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from; None sets no limit.
+        max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
         sample: which of those a step takes; all by default.
-        batch_size: how many, where `sample` does not say it.
+        batch_size: how many of those a step takes, unless `sample` says.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        ledger: which trajectories entered which step; None records nothing (a replay).
+        ledger: records which trajectories entered which step; None records nothing (a replay).
         seed: recorded in the ledger.
         may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
-        reference: moved towards the policy after each step; None where the reference is frozen, or there is none.
-        shards: where the policy is sharded over several processes; see `learner.distributed`.
-        check_sampler: say once if the log-probs that came with trajectories of these very weights are not what the
-            policy scores.
+        reference: moved towards the policy after each step; None if there is no reference or it is frozen.
+        shards: of a policy that is sharded over several processes; see `learner.distributed`.
+        check_sampler: report once if the log-probs stored with trajectories of the current weights differ from the
+            policy's scores.
 
     Raises:
         DefinitionError: the loss sums or does not reduce, or an option does not go with several processes.
@@ -176,7 +176,7 @@ class Learner:
 
     @property
     def ledger(self) -> StepLedger:
-        """Which trajectories entered which step.
+        """The record of which trajectories entered which step.
 
         Raises:
             DefinitionError: the learner was made without one.
@@ -193,7 +193,7 @@ class Learner:
     def write(self, folder: Path) -> None:
         """Write weights, optimizer, random generator, moving reference, proximal log-probs and use counts.
 
-        `run.checkpoint.save_checkpoint` makes a checkpoint of it, whole or absent.
+        `run.checkpoint.save_checkpoint` turns this into a checkpoint atomically.
         """
         if self.shards is not None:
             self.shards.tell("write", folder=str(folder))
@@ -213,7 +213,7 @@ class Learner:
         """Load what `write` wrote.
 
         Raises:
-            DataError: the folder is damaged, or of another model.
+            DataError: the folder is damaged, or belongs to another model.
         """
         moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
         uses = read_tensors(folder, "uses")
@@ -229,14 +229,14 @@ class Learner:
             self._uses.load_state(uses["uses"].numpy())
 
     def follow(self, bring: Callable[[Path], Path] = lambda path: path) -> None:
-        """Do what the first process does, until it tells to stop: the same steps, writes and reads.
+        """Repeat the steps, writes and reads of the first process until it says to stop.
 
         For the other processes of a group whose first one leads; see `Shards.lead`.
 
         Args:
-            bring: returns where a folder that the first process reads is for this one.
+            bring: maps a folder that the first process reads to the path where this one can read it.
         """
-        from rlhf_pipeline.learner.group import receive  # its imports are of no use to one process
+        from rlhf_pipeline.learner.group import receive  # one process does not need its imports
 
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
@@ -249,7 +249,7 @@ class Learner:
                 self.read(bring(Path(message["folder"])))
 
     def take_notices(self) -> list[str]:
-        """Return what a person should know about the steps since the last call, and forget it."""
+        """Return the notices for the user since the last call, and clear them."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -265,10 +265,10 @@ class Learner:
 
         Args:
             step: its number; the weights' version before it is `step - 1`.
-            row_ids: int64 [n], what to learn from, chosen by the caller; None takes what `chosen_rows` says.
-            ages: int64 [n], of those, where the policy version in the store does not tell it; None takes
-                `step - 1` minus that.
-            ledger_fields: what else the step's ledger row should say, JSON-ready.
+            row_ids: int64 [n], the rows to learn from; None takes those of `chosen_rows`.
+            ages: int64 [n], the ages of these rows, if the stored policy version does not give them; None takes
+                `step - 1` minus that version.
+            ledger_fields: further fields of the step's ledger row, JSON-ready.
 
         Raises:
             DataError: no graded trajectory is fresh enough.
@@ -350,18 +350,18 @@ class Learner:
         }
 
     def _fresh(self, version: int, watermark: int | None) -> Chosen:
-        """The trajectories that are young enough for the weights of a version, graded and with an advantage.
+        """Return the graded trajectories with an advantage that are young enough for the weights of a version.
 
         Raises:
-            DataError: there is none.
+            DataError: there are none.
         """
         store = self.buffer.store
         oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
         if watermark is not None:
             every = every[: max(len(every) - (store.watermark - watermark), 0)]
-        # In a long run nearly all trajectories are too old and stay so. The search begins at the first that is not. A
-        # ring moves the places, and so does a commit that comes to light behind others: then all are looked at.
+        # In a long run nearly all trajectories are too old and stay so. The search begins at the first that is not.
+        # Eviction shifts positions, and so does a commit that is seen late: then all trajectories are searched.
         earlier, passed, last = self._passed
         if version < earlier or len(every) != store.watermark or (passed and every[passed - 1] != last):
             passed = 0
@@ -383,7 +383,7 @@ class Learner:
             )
         row_ids = seen[usable]
         found = Chosen(row_ids, ages[usable], trajectory_names(store, row_ids))
-        # In the order of the trajectories' ids, each once: of one that was sampled again, the newest row.
+        # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
         _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
         return found.take(len(row_ids) - 1 - from_the_end)
 
@@ -394,18 +394,18 @@ class Learner:
         keep: Callable[[Chosen], np.ndarray] | None = None,
         watermark: int | None = None,
     ) -> Chosen:
-        """Choose what a step learns from: a pure function of the store, the ledger, the seed and the step.
+        """Choose the trajectories of a step: a pure function of the store, the ledger, the seed and the step.
 
         Args:
             step: its number, from 1.
-            keep: says which trajectories are allowed, bool [n]; None allows all.
-            watermark: see the store as it was at this watermark; None is now.
+            keep: returns which trajectories are allowed, bool [n]; None allows all.
+            watermark: read the store as of this watermark; None means now.
 
         Returns:
-            The trajectories, in the order of their ids; none where the strategy passes over all that there are.
+            The trajectories, in the order of their ids; none if the strategy rejects all.
 
         Raises:
-            DataError: there is none that is young enough, or each has been used as often as it may.
+            DataError: none is young enough, or each has been used as often as allowed.
         """
         fresh = self._fresh(step - 1, watermark)
         if keep is not None:
@@ -428,7 +428,7 @@ class Learner:
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
         """Run forward and backward over the step's micro-batches; return the loss and the figures of the whole step.
 
-        Rows without a gradient run forward only: the figures are those of all trajectories. None without a row.
+        Rows without a gradient run forward only, so that the figures cover all trajectories. Without rows, return None.
         """
         longest = int(plan.lengths.max()) if len(plan.lengths) else 0
         if longest > self.config.token_budget:
@@ -471,7 +471,7 @@ class Learner:
 
     @torch.no_grad()
     def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
-        """Take the policy's log-probs of the rows that no step has used before; return the plan without lost tokens."""
+        """Compute the policy's log-probs of rows that no step has used; return the plan without lost tokens."""
         new = torch.from_numpy(self._proximal.missing(plan.row_ids))
         found: dict[int, torch.Tensor] = {}
         for batches in (plan.batches, plan.measured):
@@ -495,18 +495,18 @@ class Learner:
         return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """The policy's log-probs of the assistant tokens of each row of a micro-batch, by its position in the plan."""
+        """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
         if chosen is None:
             self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
             return {}
         columns = plan.columns_of(chosen)
         mask = columns[keys.ASSISTANT_MASK]
         own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask).cpu()
-        own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves those out already
+        own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves these out already
         return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
 
     def _forget_proximal(self, version: int, max_staleness: int) -> None:
-        """Drop the log-probs of trajectories that have become too old, or are gone from the store."""
+        """Drop the log-probs of trajectories that are too old or no longer in the store."""
         held, store = self._proximal.row_ids(), self.buffer.store
         if not len(held):
             return
@@ -515,7 +515,7 @@ class Learner:
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _columns(self, row_ids: np.ndarray) -> dict[keys.Key, torch.Tensor]:
-        """Read rows, as padded tensors by key, on the host; the loss moves what it needs."""
+        """Read rows as padded tensors by key, on the host; the loss moves what it needs."""
         names = self.loss.tensor_keys
         wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
         wanted += [names.ref_log_probs] if names.ref_log_probs in column_of_key(self.buffer.store.schema) else []
@@ -535,7 +535,7 @@ class Learner:
         attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
         ref = columns.get(names.ref_log_probs)
         if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
-            ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; these leave the loss
+            ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
         return LossBatch(
             tokens=columns[names.action],
             attention=attention,
@@ -548,7 +548,7 @@ class Learner:
         )
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
-        """Say so, once, where the stored log-probs are not those of the weights that sampled."""
+        """Report, once, if the stored log-probs differ from those of the weights that sampled."""
         bias, gap = losses["kl_approx"], losses["sampler_gap"]
         if bias is None or gap is None:
             return
@@ -559,7 +559,7 @@ class Learner:
                 f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
                 f"by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). Does the sampler use "
                 "another temperature, another precision, or top-k or top-p? --set loss.tis_cap=2 corrects for a "
-                "difference that cannot be helped."
+                "difference that cannot be avoided."
             )
 
     def _record(
@@ -569,7 +569,7 @@ class Learner:
             {
                 "step": step,
                 "row_ids": chosen.row_ids.tolist(),
-                # Rows that were lost with a ring and sampled again are other rows of the same trajectories.
+                # Evicted trajectories that are sampled again have other rows and the same trajectory ids.
                 "trajectory_ids": chosen.trajectory_ids.tolist(),
                 "watermark": self.buffer.store.watermark,
                 "seed": self.seed,

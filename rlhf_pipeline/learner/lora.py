@@ -1,4 +1,4 @@
-"""LoRA through peft: train small adapters, and score the reference with the adapters off."""
+"""LoRA through peft: train small adapters, and score the reference with the adapters disabled."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 
 def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:
-    """Freeze a policy's weights and put trainable adapters beside them, in place.
+    """Freeze a policy's weights and add trainable adapters, in place.
 
-    The adapters' first matrix is drawn from `seed` and their second is zero, so the policy is the same until the first
+    The adapters' first matrix is drawn with `seed` and their second is zero, so the policy is unchanged until the first
     step. Adapters of a bfloat16 model are float32: they are their own master weights. The head gets none, so its
-    weight gradient is never formed.
+    weight gradient is never computed.
 
     Args:
         policy: its model is wrapped.
@@ -37,12 +37,12 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
             "Or set policy.lora_rank=0 to train every weight."
         ) from error
     chosen: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    scale: Any = alpha  # annotated int there, and used as a number
+    scale: Any = alpha  # peft annotates it as int, but uses it as any number
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, lora_dropout=0.0, task_type="CAUSAL_LM")
     model: Any = policy.model
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
-        # peft asks transformers by an older name; nobody here can act on that.
+        # peft calls transformers by an older name, which this project cannot change.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         try:
             policy.model = get_peft_model(model, config).eval()
@@ -56,7 +56,7 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
 
 
 class AdaptersOff:
-    """The reference of a LoRA policy: the same model with its adapters off, so no second copy is held.
+    """The reference of a LoRA policy: the same model with its adapters disabled, so no second copy is held.
 
     Args:
         policy: with adapters.
@@ -67,7 +67,7 @@ class AdaptersOff:
 
     @torch.no_grad()
     def log_probs(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> Tensor:
-        """Return what `CausalLMPolicy.log_probs` does for the frozen weights, without gradient."""
+        """Return what `CausalLMPolicy.log_probs` returns for the frozen weights, without gradient."""
         model: Any = self.policy.model
         with model.disable_adapter():
             return self.policy.log_probs(input_ids, attention_mask, score_mask)

@@ -1,4 +1,4 @@
-"""What a step's line of metrics says, beside what the loss itself reports."""
+"""The figures of a step's metrics line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""Dense bfloat16 operations per second by part of the device's name, from the makers' data sheets."""
+"""Dense bfloat16 operations per second by part of the device's name, from the manufacturers' data sheets."""
 
 _LOSS_FIGURES = (
     *("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference"),
@@ -48,11 +48,11 @@ _KL = ("kl_k1", "kl_k2", "kl_k3", "kl_per_trajectory")
 
 
 def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
-    """Return what a metrics line holds of the loss; every name is there, None where there is no figure."""
+    """Return the loss's figures for a metrics line, with every name; None for a figure that is missing."""
     values = {name: getattr(output, "ESS" if name == "ess" else name, None) for name in _LOSS_FIGURES}
     values = {"loss": output.total_loss() if output is not None else None, **values}
     known = {name: value.double() for name, value in values.items() if value is not None}
-    # One copy from the device, which is what a step waits for.
+    # One copy from the device: a step waits for each.
     figures = dict(zip(known, torch.stack(list(known.values())).tolist() if known else (), strict=True))
     return {name: figures.get(name) for name in values}
 
@@ -60,11 +60,11 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
 def data_metrics(
     store: TrajectoryStore, row_ids: np.ndarray, *, advantages: np.ndarray, ages: np.ndarray, uses: np.ndarray | None
 ) -> Metrics:
-    """Return what the step's trajectories are like.
+    """Return figures about the step's trajectories.
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
-    `use_count`, `use_count_max`: steps that have used the trajectories, this one included; None without `uses`, the
-    number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, None where there is none.
+    `use_count`, `use_count_max`: steps that have used the trajectories, including this one; None without `uses`, the
+    number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, or None if they have no penalty.
     """
     if len(row_ids) == 0:
         return dict.fromkeys(("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef"))
@@ -82,13 +82,13 @@ def data_metrics(
 def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Shards | None = None) -> Metrics:
     """Return how far the behaviour policy is from the reference.
 
-    `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over a
-    trajectory, mean over them. None where no trajectory has reference log-probs.
+    `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over each
+    trajectory, then averaged. All are None if no trajectory has reference log-probs.
 
     Args:
         parts: padded columns of the micro-batches that this process has read, by their first position.
         order: all micro-batches of the step, as positions in it.
-        shards: where other processes have read the others.
+        shards: given if other processes have read the other micro-batches.
     """
     held: dict[int, tuple[Tensor, Tensor]] = {}
     for chosen in order:
@@ -100,7 +100,7 @@ def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Sh
         known = columns[keys.ASSISTANT_MASK] & torch.isfinite(log_probs) & torch.isfinite(reference)
         rows = (values[known].split(known.sum(1).tolist()) for values in (log_probs, reference))
         held |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
-    pairs = [held[at] for at in sorted(held)]  # in the step's order, whatever the micro-batches are
+    pairs = [held[at] for at in sorted(held)]  # in the step's order, however it was split
     own = [torch.cat(some) for some in zip(*pairs, strict=True)] if pairs else [torch.zeros(0)] * 2
     figures, num = kl_figures(*own), len(own[0])
     if shards is not None:
@@ -115,13 +115,13 @@ def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Sh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """The weights that the cost of a model is counted from; the formula is `functional.diagnostics.training_flops`.
+    """The weight counts that give the cost of a model; the formula is `functional.diagnostics.training_flops`.
 
     Attributes:
-        trained: matmul weights of the trunk that are trained. Of a mixture of experts, the routed share.
-        frozen: those that are not.
+        trained: matmul weights of the trunk that are trained; in a mixture of experts, the routed share.
+        frozen: matmul weights of the trunk that are not trained.
         head: weights of the head.
-        head_factor: 6, or 4 where it is frozen.
+        head_factor: 6, or 4 if the head is frozen.
         layers: attention layers.
         width: heads times head size.
     """
@@ -162,12 +162,12 @@ class ModelCost:
         )
 
     def flops(self, lengths: Tensor, scored: Tensor, *, backward: bool = True) -> float:
-        """Operations of one forward pass over sequences, and of its backward pass.
+        """Count the operations of one forward pass over sequences, and of its backward pass.
 
         Args:
             lengths: int64 [n], real tokens.
-            scored: int64 [n], tokens that the head is applied for.
-            backward: False counts the forward pass alone.
+            scored: int64 [n], tokens that the head is applied to.
+            backward: False counts only the forward pass.
         """
         return training_flops(
             lengths,
@@ -183,7 +183,7 @@ class ModelCost:
 
 
 def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the data sheet's operations per second of a known GPU for bfloat16; None elsewhere."""
+    """Return the data sheet's bfloat16 operations per second of a known GPU, else None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -191,7 +191,7 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepMeter:
-    """Time, memory and utilisation of one step.
+    """Measures time, memory and utilisation of one step.
 
     Args:
         device: where the model is.
@@ -207,11 +207,11 @@ class StepMeter:
         """Return the figures since the meter was made.
 
         `update_s`: wall time. `processes`: devices that shared the step. `num_tokens`: real tokens that went through
-        the model. `num_scored_tokens`: those that the loss is about. `num_unscored_tokens`: those that the policy
-        produced and that left the loss, because a log-prob that it reads is not finite. `update_tokens_per_s`: the
-        first per second. `mfu`: useful operations, forward alone where a trajectory has no gradient, per second over
-        the peak of all processes; None where no peak is known. `peak_memory_mb`: most device memory that tensors held
-        in this step; on a CPU the most that the process has held since it started.
+        the model. `num_scored_tokens`: tokens in the loss. `num_unscored_tokens`: tokens of the policy that are not in
+        the loss because a log-prob that it reads is not finite. `update_tokens_per_s`: `num_tokens` per second. `mfu`:
+        useful operations per second (forward only for trajectories without a gradient) over the peak of all processes;
+        None if the peak is not known. `peak_memory_mb`: the peak of device memory held by tensors in this step; on a
+        CPU the peak memory of the process since it started.
 
         Args:
             cost: of the model.

@@ -2,10 +2,10 @@
 
 A bfloat16 weight cannot take an update below 1/256 of itself, and RL's updates are smaller. So for a model held in
 bfloat16 the optimizer keeps each weight in float32, sums the gradients of the micro-batches in float32, steps on those
-and rounds the result back. The other way, float32 parameters under autocast, holds about as much (2 bytes of cast
-weights against 2 bytes of rounded ones) but reads twice the bytes per decoded token or casts every weight again per
-step, and samples and scores through two different sets of weights. Here the sampler, the reference and the learner all
-see the same bfloat16 weights.
+and rounds the result back. The alternative, float32 parameters under autocast, needs about as much memory (2 bytes of
+cast weights against 2 bytes of rounded ones), but reads twice the bytes per decoded token or casts every weight again
+in every step, and it samples and scores with two different sets of weights. Here the sampler, the reference and the
+learner all use the same bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PolicyOptimizer:
 
     Attributes:
         inner: the torch optimizer.
-        stepped: by parameter name, the tensor that `inner` steps: the parameter, or its master.
-        masters: by parameter name, the float32 master where the parameter is not one itself. Kept in checkpoints.
+        stepped: the tensor that `inner` steps, by parameter name: the parameter or its master.
+        masters: the float32 master, by name, of each parameter that is not its own master. Saved in checkpoints.
 
     Raises:
         DefinitionError: nothing is trainable, or the 8-bit optimizer's library is not installed.
@@ -73,7 +73,7 @@ class PolicyOptimizer:
         self.inner = _make(self._groups(config.weight_decay), config)
 
     def _groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """The parameters, apart by whether their weights decay; one group where none do."""
+        """Return the parameters in one group with weight decay and one without; a single group if there is no decay."""
         if weight_decay == 0.0:
             return [{"params": list(self.stepped.values())}]
         kinds: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -83,7 +83,7 @@ class PolicyOptimizer:
         return [group for group in groups if group["params"]]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients since the last step, where the parameters are; float32 for those with a master."""
+        """Return the gradients since the last step, on the parameters' devices; float32 for those with a master."""
         found = [self._gradients.get(name) if name in self.masters else p.grad for name, p in self.named.items()]
         return [gradient for gradient in found if gradient is not None]
 
@@ -93,7 +93,7 @@ class PolicyOptimizer:
         norm: Any = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
         if hasattr(norm, "full_tensor"):  # of gradients in shards, over all processes
             norm = norm.full_tensor()
-        # As clip_grad_norm_ does it: scaled by 1 where nothing is to be clipped, and no synchronisation on a GPU.
+        # Like clip_grad_norm_: scaled by 1 if nothing needs clipping, without a synchronisation on a GPU.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # One kernel for many tensors; a shard's own part is scaled.
         with torch.no_grad():
@@ -126,7 +126,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
-        """Round the masters to the parameters; there are some."""
+        """Round the masters to their parameters; there must be at least one."""
         parameters: list[Tensor] = [self.named[name] for name in self.masters]
         masters = list(self.masters.values())
         if self._on_host:
@@ -136,12 +136,12 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
-        """Take the parameters as the masters: after weights were loaded that have none."""
+        """Copy the parameters to the masters, after loading weights without masters."""
         for name, master in self.masters.items():
             master.copy_(self.named[name])
 
     def make_state(self) -> None:
-        """Make the moments, as a first step does, and change nothing: a checkpoint is then loaded into them."""
+        """Create the moments as a first step does, without other changes, so that a checkpoint can be loaded."""
         kept = [(float(group["lr"]), group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
             _set_lr(group, 0.0)
@@ -177,7 +177,7 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_em
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter has weight decay: not norms, not biases, not embeddings of positions.
+    """Return whether a parameter has weight decay: norms, biases and position embeddings have none.
 
     >>> decays("layers.0.mlp.up.weight", torch.zeros(2, 2)), decays("layers.0.norm.weight", torch.zeros(2))
     (True, False)
@@ -188,9 +188,9 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def learning_rate(config: Learn, step: int) -> float:
-    """The learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
+    """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
 
-    The step after the warm-up has the full rate, and a falling one reaches 0 at `lr_decay_steps`, by default the step
+    The step after the warm-up has the full rate. A falling rate reaches 0 at `lr_decay_steps`, by default the step
     after the last.
 
     >>> rates = [learning_rate(Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear"), n) for n in range(1, 7)]
@@ -215,7 +215,7 @@ def _make(groups: list[dict[str, Any]], config: Learn) -> torch.optim.Optimizer:
     if config.optimizer == "adamw_8bit":
         return _eight_bit()(groups, **options)
     if config.offload_optimizer or all(tensor.is_cuda for group in groups for tensor in group["params"]):
-        options["fused"] = True  # one kernel per step; on the host the vectorised one
+        options["fused"] = True  # one kernel per step; on the host, the vectorised implementation
     return torch.optim.AdamW(groups, **options)
 
 

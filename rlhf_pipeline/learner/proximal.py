@@ -1,4 +1,4 @@
-"""The proximal policy: what a trajectory's ratio is taken against where the loss corrects the sampler."""
+"""The proximal policy, against which a trajectory's ratio is taken if the loss corrects for the sampler."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class ProximalLogProbs:
-    """The trainer's own log-probs of trajectories, taken before the first step that uses each, and frozen from then on.
+    """The trainer's own log-probs of trajectories, computed before the first step that uses each, and then frozen.
 
-    Taken again at every step they would be those of the policy itself: every ratio would be 1 and the clip inert. They
-    are part of a checkpoint, so a resumed run goes on with the same ones.
+    Computed again at every step, they would be those of the policy itself: every ratio would be 1, and the clip without
+    effect. They are part of a checkpoint, so a resumed run continues with the same ones.
 
     >>> held = ProximalLogProbs()
     >>> held.put(7, torch.tensor([-1.0, -2.0]))
@@ -28,7 +28,7 @@ class ProximalLogProbs:
         self._values: dict[int, Tensor] = {}
 
     def missing(self, row_ids: Ints) -> npt.NDArray[np.bool_]:
-        """Which rows have none yet, bool `[n]`."""
+        """Return which rows have none yet, bool `[n]`."""
         return np.fromiter((row not in self._values for row in row_ids.tolist()), bool, len(row_ids))
 
     def put(self, row_id: int, values: Tensor) -> None:
@@ -36,20 +36,20 @@ class ProximalLogProbs:
         self._values[row_id] = values.detach().float().cpu().clone()
 
     def row(self, row_id: int) -> Tensor:
-        """A row's log-probs, float32 `[assistant tokens]`."""
+        """Return a row's log-probs, float32 `[assistant tokens]`."""
         return self._values[row_id]
 
     def row_ids(self) -> Ints:
-        """The rows that are held, int64 `[n]`."""
+        """Return the rows that are held, int64 `[n]`."""
         return np.fromiter(self._values, np.int64, len(self._values))
 
     def forget(self, row_ids: Iterable[int]) -> None:
-        """Drop rows that no step asks for again."""
+        """Drop rows that no later step needs."""
         for row in row_ids:
             del self._values[int(row)]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What is held, for a checkpoint: row ids, lengths, and the values end to end."""
+        """Return everything held, for a checkpoint: row ids, lengths, and the values end to end."""
         values = list(self._values.values())
         return {
             "row_ids": torch.from_numpy(self.row_ids()),
@@ -58,7 +58,7 @@ class ProximalLogProbs:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` returned, in place of what is held."""
+        """Restore what `state_tensors` returned, replacing everything held."""
         self._values = {}
         if tensors:
             parts = tensors["log_probs"].split(tensors["lengths"].tolist())

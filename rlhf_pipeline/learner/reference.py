@@ -13,8 +13,8 @@ from rlhf_pipeline.errors import DataError
 class MovingReference:
     """Moves a reference towards the policy after optimizer steps: `reference += rate * (policy - reference)`.
 
-    Trajectories keep the reference log-probs that they were stored with. The average is kept in float32 where the
-    reference is in lower precision, or small rates would be rounded away.
+    Trajectories keep the reference log-probs that they were stored with. The average is kept in float32 if the
+    reference is in lower precision, because small rates would be rounded away.
 
     Args:
         reference: the model that scores; its weights are changed in place.
@@ -40,7 +40,7 @@ class MovingReference:
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
-        """Update after optimizer step number `step` (1-based) if it is due; return whether it was."""
+        """Update after optimizer step number `step` (1-based) if an update is due; return whether it was."""
         if step % self.every:
             return False
         for name, average in self._average.items():
@@ -49,12 +49,12 @@ class MovingReference:
         return True
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The averages by parameter name, for a checkpoint."""
+        """Return the averages by parameter name, for a checkpoint."""
         return dict(self._average)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state_tensors` returned.
+        """Restore what `state_tensors` returned.
 
         Raises:
             DataError: the names are those of another model.

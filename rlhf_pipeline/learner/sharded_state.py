@@ -1,7 +1,7 @@
-"""What a learner is where several processes hold it: each writes its shards, and any number of processes load them.
+"""The state of a learner in several processes: each writes its shards, and any number of processes load them.
 
-`torch.distributed.checkpoint` writes and reads the tensors. The first process makes the folder before, and makes it
-whole when all have written. Who does not see that folder, on another machine, hands its files to the first process.
+`torch.distributed.checkpoint` writes and reads the tensors. The first process creates the folder, and completes it when
+all have written. A process that cannot access that folder, on another machine, sends its files to the first process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlhf_pipeline.learner.state import (
 
 
 def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> None:
-    """Write what this process holds of the weights and the optimizer; every process of the group must call this.
+    """Write this process's shards of the weights and the optimizer; every process of the group must call this.
 
     Args:
-        folder: made by the first process.
-        policy: its model's trained parameters are written, from float32; the config and tokenizer as well.
+        folder: created by the first process.
+        policy: its model's trained parameters are written in float32; its config and tokenizer as well.
         optimizer: its moments are written by parameter name.
     """
     dist.barrier()
@@ -61,11 +61,11 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups
     Args:
         path: the checkpoint.
         model: whole, or in the shards of this process.
-        optimizer: of the model's parameters; weights go into its float32 masters where it has them.
+        optimizer: of the model's parameters; weights are loaded into its float32 masters if it has them.
         groups: the parameter groups of the optimizer.
 
     Raises:
-        DataError: the shards are damaged, or are of another model or optimizer.
+        DataError: the shards are damaged, or belong to another model or optimizer.
     """
     alone = not dist.is_initialized()
     try:
@@ -82,7 +82,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups
         )
     try:
         with warnings.catch_warnings():
-            # One process is what was asked for.
+            # A single process is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
@@ -94,7 +94,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups
 
 
 def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    """Return what a checkpoint holds, by name, as the tensors that are trained: shards stay shards."""
+    """Return the tensors of a checkpoint by name, without copies: shards stay shards."""
     adapters = hasattr(model, "peft_config")
     found = {
         f"model/{name}": optimizer.stepped.get(name, parameter).detach()

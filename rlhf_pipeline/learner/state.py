@@ -1,16 +1,16 @@
-"""What a learner is, as files in a folder, without pickle: weights, optimizer, random generator.
+"""The state of a learner as files in a folder, without pickle: weights, optimizer, random generator.
 
     config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
-    adapter_config.json, adapter_model.safetensors     in their place where LoRA adapters are trained
+    adapter_config.json, adapter_model.safetensors     instead, if LoRA adapters are trained
     optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
     optimizer.json                                     the optimizer's parameter groups
-    reference.safetensors                              the reference model, where it moves
-    proximal.safetensors                               the proximal policy's log-probs, where the loss reads them
+    reference.safetensors                              the reference model, if it moves
+    proximal.safetensors                               the proximal policy's log-probs, if the loss reads them
     uses.safetensors                                   how often trajectories were used
-    shards/                                            in place of weights and optimizer, where several processes
+    shards/                                            instead of weights and optimizer, if several processes
                                                        write them (`sharded_state`)
 
-`run.checkpoint` makes the folder whole, checks it and finds it again.
+`run.checkpoint` completes, checks and finds the folder.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.weight_files import copy_into, load_weights
 
 SHARDS: Final = "shards"
-"""The folder of what several processes wrote together."""
+"""The folder that several processes write together."""
 
 RNG: Final = "rng/torch"
-"""The state of torch's random generator among the tensors."""
+"""The name of the state of torch's random generator among the tensors."""
 _MASTER: Final = "master"
 _GROUPS: Final = "optimizer.json"
 
@@ -55,7 +55,7 @@ def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer
         saved = optimizer_tensors(optimizer)
         saved[RNG] = torch.get_rng_state()
         save_file(saved, folder / "optimizer.safetensors")
-    except SafetensorError as error:  # the library's own type hides that the disk is full
+    except SafetensorError as error:  # the library's error type hides that the disk is full
         raise OSError(f"{folder}: {error}") from error
     write_groups(folder, optimizer)
 
@@ -79,7 +79,7 @@ def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer)
     Raises:
         DataError: a file is missing or damaged, or the folder belongs to another model.
     """
-    groups = read_groups(folder)  # before anything is changed
+    groups = read_groups(folder)  # fails before anything is changed
     if (folder / SHARDS).is_dir():
         from rlhf_pipeline.learner.sharded_state import read_shards
 
@@ -127,7 +127,7 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
-    """Return the tensors that `write_tensors` was given under a name, or None if there are none.
+    """Return the tensors that `write_tensors` wrote under a name, or None if there are none.
 
     Raises:
         DataError: the file is damaged.
@@ -144,7 +144,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
 def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors as `name/moment`.
 
-    Moments held in a tensor subclass (8 bits) are taken apart: `name/moment/part`. Master weights are `name/master`.
+    Moments in a tensor subclass (8 bits) are split into parts: `name/moment/part`. Master weights are `name/master`.
     """
     name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
     tensors: dict[str, Tensor] = {}
@@ -159,7 +159,7 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     if not isinstance(value, Tensor):
         return {name: torch.tensor(value)}
     flatten: Any = getattr(value, "__tensor_flatten__", None)
-    if flatten is None or hasattr(value, "placements"):  # a shard stays one
+    if flatten is None or hasattr(value, "placements"):  # a shard stays a shard
         return {name: value.detach().contiguous()}
     found: dict[str, Tensor] = {}
     for part in flatten()[0]:
@@ -168,7 +168,7 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Put back what `optimizer_tensors` and `optimizer_groups` returned.
+    """Restore what `optimizer_tensors` and `optimizer_groups` returned.
 
     Raises:
         DataError: the optimizer steps other tensors, or is of another kind.
@@ -200,17 +200,17 @@ def _load_masters(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> Non
     optimizer.copy_from_parameters()  # a checkpoint without masters
     for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
         value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
-        # Where the parameter is float32 itself now, the master has its bits beyond the rounded weight.
+        # A parameter that is float32 now takes the master's exact value instead of the rounded weight.
         copy_into(optimizer.stepped[name], value)
 
 
 def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: str = "") -> None:
-    """Make moments of the optimizer's own form, to be loaded into, for the tensors of which some were saved.
+    """Create moments of the optimizer's own form, to be loaded into, for the tensors that have saved moments.
 
     Args:
-        optimizer: what it had is forgotten.
-        saved: names, `PREFIX` and `name/moment`.
-        prefix: of those that are the optimizer's.
+        optimizer: its current state is dropped.
+        saved: the saved names; a moment's is `PREFIX` and `name/moment`.
+        prefix: the prefix of the optimizer's names.
     """
     state = optimizer.inner.state
     state.clear()
@@ -224,7 +224,7 @@ def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: s
 
 @torch.no_grad()
 def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
-    """Load moments into a state that has the optimizer's own form."""
+    """Load moments into a state of the optimizer's own form."""
     wanted = set(tensors)
     make_state_for(optimizer, wanted)
     for name, tensor in optimizer.stepped.items():

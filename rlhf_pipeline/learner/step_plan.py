@@ -1,4 +1,4 @@
-"""What an optimizer step consists of before a model is run: rows, their loss weights, and micro-batches."""
+"""The plan of an optimizer step, made before a model is run: rows, their loss weights, and micro-batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
     Attributes:
         row_ids: int64 [n].
         ages: int64 [n], in optimizer steps.
-        trajectory_ids: int64 [n]; a trajectory that was lost with its row and sampled again has the same one.
+        trajectory_ids: int64 [n]; a trajectory that was lost and sampled again keeps its id.
     """
 
     row_ids: np.ndarray
@@ -45,7 +45,7 @@ class Chosen(NamedTuple):
     trajectory_ids: np.ndarray
 
     def take(self, which: np.ndarray) -> Chosen:
-        """Only some of them, by their places or by a mask, `[n]`."""
+        """Return some of them, by their positions or by a mask, `[n]`."""
         return Chosen(*(values[which] for values in self))
 
 
@@ -57,14 +57,14 @@ class StepPlan:
         row_ids: int64 [n], the rows that the step learns from.
         advantages: float32 [n].
         lengths: int64 [n], tokens of each, prompt included.
-        produced: int64 [n], tokens of each that the policy produced after a token to predict them from.
-        scored: int64 [n], those of them that the loss is about: the log-probs that it reads are finite.
-        weights: float32 [n], what each of those tokens counts in the loss.
+        produced: int64 [n], tokens of each that the policy produced, except a first token, which nothing predicts.
+        scored: int64 [n], produced tokens that are in the loss, because the log-probs that it reads are finite.
+        weights: float32 [n], the weight of each scored token in the loss.
         learns: bool [n], which rows have a gradient.
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
-        measured: micro-batches of the rows that have none, which run forward only, for the step's figures.
-        positions: positions that the model computes for each of `batches`.
-        columns: what this process has read, each row once: padded columns of a micro-batch, by its first position.
+        measured: micro-batches of the other rows, which run forward only, for the step's figures.
+        positions: the number of positions that the model computes for each of `batches`.
+        columns: the data that this process has read: padded columns of a micro-batch, by its first position.
     """
 
     row_ids: np.ndarray
@@ -80,22 +80,22 @@ class StepPlan:
     columns: dict[int, Columns]
 
     def columns_of(self, chosen: Tensor) -> Columns:
-        """The columns of a micro-batch that this process runs."""
+        """Return the columns of a micro-batch that this process runs."""
         return self.columns[int(chosen[0])]
 
     @property
     def padding_efficiency(self) -> float | None:
-        """Real tokens over computed positions of the rows with a gradient; above 1 where prompts are shared.
+        """Real tokens over computed positions of the rows with a gradient; above 1 if prompts are shared.
 
-        None where no row has one.
+        None if no row has a gradient.
         """
         return float(self.lengths[self.learns].sum()) / sum(self.positions) if self.batches else None
 
     def without(self, lost: Tensor, *, loss: GRPOLoss, max_completion_tokens: int) -> StepPlan:
-        """The same step with fewer tokens in the loss.
+        """Return the same step with fewer tokens in the loss.
 
         Args:
-            lost: int64 [n], how many of each row's scored tokens turned out to have no finite log-prob.
+            lost: int64 [n], how many of each row's scored tokens have no finite log-prob after all.
             loss: as for `plan_step`.
             max_completion_tokens: as for `plan_step`.
         """
@@ -104,7 +104,7 @@ class StepPlan:
         return dataclasses.replace(self, scored=scored, weights=weights)
 
     def without_gradient(self) -> StepPlan:
-        """The same step with every row measured and none learned from."""
+        """Return the same step with every row measured and none learned from."""
         learns = torch.zeros_like(self.learns)
         return dataclasses.replace(self, learns=learns, batches=[], measured=[*self.batches, *self.measured])
 
@@ -113,7 +113,7 @@ def check_reduction(loss: GRPOLoss) -> None:
     """Refuse a loss whose reduction the fixed weights of a step would override.
 
     Raises:
-        DefinitionError: it sums, or does not reduce.
+        DefinitionError: the loss sums, or does not reduce.
     """
     if loss.reduction != "mean" or loss.aggregation == "none":
         raise DefinitionError(
@@ -134,19 +134,19 @@ def plan_step(
     read: Callable[[Ints], Columns],
     shards: Shards | None = None,
 ) -> StepPlan:
-    """Cut a step into micro-batches, read those of this process, and fix the loss weights from the counts of all.
+    """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
 
     A row longer than the token budget gets a micro-batch of its own size.
 
     Args:
         store: where the trajectories are.
-        row_ids: int64 [n], what the step learns from.
-        loss: one that `check_reduction` lets pass.
+        row_ids: int64 [n], the rows that the step learns from.
+        loss: a loss that `check_reduction` accepts.
         config: token budget and layout.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        head_weight: of the policy; `plan_micro_batches` says what for.
+        head_weight: of the policy; see `plan_micro_batches`.
         read: reads rows, as padded columns by key.
-        shards: where the step is shared by several processes.
+        shards: given if several processes share the step.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
     advantages = store.read_scalars("advantage", row_ids)
@@ -194,7 +194,7 @@ def plan_step(
 
 
 def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
-    """What tells trajectories apart, int64 `[n]`: their ids; of those that came without one, a number below 0 per row.
+    """Return numbers that identify trajectories, int64 `[n]`: their ids; if they have none, a negative one per row.
 
     Args:
         store: where the trajectories are.
@@ -205,32 +205,32 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
 
 
 def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
-    """Count the tokens of trajectories that the policy produced, and those that the loss is about; int64 `[2, B]`.
+    """Count the tokens of trajectories that the policy produced, and those in the loss; int64 `[2, B]`.
 
-    Counted from the mask and not from the prompt's length: a trajectory of several turns has tokens of others in
-    between. The first token of a trajectory has nothing to be predicted from.
+    They are counted from the mask and not from the prompt's length: several turns have tokens of others in between.
+    The first token of a trajectory is not counted, because nothing predicts it.
 
     Args:
-        columns: right padded, by key.
-        loss: says which log-probs it reads.
+        columns: right-padded, by key.
+        loss: determines which log-probs are read.
     """
     names, mask = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
     produced = mask.clone()
     produced[:, :1] = False
     ref = columns.get(names.ref_log_probs) if loss.kl_to_ref_coeff else None
     if ref is None and loss.kl_to_ref_coeff:
-        ref = torch.full(mask.shape, math.nan)  # no row of these has any
+        ref = torch.full(mask.shape, math.nan)  # none of these rows has any
     scored = scorable(mask, columns[keys.ATTENTION_MASK], columns[names.sample_log_prob], ref)
     return torch.stack([produced.sum(1), scored.sum(1)])
 
 
 def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:
-    """Return the strategy that a definition names.
+    """Return the sampler of the strategy that a definition names.
 
     Args:
         sample: the definition's choice.
-        max_staleness: largest age, in optimizer steps, of a trajectory that is learned from; None sets no limit.
-        updates_per_rollout: optimizer steps on each rollout; what is younger is the newest rollout.
+        max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
+        updates_per_rollout: optimizer steps on each rollout; younger trajectories are of the newest rollout.
 
     >>> sampler_of(Sample(strategy="mix", tau=8.0), max_staleness=16)
     MixSampler(max_staleness=None, max_uses=None)
@@ -247,7 +247,7 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout
 
 
 class StepLedger(Protocol):
-    """Where it is written down which trajectories enter which step; `run.ledger.Ledger`."""
+    """Records which trajectories enter which step; see `run.ledger.Ledger`."""
 
     def planned(self, step: int) -> dict[str, Any] | None:
         """Return the row of a step that was begun before, or None."""
@@ -259,13 +259,13 @@ class StepLedger(Protocol):
 
 
 class UseCounts:
-    """How many steps have used each trajectory, counted from the ledger, which a crash cannot make count twice.
+    """How many steps have used each trajectory, counted from the ledger, so that a crash never counts a step twice.
 
-    Trajectories are named by their ids, which a run that was killed shares with one that was not; its rows are others.
+    Trajectories are identified by their ids: a killed run has the same ids as a straight one, but other row ids.
 
     Args:
         ledger: of the run.
-        window: trajectories that no step of the last `window` used are not asked for again; None remembers all.
+        window: forget trajectories that none of the last `window` steps used; None remembers all.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -283,7 +283,7 @@ class UseCounts:
         self._ids: Ints = np.empty(0, np.int64)
         self._counts: Ints = np.empty(0, np.int64)
         self._last: Ints = np.empty(0, np.int64)
-        """The last step that used each."""
+        """The last step that used each trajectory."""
         self._up_to = 0
 
     def before(self, step: int, trajectory_ids: Ints) -> Ints:
@@ -304,11 +304,11 @@ class UseCounts:
         return np.where(found, np.append(self._counts, 0)[places], 0)
 
     def state(self) -> Ints:
-        """Return the counts up to the last step that was asked for, int64 `[3, 1 + n]`, for a checkpoint."""
+        """Return the counts up to the last step queried, int64 `[3, 1 + n]`, for a checkpoint."""
         return np.column_stack([np.full(3, self._up_to), np.stack([self._ids, self._counts, self._last])])
 
     def load_state(self, state: Ints) -> None:
-        """Take up what `state` returned, so that the ledger is read from there on."""
+        """Restore what `state` returned; the ledger is then read from that step on."""
         self._up_to = int(state[0, 0])
         self._ids, self._counts, self._last = state[0, 1:], state[1, 1:], state[2, 1:]
 

@@ -1,4 +1,4 @@
-"""The arguments of `GRPOLoss` that cannot work, each with its reason."""
+"""Checks that refuse arguments of `GRPOLoss` that cannot work, each with its reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFUSED = {
 
 
 def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | None, token_level: bool) -> None:
-    """Refuse what cannot work, with the reason.
+    """Refuse arguments that cannot work, with the reason.
 
     Args:
         s: the loss, with its attributes set.
@@ -78,7 +78,7 @@ def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | N
 
 
 def _check_as_declared(s: Any) -> None:
-    """Refuse what a definition of the same loss would refuse: the rules stand at the settings."""
+    """Refuse what a definition of the same loss would refuse: the rules are those of `config.GRPO`."""
     low, high = s.icepop or (None, None)
     bounds = {} if s.icepop is None else {"icepop": s.icepop_level, "icepop_low": low, "icepop_high": high}
     try:

@@ -1,4 +1,4 @@
-"""How a loss gets log-probs from an actor: hidden states and a head where it can, scores or logits elsewhere."""
+"""How a loss gets log-probs from an actor: from hidden states and a head if possible, else from scores or logits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Actor", "HeadRows", "Scores", "adapt_actor"]
 
 
 class HeadRows(NamedTuple):
-    """The states that predict the masked tokens, row-major, with the head to apply to them.
+    """The states that predict the masked tokens, row-major, and the head to apply to them.
 
     Attributes:
         hidden: [N, H].
-        head: its temperature is that of sampling.
+        head: with the temperature of sampling.
     """
 
     hidden: torch.Tensor
@@ -46,21 +46,21 @@ class Scores(NamedTuple):
 
 
 class Actor(Protocol):
-    """One of the ways below."""
+    """A way to score with an actor; one of the classes below."""
 
     def rows(self, batch: LossBatch, *, entropy: bool) -> HeadRows | Scores:
-        """What the masked tokens are scored with."""
+        """Return what the masked tokens are scored with."""
         ...
 
 
 def _temperature(actor: Any, given: float | None) -> float:
-    """The temperature of scoring; a greedy policy (0) is scored at 1."""
+    """Return the temperature of scoring; a greedy policy (0) is scored at 1."""
     value = getattr(actor, "temperature", None) if given is None else given
     return float(value) if isinstance(value, int | float) and value > 0 else 1.0
 
 
 class _Policy:
-    """An actor with `hidden_states`, `head_weight`, `head_bias`, and `scoring_rows` if it has that."""
+    """An actor with `hidden_states` and `head_weight`, and optionally `head_bias` and `scoring_rows`."""
 
     def __init__(self, actor: Any, temperature: float | None) -> None:
         self.actor, self.temperature = actor, temperature
@@ -99,8 +99,8 @@ class _Scorer:
 class _Logits:
     """A module that maps (input_ids, attention_mask, position_ids) to logits [B, T, V] of the *next* token.
 
-    Tokens are brought to the left first: with all padding behind them no token sees any, in a model without positions
-    and in one with recurrence too.
+    Tokens are moved to the left first: with all padding after them, no token sees any, even in a model without
+    positions or with recurrence.
     """
 
     def __init__(self, actor: Any, temperature: float | None) -> None:
@@ -144,7 +144,7 @@ class _Logits:
         """Refuse a model whose logits of a token change with the tokens after it.
 
         Raises:
-            DefinitionError: it sees them.
+            DefinitionError: they change.
         """
         head = self.actor.get_output_embeddings()
         device = next(self.actor.parameters()).device
@@ -165,13 +165,13 @@ class _Logits:
 
 
 def _where(actor: Any, batch: LossBatch) -> LossBatch:
-    """Return a batch where an actor that does not move it itself has its parameters."""
+    """Return a batch on the device of the actor's parameters; unchanged if it has none."""
     parameter = next(actor.parameters(), None) if isinstance(actor, nn.Module) else None
     return batch if parameter is None else batch.to(parameter.device)
 
 
 def _takes(actor: Any, argument: str) -> bool:
-    """Whether an actor's forward has an argument of this name, or takes any."""
+    """Return whether an actor's forward has an argument of this name, or takes any keyword."""
     try:
         known = inspect.signature(actor.forward if isinstance(actor, nn.Module) else actor).parameters
     except (TypeError, ValueError):
@@ -180,7 +180,7 @@ def _takes(actor: Any, argument: str) -> bool:
 
 
 class _Distribution:
-    """A TorchRL actor: a distribution over the tokens, aligned with them."""
+    """A TorchRL actor, which gives a distribution aligned with the tokens."""
 
     def __init__(self, actor: Any, strategy: MaskingStrategy, samples: int) -> None:
         self.actor, self.samples = actor, samples
@@ -205,7 +205,7 @@ class _Distribution:
         return Scores(log_probs[batch.mask].float(), found)
 
     def _entropy(self, dist: Any) -> torch.Tensor:
-        """The exact entropy, or a Monte-Carlo estimate of `samples_mc_entropy` samples."""
+        """Return the exact entropy, or a Monte-Carlo estimate from `samples_mc_entropy` samples."""
         try:
             return dist.entropy()
         except NotImplementedError:
@@ -225,17 +225,17 @@ def _fitting(values: torch.Tensor, batch: LossBatch, what: str) -> torch.Tensor:
 
 
 def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrategy, samples: int) -> Actor:
-    """Choose how to score with an actor. What it defines itself wins; a faster way is taken only where it is the same.
+    """Choose how to score with an actor. Its own methods win; a faster way is used only if it gives the same result.
 
     1. `hidden_states` and `head_weight` (`CausalLMPolicy`): the head is applied in chunks.
-    2. A transformers model, or TorchRL's wrapper around one, whose forward pass nobody has overridden: as 1, on the
+    2. A transformers model, or TorchRL's wrapper around one, whose forward pass is not overridden: as 1, on the
        model, at the wrapper's temperature.
     3. `log_probs(input_ids, attention_mask, score_mask)`.
     4. TorchRL's `get_dist(tensordict)`: full logits.
     5. A module that returns logits [B, T, V].
 
     Raises:
-        DefinitionError: none of these, or a model that is not causal.
+        DefinitionError: the actor is none of these, or is not causal.
     """
     policy = _fast_policy(actor, temperature)
     if policy is not None:
@@ -257,7 +257,7 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
 
 
 def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
-    """What gives hidden states and a head in place of an actor, or None where the actor has to be asked itself."""
+    """Return a policy that gives the actor's hidden states and head, or None if the actor must be called itself."""
     known, policy = actor_of(actor)
     if known:
         return policy
@@ -269,7 +269,7 @@ def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
         try:
             return TokenPolicy(actor, temperature=_temperature(actor, temperature))
         except DefinitionError:
-            return None  # Its logits are not a plain head on hidden states: score it through them.
+            return None  # Its logits are not a plain head on hidden states, so score through the logits.
     return None
 
 

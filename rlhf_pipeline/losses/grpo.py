@@ -41,27 +41,27 @@ _MEANS = {
     "kl_to_inference": "num_tokens",
     "sampler_gap": "num_tokens",
 }
-"""The figures that are means, each with the field that says over how many tokens."""
+"""The figures that are means, each with the field that holds the number of tokens."""
 _ESS = {
     "ESS": ("num_tokens", "weight_sum", "weight_square_sum"),
     "ess_sequence": ("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"),
 }
-"""The effective sample sizes, each with the three sums that it is formed from."""
+"""The effective sample sizes, each with the three sums that it is computed from."""
 _SUMS = tuple(dict.fromkeys([*_MEANS.values(), *(name for sums in _ESS.values() for name in sums)]))
 
 
 class GRPOLossOutput(_TorchRLOutput):
-    """Loss terms with gradient, and diagnostics without. All scalars, but for losses that are not reduced ([B, T]).
+    """Loss terms with gradient, and diagnostics without. All are scalars, except unreduced losses ([B, T]).
 
-    Every diagnostic is a mean over the tokens that the mask keeps: prompt and padding dilute nothing. In nats where
+    Every mean is over the tokens that the mask keeps, so prompt and padding do not dilute it. Units are nats where
     a unit applies.
 
     Attributes:
         loss_objective: the policy loss.
-        clip_fraction: share of tokens whose clipped branch is the one taken.
+        clip_fraction: share of tokens for which the clipped branch is taken.
         kl_approx: mean of proximal minus current log-prob.
-        ESS: effective sample size of the token ratios, (0, 1]; 0 without a token.
-        entropy: mean entropy of the policy, or None where the actor gives none.
+        ESS: effective sample size of the token ratios, (0, 1]; 0 if there are no tokens.
+        entropy: mean entropy of the policy, or None if the actor gives none.
         loss_entropy: minus the entropy bonus; None without one.
         loss_kl_to_ref: the KL term against the reference; None without one.
         kl_to_ref: mean KL estimate against the reference; None without reference log-probs.
@@ -98,41 +98,41 @@ class GRPOLossOutput(_TorchRLOutput):
 
     @property
     def _terms(self) -> dict[str, torch.Tensor]:
-        """The loss terms that there are."""
+        """The loss terms that are present."""
         return {name: value for name in _TERMS if (value := getattr(self, name)) is not None}
 
     def total_loss(self) -> torch.Tensor:
-        """The sum of all loss terms, to call `backward` on."""
+        """Return the sum of all loss terms, to call `backward` on."""
         return reduce(add, self._terms.values())
 
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With `reduce=True` the mean of the loss terms, to call `backward` on; else `TensorDict.mean` of every field.
+        """With `reduce=True`, return the mean of the loss terms; otherwise `TensorDict.mean` of every field.
 
-        TorchRL's recipes step on `loss.mean(reduce=True)`. Diagnostics are no part of it, so the step does not depend
-        on how many of them there are.
+        TorchRL's recipes step on `loss.mean(reduce=True)`. It leaves out the diagnostics, so the step does not depend
+        on their number.
         """
         return TensorDict(self._terms).mean(reduce=True, **kwargs) if reduce else super().mean(*args, **kwargs)
 
     def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With `reduce=True` the sum of the loss terms, as `total_loss`; else `TensorDict.sum` of every field."""
+        """With `reduce=True`, return the sum of the loss terms, as `total_loss`; otherwise that of every field."""
         return TensorDict(self._terms).sum(reduce=True, **kwargs) if reduce else super().sum(*args, **kwargs)
 
     @staticmethod
     def field_names() -> tuple[str, ...]:
-        """All fields: the losses, then the diagnostics."""
+        """Return all fields: the losses, then the diagnostics."""
         return (*_TERMS, *GRPOLossOutput.diagnostic_names())
 
     @staticmethod
     def diagnostic_names() -> tuple[str, ...]:
-        """The fields that have no gradient."""
+        """Return the fields that have no gradient."""
         return (*_MEANS, *_ESS, *_SUMS)
 
     @classmethod
     def merge(cls, outputs: Sequence[GRPOLossOutput]) -> GRPOLossOutput:
-        """One output for several micro-batches, detached, as if they had been one: every figure merges from sums.
+        """Merge the outputs of several micro-batches, detached, into that of one batch; every figure merges from sums.
 
         Args:
-            outputs: of micro-batches of one step, with losses whose weights were fixed before the split.
+            outputs: of the micro-batches of one step, with loss weights that were fixed before the split.
 
         Raises:
             DataError: there is no output.
@@ -169,9 +169,9 @@ class TokenRows:
         proximal: the log-prob that the ratio is taken against.
         behaviour: the sampler's log-prob.
         ref: the reference log-prob, or None.
-        weight: what the token counts.
-        policy_weight: the same for the policy term, with the corrections for stale samples.
-        sequences: trajectories in the batch.
+        weight: its weight in the loss.
+        policy_weight: its weight in the policy term, with the corrections for stale samples.
+        sequences: the number of trajectories in the batch.
     """
 
     index: torch.Tensor
@@ -198,16 +198,16 @@ class GRPOLoss(LossModule):
     batching, and the gradient is the same for every split into micro-batches. Without it the weights come from
     this batch's own counts.
 
-    A token with a log-prob that is not finite, of the behaviour policy, of the proximal policy where `decoupled`, or of
-    the reference where the loss has a KL term against it, leaves the loss and the counts. (With `"loss_weight"` the
-    caller counts, and must leave it out there.) Every ragged leaf is padded on the same side.
+    A token is left out of the loss and the counts if its log-prob is not finite under the behaviour policy, the
+    proximal policy (with `decoupled`), or the reference (with a KL term against it). With `"loss_weight"` the caller
+    counts, and must leave it out there. Every ragged leaf is padded on the same side.
 
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].
-        clip_epsilon: one number or (low, high). None is 0.2; for `cispo` there is no lower clip then.
+        clip_epsilon: one number or (low, high). None means 0.2, and for `cispo` no lower clip.
         kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
-            the tokens that are left carry the whole count, as in TorchRL; with it, the count stays.
+            the weights come from the counts of the remaining tokens, as in TorchRL; with it, the weights stay.
         aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
         entropy_bonus: add `-entropy_coeff * entropy` to the loss.
         samples_mc_entropy: samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a
@@ -219,11 +219,11 @@ class GRPOLoss(LossModule):
         clip_value: refused: there is no value network.
         kl_to_ref_coeff: weight of a KL term against `("next", "ref_log_probs", "full")`. None or 0 for none.
         kl_to_inference_coeff: weight of a KL term against the behaviour log-probs.
-        device: the batch's tensors are moved there; they stay where they are by default.
+        device: where the batch's tensors are moved; None leaves them where they are.
         masking_strategy: `rlhf`: the assistant mask. `sft`: everything after the prompt (`num_prompt_tokens` or ragged
             prompt tokens; else from the first assistant token on). `generic`: every token but the first.
-        ref_log_prob_padding_side: TorchRL's name of `padding_side`; here one side serves all leaves.
-        ref_log_prob_padding_value: what stands at padded positions of ragged log-probs; nothing reads it.
+        ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
+        ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
         objective: `grpo` (PPO's clip), `cispo` or `gspo`.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
@@ -236,14 +236,14 @@ class GRPOLoss(LossModule):
         tis_level: `token` or `sequence`.
         icepop: with `decoupled`, (low, high): tokens with `exp(proximal - behaviour)` outside leave the policy loss.
         icepop_level: `token`, or `sequence` for the geometric mean over the sequence.
-        max_completion_tokens: the constant of `dr_grpo`; not needed where the batch has `"loss_weight"`.
-        temperature: of scoring; the actor's own by default, else 1.
+        max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
+        temperature: of scoring; by default the actor's own, or 1 if it has none.
         head: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`.
         chunk_size: rows per chunk of the head.
         padding_side: where ragged leaves are padded.
 
     Raises:
-        DefinitionError: an argument that cannot work, with the reason.
+        DefinitionError: an argument cannot work; the message says why.
 
     Returns:
         `GRPOLossOutput`.
@@ -356,7 +356,7 @@ class GRPOLoss(LossModule):
 
     @property
     def tensor_keys(self) -> Any:
-        """The keys as `set_keys` left them."""
+        """The keys, as changed by `set_keys`."""
         return self._tensor_keys
 
     @property
@@ -398,7 +398,7 @@ class GRPOLoss(LossModule):
         self._set_in_keys()
 
     def _is_token_level(self) -> bool:
-        """Whether the loss is a sum over tokens of functions of that token alone."""
+        """Return whether the loss is a sum over tokens of functions of that token alone."""
         return self.objective != "gspo" and not self.kl_mask_threshold and not self._is_unreduced
 
     @property
@@ -407,14 +407,14 @@ class GRPOLoss(LossModule):
         return self.reduction == "none" or self.aggregation == "none"
 
     def _term_names(self) -> list[str]:
-        """The names of the loss terms that are on, in order."""
+        """Return the names of the active loss terms, in order."""
         names = ["loss_objective"]
         names += ["loss_entropy"] if self.entropy_bonus else []
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         return names + (["loss_kl_to_inference"] if self.kl_to_inference_coeff else [])
 
     def _actor(self) -> Actor:
-        """How to score with the actor, found out once per actor."""
+        """Return how to score with the actor, determined once per actor."""
         if self._adapter is None or self._adapter[0] is not self.actor_network:
             found = adapt_actor(
                 self.actor_network,
@@ -429,7 +429,7 @@ class GRPOLoss(LossModule):
         """Compute the loss and its diagnostics.
 
         Args:
-            tensordict: a batch [B] with the keys of `in_keys`, which is not changed; or its tensors.
+            tensordict: a batch [B] with the keys of `in_keys`, or its tensors; it is not changed.
 
         Raises:
             DataError: a key is missing or a shape does not fit.
@@ -469,7 +469,7 @@ class GRPOLoss(LossModule):
     def _fused(
         self, found: HeadRows, rows: TokenRows, names: list[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """The losses with the gradient formed in the forward pass."""
+        """Return the losses, with the gradient computed in the forward pass."""
         constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
         out = fused_token_loss(
             found.hidden,
@@ -491,7 +491,7 @@ class GRPOLoss(LossModule):
         log_probs: torch.Tensor,
         entropy: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """The terms from log-probs, summed, or put back in [B, T]."""
+        """Return the terms from log-probs, summed or put back in [B, T]."""
         terms = self._weighted_terms(
             log_probs,
             entropy,
@@ -516,9 +516,9 @@ class GRPOLoss(LossModule):
     # -- the terms, on the masked tokens ----------------------------------------------------------------------
 
     def _gather(self, batch: LossBatch, device: torch.device) -> TokenRows:
-        """Gather the masked tokens where the batch is, and fix what each one counts on the device of the scores.
+        """Gather the masked tokens on the batch's device, and compute their weights on the device of the scores.
 
-        float32, or float64 for float64 log-probs. For a batch on the host, nobody waits for the device.
+        The values are float32, or float64 for float64 log-probs. A batch on the host causes no wait for the device.
         """
         index, column = batch.mask.nonzero(as_tuple=True)
         dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
@@ -577,7 +577,7 @@ class GRPOLoss(LossModule):
         index: torch.Tensor | None,
         sequences: int,
     ) -> tuple[pl.TokenLoss, torch.Tensor]:
-        """The unweighted policy loss per token, and the log-ratio it used."""
+        """Return the unweighted policy loss per token, and the log-ratio it used."""
         low, high = self.clip_epsilon_low, self.clip_epsilon_high
         if self.objective == "gspo" and index is not None:
             log_ratio = pl.gspo_log_ratio(log_probs, proximal, index, sequences)
@@ -602,9 +602,9 @@ class GRPOLoss(LossModule):
         index: torch.Tensor | None = None,
         sequences: int = 0,
     ) -> list[torch.Tensor]:
-        """The loss terms per token, weighted, in the order of `_term_names`; each [n].
+        """Return the weighted loss terms per token, in the order of `_term_names`; each [n].
 
-        Any part of the tokens may be passed, in chunks, unless the objective is `gspo`.
+        Unless the objective is `gspo`, any part of the tokens may be passed, for example a chunk.
         """
         loss, _ = self._token_loss(log_probs, advantage, proximal, index, sequences)
         terms = [policy_weight * loss.loss]
@@ -617,9 +617,9 @@ class GRPOLoss(LossModule):
         return terms
 
     def _trust_region(self, batch: LossBatch, rows: TokenRows, log_probs: torch.Tensor) -> torch.Tensor:
-        """The factor of every token under `kl_mask_threshold`: 0 outside the region.
+        """Return the factor of every token under `kl_mask_threshold`: 0 outside the region.
 
-        Where this batch's own counts made the weights, the tokens that are left carry the whole count.
+        If the weights come from this batch's own counts, they are computed again for the remaining tokens.
         """
         threshold = self.kl_mask_threshold or float("inf")
         keep = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
@@ -633,7 +633,7 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def _diagnostics(self, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
-        """The diagnostics of `GRPOLossOutput`, over the masked tokens, with the sums that they merge from."""
+        """Return the diagnostics of `GRPOLossOutput` over the masked tokens, with the sums that they merge from."""
         lp = log_probs.detach()
         loss, log_ratio = self._token_loss(lp, rows.advantage, rows.proximal, rows.index, rows.sequences)
         low, high = row_mean(loss.clipped_low), row_mean(loss.clipped_high)

@@ -1,4 +1,4 @@
-"""The tensors of a loss, and how they are read out of a TensorDict of any form."""
+"""The tensors of a loss, and how they are read from a TensorDict of any form."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LossBatch:
     Attributes:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
-        mask: bool [B, T], the tokens of the loss: chosen by the masking strategy, with a token before them to be
-            predicted from, and finite log-probs wherever the loss reads one; see `scorable`.
+        mask: bool [B, T], the tokens of the loss: those that the masking strategy chose, that have a token before
+            them to be predicted from, and whose log-probs that the loss reads are finite; see `scorable`.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -50,7 +50,7 @@ class LossBatch:
     source: TensorDictBase | None = None
 
     def to(self, device: torch.device) -> LossBatch:
-        """Return the batch on a device; it itself where it is there."""
+        """Return the batch on a device; the batch itself if it is there already."""
         if self.tokens.device == device:
             return self
         held = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
@@ -61,10 +61,10 @@ class LossBatch:
 def scorable(
     chosen: torch.Tensor, attention: torch.Tensor, behaviour: torch.Tensor, *compared: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of the tokens that a masking strategy chose, those that can be scored and compared: the mask of a `LossBatch`.
+    """Return which of the chosen tokens can be scored and compared: the mask of a `LossBatch`.
 
     Args:
-        chosen: bool [B, T].
+        chosen: bool [B, T], the tokens that a masking strategy chose.
         attention: bool [B, T], the real tokens.
         behaviour: log-probs [B, T].
         *compared: further log-probs [B, T] that the loss reads, or None.
@@ -84,7 +84,7 @@ class _Reader:
         self.device = device
 
     def get(self, key: NestedKey, pad: float = 0.0) -> torch.Tensor | None:
-        """The tensor under a key, padded on the one side that all leaves share; None where absent."""
+        """Return the tensor under a key, padded on the side that all leaves share, or None if it is absent."""
         if isinstance(self.td, LazyStackedTensorDict):
             leaves = leaves_of(rows_of(self.td), key) or ()
             if leaves and all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves):
@@ -111,7 +111,7 @@ class _Reader:
         return value
 
     def per_token(self, value: torch.Tensor | None, key: NestedKey, like: torch.Tensor) -> Any:
-        """Bring a leaf to [B, T]: a trailing dimension of one goes, one value per trajectory spreads."""
+        """Bring a leaf to [B, T]: drop a trailing dimension of one, and expand one value per trajectory."""
         if value is None:
             return None
         if value.ndim == 3 and value.shape[-1] == 1:
@@ -138,14 +138,14 @@ def read_batch(
     decoupled: bool,
     kl_to_ref: bool,
 ) -> LossBatch:
-    """Read and check what a loss needs.
+    """Read and check the tensors that a loss needs.
 
     Args:
         td: batch of size [B], padded on any side, or ragged (a lazy stack, or jagged leaves).
         names: the loss's tensor keys.
         masking_strategy: which tokens count.
         side: where ragged leaves are padded; one side for all of them.
-        device: where the tensors go; where they are by default.
+        device: where the tensors go; None leaves them where they are.
         decoupled: whether proximal log-probs are read.
         kl_to_ref: whether the loss has a term against the reference log-probs.
 
@@ -194,7 +194,7 @@ def read_batch(
 
 
 def _attention(read: _Reader, names: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The mask of real tokens; from the row lengths where a ragged batch carries none."""
+    """Return the mask of real tokens, from the row lengths if a ragged batch has no mask."""
     value = read.get(names.attention_mask)
     if value is not None:
         return read.per_token(value.bool(), names.attention_mask, tokens)
