@@ -1,1 +1,1 @@
-"""A run: its folder, the loop that takes its steps, what they learn from, and its processes."""
+"""A run: its folder, the loop that takes its steps, the sources of their batches, and its processes."""

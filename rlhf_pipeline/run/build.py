@@ -1,4 +1,4 @@
-"""From a definition to live objects."""
+"""Building the live objects of a definition."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The policy and, where the KL to it matters, a copy of its first weights, or itself with its adapters off."""
+    """The policy and, if a KL term needs one, a reference: a copy of its first weights, or itself without adapters."""
 
     policy: TokenPolicy
     reference: TokenPolicy | AdaptersOff | None
     trained: TokenPolicy | None = None
-    """Under torchrun: what learns, in shards, while `policy` is a whole copy that samples."""
+    """Under torchrun: the sharded policy that learns, while `policy` is a whole copy that samples."""
     shards: Shards | None = None
 
 
@@ -59,12 +59,12 @@ class Parts:
     kl_reward: KLRewardTransform | None
 
     def write_path_state(self) -> dict[str, Any]:
-        """JSON-ready state of the transforms."""
+        """Return the state of the transforms, JSON-ready."""
         controller = self.kl_reward.controller if self.kl_reward is not None else None
         return {"kl_controller": controller.state_dict() if controller is not None else None}
 
     def load_write_path_state(self, state: dict[str, Any]) -> None:
-        """Put back what `write_path_state` returned."""
+        """Restore what `write_path_state` returned."""
         controller = self.kl_reward.controller if self.kl_reward is not None else None
         if controller is not None and state["kl_controller"] is not None:
             controller.load_state_dict(state["kl_controller"])
@@ -74,7 +74,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
     """Make or load the policy, and the reference model if the definition needs one.
 
     Raises:
-        MissingPathError: the checkpoint folder is not there.
+        MissingPathError: the checkpoint folder does not exist.
     """
     policy = build_policy(pipeline, seed=seed, device=device)
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
@@ -85,7 +85,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
         else:
             reference = _policy(pipeline, seed, device)
             reference.requires_grad_(False)
-            # Scored by the code path of the update, so that nothing but the weights tells the two apart.
+            # Scored by the code path of the update, so that the two differ in nothing but their weights.
             reference.scoring_layout = pipeline.learn.layout
     return Models(policy=policy, reference=reference, trained=trained, shards=shards)
 
@@ -93,7 +93,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
 def _sharded(
     pipeline: Pipeline, *, seed: int, device: str, mirror: TokenPolicy | None
 ) -> tuple[TokenPolicy | None, Shards | None]:
-    """Return what learns in shards, where this process is one of several; (None, None) in one process."""
+    """Return the sharded policy that learns and its shards; (None, None) in a single process."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None, None
     from rlhf_pipeline.learner.distributed import shard_policy
@@ -106,7 +106,7 @@ def _sharded(
 
 
 def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> None:
-    """Learn along with the first process of a group, which runs the pipeline, until it is done."""
+    """Take part in the steps of a group's first process, which runs the pipeline, until it is done."""
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
     if trained is None or shards is None:
         raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
@@ -114,7 +114,7 @@ def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> N
     run = RunFolder(run_dir)
 
     def own(folder: Path) -> Path:
-        """Where a folder of the first process's run is for this one, which may be on another machine."""
+        """Return this process's path of a folder in the first one's run, which may be on another machine."""
         return run.bring(run.path / folder.parent.name / folder.name)
 
     with closing(TrajectoryStorage(run.store_path, mode="r")) as storage:
@@ -126,7 +126,7 @@ def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> TokenPolicy:
     """Make or load the policy, with its adapters if the definition asks for them.
 
     Raises:
-        MissingPathError: the checkpoint folder is not there.
+        MissingPathError: the checkpoint folder does not exist.
     """
     policy, config = _policy(pipeline, seed, device), pipeline.policy
     if config.lora_rank:
@@ -158,7 +158,7 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> TokenPolicy:
 
 
 def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
-    """Make the loss that a definition says."""
+    """Make the loss of a definition."""
     config = pipeline.loss
     return GRPOLoss(
         policy,
@@ -192,18 +192,18 @@ def build_learner(
     check_sampler: bool = False,
     may_be_empty: bool | None = None,
 ) -> Learner:
-    """Wire a learner as the definition says; the one place where this is done.
+    """Build the learner of a definition; the only place where this is done.
 
     Args:
         pipeline: the definition.
-        policy: what learns.
+        policy: the policy that learns.
         buffer: where trajectories are read.
-        ledger: where it is written down what each step learns from; None writes nothing.
+        ledger: records the trajectories of each step; None records nothing.
         seed: the run's seed.
-        shards: where the policy is sharded over several processes.
+        shards: of a policy that is sharded over several processes.
         reference: a reference model that moves.
-        check_sampler: say once if sampled log-probs are not what the policy scores.
-        may_be_empty: whether a step may have nothing to learn from; None says what `write.zero_variance` does.
+        check_sampler: report once if sampled log-probs differ from the policy's scores.
+        may_be_empty: whether a step may have nothing to learn from; None decides by `write.zero_variance`.
     """
     replay = pipeline.replay
     drawn = replay is not None and not replay.recorded_order
@@ -212,7 +212,7 @@ def build_learner(
         loss=build_loss(pipeline, policy),
         buffer=buffer,
         config=pipeline.learn,
-        # What is drawn from stores may be of any age.
+        # Trajectories drawn from stores may be of any age.
         max_staleness=None if drawn else pipeline.buffer.max_staleness,
         max_completion_tokens=pipeline.collect.max_new_tokens,
         ledger=ledger,
@@ -236,14 +236,14 @@ def build_parts(
     hand_over: HandOver | None = None,
     learns: bool = True,
 ) -> Iterator[Parts]:
-    """Open or create the store and wire everything to it; close the store at the end.
+    """Open or create the store and build everything that uses it; close the store at the end.
 
     Args:
         pipeline: the definition.
-        models: what `build_models` returned.
+        models: from `build_models`.
         run: the run folder.
         seed: the run's seed.
-        hand_over: gives the policy's engine the policy's weights, from `chosen_engine`.
+        hand_over: passes the policy's weights to its engine; from `chosen_engine`.
         learns: whether this process takes steps; one that collects does not read the ledger.
     """
     advantage = MCAdvantage(
@@ -257,11 +257,11 @@ def build_parts(
     )
     kl_reward = _kl_reward(pipeline.write)
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None
-    # `extend` runs the list from its end: log-probs, then shaped reward, then advantage.
+    # `extend` runs the list in reverse: log-probs, then shaped reward, then advantage.
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
     with closing(open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)) as storage:
         if models.shards is not None:
-            models.shards.barrier()  # those that follow open the store now
+            models.shards.barrier()  # the following processes open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         yield Parts(
             policy=models.policy,
@@ -299,7 +299,7 @@ def open_storage(
         run: the run folder.
         pipeline: the definition.
         max_size: the most trajectories that it keeps; None keeps all.
-        schema: its columns; None has the usual ones.
+        schema: its columns; None means the usual ones.
     """
     return TrajectoryStorage(
         run.store_path,
@@ -311,10 +311,10 @@ def open_storage(
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
-    """Return what moves the reference towards the policy, or None where it is frozen or there is none.
+    """Return the object that moves the reference towards the policy, or None if there is nothing to move.
 
     Raises:
-        DefinitionError: the reference is in other processes, which this one does not reach.
+        DefinitionError: the reference is in other processes, which this one cannot reach.
     """
     learn = pipeline.learn
     if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):

@@ -1,7 +1,7 @@
 """Checkpoints: one folder per saved step, whole or absent, with a checksum per file.
 
     checkpoints/step-00000010/
-        what `learner.state` writes     weights, optimizer, random generator, moving reference
+        the files of `learner.state`    weights, optimizer, random generator, moving reference
         state.json                      step, counters, controllers, write-path state
         files.json                      length and CRC32C of every file above
 
@@ -30,20 +30,20 @@ _STATE = "state.json"
 def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int) -> Path:
     """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
 
-    Where several processes learn in shards, each calls this.
+    If several processes learn in shards, each must call this.
 
     Args:
         folder: the run's `checkpoints` folder; made if absent.
         step: optimizer steps done.
         learner: writes weights, optimizer and random generator.
-        state: JSON-ready values, given back by `load_checkpoint`; those of the first process count.
-        keep: how many checkpoints to keep, this one included.
+        state: JSON-ready values that `load_checkpoint` returns; those of the first process count.
+        keep: how many checkpoints to keep, including this one.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        OSError: the disk is full; earlier checkpoints are as they were.
+        OSError: the disk is full; earlier checkpoints are unchanged.
     """
     final, shards = checkpoint_path(folder, step), learner.shards
     if shards is not None and not shards.is_first:
@@ -56,7 +56,7 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping
         (temporary / _STATE).write_text(content, encoding="utf-8")
     kept = [path for path in list_checkpoints(folder) if path.name <= final.name][-keep:]
     for other in list_checkpoints(folder):
-        if other not in kept:  # too old; or of a later step, and passed over when the run was resumed
+        if other not in kept:  # too old, or of a later step and skipped when the run was resumed
             remove_folder(other)
     if shards is not None and not shards.leads:
         shards.barrier()
@@ -64,12 +64,12 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping
 
 
 def load_checkpoint(path: Path, learner: Learner, *, checked: bool = False) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote in place, and return its state with `step`.
+    """Load in place what `save_checkpoint` wrote, and return its state with `step`.
 
     Args:
         path: the checkpoint.
-        learner: takes its weights, optimizer and random generator.
-        checked: the checksums were compared a moment ago, by `newest_checkpoint`.
+        learner: receives its weights, optimizer and random generator.
+        checked: `newest_checkpoint` has just compared the checksums.
 
     Raises:
         DataError: the checkpoint is damaged, or belongs to another model.
@@ -93,7 +93,7 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, whether they are whole or not."""
+    """Return the checkpoints of a run, whole or not, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
@@ -105,17 +105,17 @@ def newest_checkpoint(
     skip: Callable[[str], None] = lambda message: None,
     bring: Callable[[Path], object] = lambda path: None,
 ) -> Path | None:
-    """Return the newest checkpoint that is whole, or None if there are none at all.
+    """Return the newest whole checkpoint, or None if there are no checkpoints.
 
-    What a killed save left behind is tidied up.
+    Leftovers of a killed save are cleaned up.
 
     Args:
         folder: the run's `checkpoints` folder.
-        skip: called with each checkpoint that is passed over, and why.
-        bring: called with each before it is looked at; where only its name is here, it has the rest come.
+        skip: called with a message for each checkpoint that is skipped.
+        bring: called with each checkpoint before it is checked; fetches its content if only its name is here.
 
     Raises:
-        DataError: there are checkpoints, and none is whole.
+        DataError: there are checkpoints, but none is whole.
     """
     if not folder.is_dir():
         return None
@@ -141,8 +141,8 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
     """Return the state that `save_checkpoint` was given, and `step`.
 
     Raises:
-        MissingPathError: the checkpoint has none.
-        DataError: it is not JSON, or lacks the step.
+        MissingPathError: the checkpoint has no state.
+        DataError: the state is not JSON, or lacks the step.
     """
     try:
         state = json.loads((path / _STATE).read_bytes())

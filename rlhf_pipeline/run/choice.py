@@ -1,4 +1,4 @@
-"""Which trajectories of which stores are learned from: chosen once, at the first start, and recorded."""
+"""The choice of trajectories that a run over stores learns from: made once, at the first start, and recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trajectory_store import StoreNotFoundError, TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 BATCH_ROWS: Final = 1024
-"""Trajectories of one commit, and most of what is in memory at a time; a larger group comes whole."""
+"""Trajectories of one commit, which limits memory use; a larger group is not split."""
 BATCH_TOKENS: Final = 1 << 20
 """Tokens of one commit."""
 _LOOKED_AT: Final = 256
@@ -34,11 +34,11 @@ _LOOKED_AT: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the policy can read.
+    """The limits of what a policy can read.
 
     Attributes:
         vocabulary: token ids are below this.
-        positions: the most tokens of a trajectory; None where the model has no limit.
+        positions: the most tokens of a trajectory; None if the model has no limit.
     """
 
     vocabulary: int
@@ -47,18 +47,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What was chosen from one store.
+    """The choice from one store.
 
     Attributes:
         path: the store's folder, absolute.
-        watermark: the trajectories that had ever been committed when the choice was made; later ones are not learned
-            from.
-        num_stored: trajectories that were there.
-        num_chosen: those that are learned from.
-        num_ungraded: those without a reward, which are never learned from.
-        num_repeated: older rows of a trajectory that was stored again.
+        watermark: the store's watermark when the choice was made; later trajectories are not chosen.
+        num_stored: trajectories in the store at that time.
+        num_chosen: chosen trajectories.
+        num_ungraded: trajectories without a reward, which are never chosen.
+        num_repeated: older rows of trajectories that were stored again.
         trajectory_shift: added to the trajectory ids, so that no two stores share one.
-        group_shift: the same for group ids.
+        group_shift: added to the group ids, for the same reason.
     """
 
     path: str
@@ -73,15 +72,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The trajectories that are learned from, in the order in which they are gathered: groups whole.
+    """The trajectories to learn from, in the order in which they are gathered, groups together.
 
     Attributes:
         sources: one for each store.
-        source: int64 [n], which store a row is from.
-        row: int64 [n], its id there.
-        trajectory_id: int64 [n], its id in the run's store.
-        group_id: int64 [n], that of its group.
-        ends: int64, where the batches end, each of whole groups of one store.
+        source: int64 [n], the store of each row.
+        row: int64 [n], its row id in that store.
+        trajectory_id: int64 [n], its trajectory id in the run's store.
+        group_id: int64 [n], its group id in the run's store.
+        ends: int64, where the batches end; each consists of whole groups of one store.
     """
 
     sources: tuple[Source, ...]
@@ -95,7 +94,7 @@ class Choice:
         return len(self.row)
 
     def save(self, run: RunFolder) -> None:
-        """Save it; it counts once `gather.json` exists."""
+        """Save the choice; it counts once `gather.json` exists."""
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
         run.write(run.choice_table, content.getvalue())
@@ -110,10 +109,10 @@ class Choice:
 
     @classmethod
     def load(cls, run: RunFolder) -> Choice | None:
-        """Read what `save` wrote; None where nothing was chosen yet.
+        """Read what `save` wrote, or return None if nothing was chosen yet.
 
         Raises:
-            DataError: it is not as it was written.
+            DataError: a file has changed since it was written.
         """
         state = run.chosen()
         if state is None:
@@ -137,11 +136,11 @@ class Choice:
 
 
 def stores_of(replay: Replay) -> list[Address]:
-    """Return where the stores are that are learned from: of a run, the store in it.
+    """Return where the stores to learn from are; the store of a run, if a run is named.
 
     Raises:
-        MissingPathError: one is not there.
-        DefinitionError: none is named, one is named twice, or the weights are not one for each.
+        MissingPathError: a store does not exist.
+        DefinitionError: no store is named, one is named twice, or the number of weights does not fit.
     """
     if not replay.stores:
         raise DefinitionError(
@@ -162,7 +161,7 @@ def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
     """Open stores for reading; they are never changed.
 
     Raises:
-        MissingPathError: one is not there.
+        MissingPathError: a store does not exist.
     """
     with ExitStack() as stack:
         stores: list[TrajectoryStore] = []
@@ -175,16 +174,16 @@ def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
 
 
 def choose(replay: Replay, limits: Limits) -> Choice:
-    """Choose what is learned from.
+    """Choose the trajectories to learn from.
 
     Args:
         replay: the stores and the conditions.
         limits: what the policy can read.
 
     Raises:
-        MissingPathError: a store is not there.
+        MissingPathError: a store does not exist.
         DefinitionError: no store is named, one is named twice, or a condition cannot be read.
-        DataError: nothing meets the conditions, or the policy cannot read what does.
+        DataError: nothing meets the conditions, or the policy cannot read what meets them.
     """
     folders = stores_of(replay)
     with open_sources(folders) as stores:
@@ -211,7 +210,7 @@ def choose(replay: Replay, limits: Limits) -> Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The choice from one store, groups together in the order of their first member."""
+    """The rows chosen from one store, groups together in the order of their first member."""
 
     row: Ints
     trajectory_id: Ints
@@ -228,7 +227,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
-    if WAITING.name in store.schema:  # rows that waited for their group and were not taken into it
+    if WAITING.name in store.schema:  # rows that waited for their group and were left out of it
         ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
     graded = np.isfinite(store.read_scalars("task_reward", ids))
     num_ungraded = int(len(ids) - np.count_nonzero(graded))
@@ -237,7 +236,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     newest = _newest(named, groups)
     num_repeated, ids, named, groups = len(ids) - len(newest), ids[newest], named[newest], groups[newest]
     if len(np.unique(named)) < len(named):
-        named = np.arange(len(named))  # numbers that start again in each group identify nothing by themselves
+        named = np.arange(len(named))  # numbers that start again in each group do not identify trajectories
     _, first, member = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(first[member], kind="stable")
     ids = ids[order]
@@ -290,7 +289,7 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
     """Refuse token ids that the policy does not know.
 
     Raises:
-        DataError: one is too large.
+        DataError: an id is too large.
     """
     highest = int(tokens.max(initial=0))
     if highest >= limits.vocabulary:
@@ -302,7 +301,7 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
 
 
 def _numbered(store: TrajectoryStore, column: str, ids: Ints) -> Ints:
-    """Return a column of ids; rows without one (below 0) get numbers of their own behind the others."""
+    """Return a column of ids; each row without one (below 0) gets a number of its own above the others."""
     if column not in store.schema:
         return np.arange(len(ids))
     values = np.array(store.read_scalars(column, ids), np.int64)
@@ -312,7 +311,7 @@ def _numbered(store: TrajectoryStore, column: str, ids: Ints) -> Ints:
 
 
 def _newest(trajectories: Ints, groups: Ints) -> Ints:
-    """Return the rows to keep, ascending: of a trajectory that was stored again, as after a ring lost it, the newest.
+    """Return the rows to keep, ascending: if a trajectory was stored again, as after an eviction, its newest row.
 
     >>> _newest(np.array([0, 1, 0, 0]), np.array([5, 5, 5, 6])).tolist()
     [1, 2, 3]
@@ -327,7 +326,7 @@ def _newest(trajectories: Ints, groups: Ints) -> Ints:
 
 
 def _shifts(ids: Sequence[Ints]) -> list[int]:
-    """Return what to add to the ids of each store so that none has one of an earlier store.
+    """Return a number per store to add to its ids, so that no two stores share one.
 
     >>> _shifts([np.array([0, 5]), np.array([7, 8]), np.array([3, 4])])
     [0, 0, 6]

@@ -1,4 +1,4 @@
-"""The engine that a definition names, and how it gets the weights that the learner has changed."""
+"""The engine that a definition names, and how it gets new weights from the learner."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.weights import version_folder
 
 HandOver = Callable[[int], Weights]
-"""Gives the policy's weights, which are of a version, in the form that an engine takes."""
+"""Returns the policy's weights, of the given version, in the form that an engine takes."""
 
 _KEEP = 2
 
 
 @contextmanager
 def chosen_engine(pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, device: str) -> Iterator[HandOver | None]:
-    """Have a policy sample with the engine of a definition until the end of the block.
+    """Let a policy sample with the engine of a definition until the end of the block.
 
     Args:
         pipeline: the definition.
-        policy: samples with it from now on.
+        policy: samples with the engine inside the block.
         run: the run folder, which exists.
         device: where the policy is.
 
     Yields:
-        What gives the engine the policy's own weights; None where it samples with the policy's modules themselves.
+        A function that gives the engine the policy's weights, or None if the engine samples with the policy's modules.
 
     Raises:
-        DefinitionError: vLLM is wanted in this process and is not installed.
+        DefinitionError: the definition asks for vLLM in this process, which is not installed.
     """
     name = pipeline.collect.engine
     if name == "slots":
@@ -65,7 +65,7 @@ def _vllm(pipeline: Pipeline, policy: TokenPolicy, run: RunFolder, device: str) 
 
     config = pipeline.policy
     model = Path(config.path) if isinstance(config, PretrainedPolicy) else run.weights / "engine"
-    if not (model / "config.json").is_file():  # made from scratch, or named on the hub
+    if not (model / "config.json").is_file():  # made from scratch, or a name on the hub
         model = run.weights / "engine"
         with new_folder(model, sync=False) as folder:
             policy.save_pretrained(folder)

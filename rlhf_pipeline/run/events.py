@@ -1,4 +1,4 @@
-"""What a run tells its caller: plain events, so the library never writes to a terminal."""
+"""The events that a run reports to its caller, so that the library never writes to a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
-    """The run folder is there and everything is built; the first rollout comes next."""
+    """The run folder exists and everything is built; the first rollout comes next."""
 
     run_dir: Path | str
     num_parameters: int
@@ -54,11 +54,11 @@ class CollectorFinished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """Something a person should know, in one sentence (a failed reward call, a stale batch, a saved checkpoint)."""
+    """A message for the user, in one sentence (a failed reward call, a stale batch, a saved checkpoint)."""
 
     message: str
     level: Literal["info", "warning", "progress"] = "info"
-    """`progress`: one of many that report progress."""
+    """`progress`: one of many messages that report progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,4 +79,4 @@ EventHandler = Callable[[Event], None]
 
 
 def ignore_events(event: Event) -> None:
-    """The default handler: say nothing."""
+    """The default handler, which ignores every event."""

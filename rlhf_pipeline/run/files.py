@@ -14,7 +14,7 @@ from typing import Any, Final
 import google_crc32c
 
 MANIFEST: Final = "files.json"
-"""In a sealed folder: the length and the CRC32C of every other file."""
+"""The file in a sealed folder with the length and the CRC32C of every other file."""
 
 _CHUNK: Final = 1 << 22
 
@@ -23,9 +23,9 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new.
 
     Args:
-        path: the file; replaced if it is there.
-        content: all of it.
-        sync: have it on the disk on return, so that it survives a power loss as well.
+        path: the file; replaced if it exists.
+        content: the whole content.
+        sync: sync it to the disk before returning, so that it also survives a power loss.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -39,7 +39,7 @@ def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's content, or renames in a folder, survive a power loss; what is absent has nothing to lose."""
+    """Sync a file, or the renames in a folder, so that they survive a power loss; a missing path is ignored."""
     if not path.exists():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -51,17 +51,17 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Give an empty folder to fill; at the end seal it and rename it to `final`, which it replaces.
+    """Yield an empty folder to fill; at the end seal it and rename it to `final`, which it replaces.
 
-    A kill at any moment leaves the former folder or the new one: `tidy` finishes what was begun. Only one process may
+    A kill at any moment leaves the former folder or the new one: `tidy` completes the replacement. Only one process may
     do this in one parent folder at a time.
 
     Args:
         final: where the folder goes; its parent is made if absent.
-        sync: have all of it on the disk before the rename.
+        sync: sync everything to the disk before the rename.
 
     Raises:
-        OSError: the disk is full; the former folder is as it was.
+        OSError: the disk is full; the former folder is unchanged.
     """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; a kill half-way leaves nothing under its name."""
+    """Remove a folder; a kill midway leaves nothing under its name."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -94,7 +94,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Finish what a killed `new_folder` or `remove_folder` began."""
+    """Complete what a killed `new_folder` or `remove_folder` began."""
     for former in parent.glob(".*.former"):
         final = parent / former.name[1:].removesuffix(".former")
         if not final.exists():
@@ -132,7 +132,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
 
 
 def folder_digest(folder: Path) -> int:
-    """Return a number from 1 to 2^63 - 1 that folders with other files do not share.
+    """Return a digest of a folder's files, from 1 to 2^63 - 1.
 
     Args:
         folder: a folder that `new_folder` made.
@@ -142,14 +142,14 @@ def folder_digest(folder: Path) -> int:
 
 
 def _seal(folder: Path, *, sync: bool) -> None:
-    """List the files with their checksums, give all of them the mode that the umask says, and sync them."""
+    """List the files with their checksums, give them the mode of the umask, and sync them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32c": _crc32c(path)} for path in files}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": entries}, indent=1), encoding="utf-8")
     mode = manifest.stat().st_mode & 0o777
     for path in files:
-        path.chmod(mode)  # some libraries write files that only their owner may read
+        path.chmod(mode)  # some libraries write files that only the owner may read
     if sync:
         for path in [*folder.rglob("*"), folder]:
             sync_path(path)

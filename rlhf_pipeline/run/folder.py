@@ -1,18 +1,18 @@
-"""The run folder and its one owner: every path, record, lock, log and check of a run is here. Imports no torch.
+"""The run folder: every path, record, lock, log and check of a run is here. Imports no torch.
 
     config.json                  what the run was started with
     store/                       trajectories
     ledger.jsonl, ledger.index   which trajectories entered which optimizer step
     metrics.jsonl, .index        one line per step
     checkpoints/                 sealed folders, see `run.checkpoint`
-    log.txt, logs/               what the package said; the files of `learn.logger`
-    reward.svg, report.html      what a person looks at
+    log.txt, logs/               the log of the package; the files of `learn.logger`
+    reward.svg, report.html      for people to read
     gather.json, gather.npy      of a run over stores: what it learns from; recorded_ledger.jsonl: in which order
     rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
-    group.json                   where the processes of a learner meet that a supervisor has started
-    lock, setup.lock             who uses the folder
+    group.json                   where the processes of a supervised learner meet
+    lock, setup.lock             which process uses the folder
 
-Nobody else spells a name of these. Where the folder is a URL, they are this process's copy; see `run.medium`.
+No other module spells these names. If the run is at a URL, they are this process's copy; see `run.medium`.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
     **dict.fromkeys(("learn.token_budget", "learn.layout"), _LAST_BITS),
     "collect.engine": "from here on, other completions of the same weights are drawn",
 }
-"""Fields that may differ from the recorded definition, with what a difference does besides saying when to stop and save
-and how much fits in memory. None of them says what is learned."""
+"""Fields that may differ from the recorded definition, each with its side effect, if any. They decide when to stop and
+save and how much fits in memory, but not what is learned."""
 
 _CONFIG: Final = "config.json"
 _STORE: Final = "store"
 _GROUP: Final = "group.json"
 _BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", _GROUP, f".{_CONFIG}.tmp"})
-"""What may be there before, or after, a run's `config.json`: a start that was killed there left no run to resume."""
+"""Names that may exist without a run's `config.json`: a start that was killed at that point left no run to resume."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """What `config.json` says: enough to build the same pipeline again."""
+    """The content of `config.json`: enough to build the same pipeline again."""
 
     definition: str
     """A built-in name, or `/abs/file.py:function`."""
@@ -90,31 +90,31 @@ class RunConfig:
     seed: int
     device: str
     pipeline: Mapping[str, Any]
-    """The definition as plain data, for reading by people; the definition itself is what a resume loads."""
+    """The definition as plain data, for people to read; a resume loads the definition itself."""
     versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What a process starts a run with, or goes on with it."""
+    """The settings with which a process starts or continues a run."""
 
     pipeline: Pipeline
     """The definition, overrides applied."""
     definition: str
-    """Where it came from, as in `RunConfig`."""
+    """Where the definition came from, as in `RunConfig`."""
     overrides: Sequence[tuple[str, str]]
     seed: int
     device: str
 
 
 class RunFolder:
-    """A run, or the place for one. Files are read when first asked for, and rows only as far as they are shown.
+    """A run, or the place for one. Files are read on first use, and rows only when needed.
 
     Args:
-        path: the folder, or a URL such as `s3://bucket/run`; nothing need be there yet.
+        path: the folder, or a URL such as `s3://bucket/run`; it need not exist yet.
 
     Raises:
-        StoreError: a URL, and the package that reaches it is not installed.
+        StoreError: the path is a URL, and the package that it needs is not installed.
     """
 
     def __init__(self, path: Address) -> None:
@@ -122,7 +122,7 @@ class RunFolder:
         self.address: Address = self.medium.address
         """Where the run is."""
         self.path = self.medium.root
-        """Where this process has its files of it: the folder itself, or a copy."""
+        """Where this process has the run's files: the folder itself, or a copy."""
         self.store_path: Address = below(self.address, _STORE)
         self.checkpoints = self.path / "checkpoints"
         self.metrics_file = self.path / "metrics.jsonl"
@@ -136,7 +136,7 @@ class RunFolder:
         self.choice_file = self.path / "gather.json"
         self.choice_table = self.path / "gather.npy"
         self.recorded_ledger = self.path / "recorded_ledger.jsonl"
-        """A copy of the ledger of the run that is taken again, where its store alone does not tell the order."""
+        """A copy of the replayed run's ledger, if its store alone does not give the order."""
         self.rollouts = self.path / "rollouts"
         self.weights = self.path / "weights"
         self.claims = self.path / "claims"
@@ -148,14 +148,14 @@ class RunFolder:
         """Return the run at a path.
 
         Raises:
-            MissingPathError: there is none.
+            MissingPathError: there is no run.
             DataError: `config.json` is damaged or of another format.
         """
         run = cls(path)
         _ = run.config
         return run
 
-    # What it holds
+    # Its content
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -186,38 +186,38 @@ class RunFolder:
         return self.rows(self.ledger_file)
 
     def rows(self, file: Path) -> StepRows:
-        """Return the rows of a file as they are now: of `metrics_file`, or of `ledger_file`."""
+        """Return the current rows of `metrics_file` or `ledger_file`."""
         return self.medium.rows(file.name)
 
     def saved(self) -> list[Path]:
-        """Return the checkpoints, oldest first, whether they are whole or not; those elsewhere by name, see `bring`."""
+        """Return the checkpoints, whole or not, oldest first; at a URL only their names are here until `bring`."""
         self.medium.outline(self.checkpoints.name)
         return list_checkpoints(self.checkpoints)
 
     def bring(self, path: Path) -> Path:
-        """Have a file or folder of the run here as it is now; return its path."""
+        """Fetch the current state of a file or folder of the run; return its path."""
         self.medium.bring(path.relative_to(self.path).as_posix())
         return path
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a file of the run, whole or not at all, and have it last."""
+        """Write a file of the run atomically, and keep it."""
         write_atomically(path, content)
         self.keep(path)
 
     def keep(self, path: Path) -> None:
-        """Have a file or folder of the run last, which this process has written."""
+        """Keep a file or folder of the run that this process has written: at a URL, store it there."""
         self.medium.keep(path.relative_to(self.path).as_posix())
 
     def said(self, name: str) -> dict[str, Any]:
-        """Return what a process of the run said of itself last; empty if it never did."""
+        """Return the last report of a process of the run about itself; empty if there is none."""
         return self.medium.said(name)
 
     def forget(self, path: Path) -> None:
-        """Remove a sealed folder where it is a copy."""
+        """Remove this process's copy of a sealed folder, if it is a copy."""
         self.medium.forget(path.relative_to(self.path).as_posix())
 
     def drop(self, path: Path) -> None:
-        """Have a sealed folder, which this process has removed, be gone for all."""
+        """Remove a sealed folder for all processes, after this process has removed its own."""
         self.medium.drop(path.relative_to(self.path).as_posix())
 
     def first_and_last_reward(self) -> tuple[float | None, float | None]:
@@ -227,7 +227,7 @@ class RunFolder:
         first, last = (next((float(reward) for reward in found if reward is not None), None) for found in rewards)
         return first, last
 
-    # What it is
+    # Its state
 
     @property
     def is_recorded(self) -> bool:
@@ -238,14 +238,14 @@ class RunFolder:
 
     @property
     def has_chosen(self) -> bool:
-        """Whether a run over stores has written down what it learns from; it does not choose again."""
+        """Whether a run over stores has recorded its choice of trajectories, which is then final."""
         return self.bring(self.choice_file).is_file()
 
     def chosen(self) -> dict[str, Any] | None:
-        """Return what a run over stores has written down about what it learns from; None where it has not.
+        """Return the choice that a run over stores has recorded, or None if it has not chosen.
 
         Raises:
-            DataError: it is not as it was written.
+            DataError: the record has changed since it was written.
         """
         if not self.has_chosen:
             return None
@@ -260,32 +260,32 @@ class RunFolder:
         return state
 
     def choose(self, state: Mapping[str, Any]) -> None:
-        """Write down what a run over stores learns from, JSON-ready, whole or not at all."""
+        """Record atomically what a run over stores learns from, JSON-ready."""
         checked = {**state, "crc32c": google_crc32c.value(_canonical(state))}
         self.write(self.choice_file, json.dumps(checked).encode())
 
     def gathered(self) -> dict[str, int] | None:
-        """Return the counts of what a run over stores has copied; None before it has copied all that it chose."""
+        """Return the counts of what a run over stores has copied, or None until it has copied its whole choice."""
         return (self.chosen() or {}).get("gathered")
 
     @property
     def is_of_several(self) -> bool:
-        """Whether the run is one of several processes: the rollouts that its collectors stored are counted."""
+        """Whether the run has several processes: then it counts the rollouts that its collectors stored."""
         return self.medium.has(self.rollouts.name)
 
     @property
     def is_free(self) -> bool:
-        """Whether a new run may be made here: nothing is there, or only what a failed start left."""
+        """Whether a new run may be made here: the place is empty, or holds only what a failed start left."""
         return self.medium.is_blank(_BEFORE_THE_RECORD) or self.came_to_nothing
 
     @property
     def came_to_nothing(self) -> bool:
-        """Whether a run was started here that stored no trajectory, took no step, and has nothing to go on from."""
+        """Whether a run was started here but has no trajectory, no step, and nothing to continue from."""
         if not self.is_recorded or len(self.metrics) or len(self.ledger) or self.has_chosen:
             return False
         if any(step_of(path) for path in self.saved()):
             return False
-        # Imported where a store is opened, as NumPy takes longer than all else that a command does before it answers.
+        # Imported only where a store is opened: NumPy takes longer to import than the rest of a command takes.
         from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
         for name in self.medium.stores:
@@ -320,17 +320,17 @@ class RunFolder:
             file.with_suffix(".index").unlink(missing_ok=True)
         for file in (self.choice_table, self.recorded_ledger):
             file.unlink(missing_ok=True)
-        self.config_file.unlink()  # last: a kill before leaves what can be cleared again
+        self.config_file.unlink()  # last: after a kill before this, `clear` can be called again
 
     # Checks
 
     def check_free_or_recorded(self, *, resume: bool, again: str = "add --resume", option: str = "--out") -> None:
-        """Refuse to start where something is, or to resume where nothing is.
+        """Refuse to start where something exists, or to resume where nothing does.
 
         Args:
-            resume: whether the run is to go on.
-            again: how to go on, for the message.
-            option: the one that names the folder.
+            resume: whether to continue a run.
+            again: how to continue, for the message.
+            option: the option that names the folder, for the message.
 
         Raises:
             RunExistsError: the folder exists and is not empty, or is a file.
@@ -356,10 +356,10 @@ class RunFolder:
         raise RunExistsError(f"{self.address} exists and {what}. Choose another folder: {free}")
 
     def check_processes(self, *, several: bool) -> None:
-        """Refuse to go on in one process with a run of several, and the other way round: they count differently.
+        """Refuse to continue a run of several processes in one process, or the reverse: they count differently.
 
         Raises:
-            RunMismatchError: says how to go on.
+            RunMismatchError: the message says how to continue.
         """
         if not several and self.is_of_several:
             raise RunMismatchError(
@@ -379,10 +379,10 @@ class RunFolder:
         Args:
             pipeline: the definition now.
             seed: the seed now.
-            inputs: whether the files that the definition names must be as they were, too.
+            inputs: whether the files that the definition names must be unchanged, too.
 
         Raises:
-            RunMismatchError: naming every field that differs, or the prompt file or model folder that has changed.
+            RunMismatchError: names every field that differs, or the prompt file or model folder that has changed.
         """
         if not self.is_recorded:
             return
@@ -403,11 +403,11 @@ class RunFolder:
             check_inputs(self.address, before.get("inputs", {}), pipeline)
 
     def notices(self, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:
-        """Say what a person should know of a definition with which the run goes on; nothing of a new run.
+        """Yield notices for the user about the definition with which a run continues; none for a new run.
 
         Args:
             pipeline: the definition now.
-            device: where the learner is now; None of a process that does not learn, whose own is its affair.
+            device: where the learner is now; None for a process that does not learn, whose device does not matter.
         """
         if not self.is_recorded:
             return
@@ -428,17 +428,17 @@ class RunFolder:
             yield f"{moved}: {_LAST_BITS}."
 
     def moved_versions(self, device: str | None = None) -> Iterator[str]:
-        """Say which packages have other versions than when the run was started, and whether the device is another."""
+        """Yield the packages whose versions have changed since the run was started, and the device if it has."""
         now, before = _versions() | ({"device": device} if device else {}), self.config
         for name, old in {**before.versions, "device": before.device}.items():
             if old != now.get(name, old):
                 yield f"{name} was {old}, is {now[name]}"
 
     def check_parts(self) -> None:
-        """Refuse to go on with a run of which something is missing; see `missing_parts`.
+        """Refuse to continue a run with missing parts; see `missing_parts`.
 
         Raises:
-            DataError: naming what is missing.
+            DataError: names what is missing.
         """
         problems = list(self.missing_parts())
         if problems:
@@ -449,10 +449,10 @@ class RunFolder:
             )
 
     def missing_parts(self) -> Iterator[str]:
-        """Return which of store, ledger, metrics and checkpoints do not fit together, in constant time.
+        """Yield the inconsistencies between store, ledger, metrics and checkpoints, in constant time.
 
-        A checkpoint is written after the ledger, the metrics and the trajectories that it counts on, and the first one
-        before the first step. So a checkpoint without them, or steps without one, mean that something was removed.
+        A checkpoint is written after the ledger, the metrics and the trajectories that it depends on, and the first one
+        before the first step. So a checkpoint without them, or steps without a checkpoint, mean that parts are gone.
         """
         saved = [step_of(path) for path in self.saved()]
         newest = max(saved, default=0)
@@ -479,10 +479,10 @@ class RunFolder:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
 
     def _missing_rows(self, name: str, counted: int, what: str) -> Iterator[str]:
-        """Say that a store of the run is not there, or has seen less than the run had stored."""
+        """Yield a problem if a store of the run is missing, or has seen less than the run had stored."""
         from trajectory_store import StoreError, TrajectoryStore
 
-        if name not in self.medium.stores:  # an object each
+        if name not in self.medium.stores:  # not a store: one object each
             return
         try:
             with TrajectoryStore.open(below(self.address, name)) as store:
@@ -494,7 +494,7 @@ class RunFolder:
     # Its record
 
     def record(self, setup: Setup) -> bool:
-        """Write `config.json`, whole or not at all; returns False where another process has begun the run meanwhile.
+        """Write `config.json` atomically; return False if another process has begun the run in the meantime.
 
         Raises:
             DefinitionError: the definition cannot be recorded.
@@ -534,18 +534,18 @@ class RunFolder:
             )
         return data
 
-    # Who uses it, and what they say
+    # Locks and logs
 
     @contextmanager
     def lock(
         self, *, shared: bool = False, advice: str = "Stop that first, or choose another folder with --out."
     ) -> Iterator[None]:
-        """Hold the folder's lock, which the kernel drops with its process; the folder is made if it is absent.
+        """Hold the folder's lock, which the kernel drops with its process; the folder is made if absent.
 
         Args:
-            shared: be one of several processes of one run, as collectors and learner are; they exclude only a process
-                that wants the run for itself.
-            advice: what to do where it is taken.
+            shared: share the lock with other processes of the run, as collectors and learner do; this excludes only a
+                process that takes the lock exclusively.
+            advice: what to do if the lock is taken, for the message.
 
         Raises:
             RunExistsError: another live process holds it.
@@ -567,7 +567,7 @@ class RunFolder:
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:
-        """Make the folder while no other process of the run does."""
+        """Hold the lock under which only one process of the run sets up the folder."""
         with (self.path / "setup.lock").open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -578,7 +578,7 @@ class RunFolder:
 
     @contextmanager
     def log(self, file: Path | None = None, level: int = logging.WARNING) -> Iterator[None]:
-        """Write what the package logs, from a level on, to a file as well; `log.txt` by default."""
+        """Also write the package's log, from a level on, to a file; `log.txt` by default."""
         handler = logging.FileHandler(self.log_file if file is None else file, encoding="utf-8")
         handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("rlhf_pipeline")
@@ -596,12 +596,12 @@ class RunFolder:
 
     @contextmanager
     def named_disk_errors(self) -> Iterator[None]:
-        """Turn a bare OSError of the folder's own files into one that says what is safe and what to do."""
+        """Turn a bare OSError of the folder's own files into an error that says what is safe and what to do."""
         try:
             yield
         except OSError as error:
             if type(error).__module__ != "builtins":
-                raise  # an error of ours or of the store says it already
+                raise  # errors of this package and of the store say it already
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
                 advice = "Choose a folder that can be written: --out OTHER_FOLDER."
             else:
@@ -626,7 +626,7 @@ def _canonical(state: Mapping[str, Any]) -> bytes:
 _RESTORE: Final = "Restore it from a copy, or start the run again with --out OTHER_FOLDER."
 
 _LOOKED_AT: Final = 256
-"""Steps at each end of a run in which its first and its last reward are looked for."""
+"""Steps at each end of a run that are searched for its first and its last reward."""
 
 
 def _versions() -> dict[str, str]:
@@ -637,7 +637,7 @@ def _versions() -> dict[str, str]:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Lines that can be printed to a terminal, whatever names and exceptions are in them."""
+    """Formats lines that are safe to print to a terminal, whatever names and exceptions they contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
@@ -649,14 +649,14 @@ def is_run(path: Address) -> bool:
 
 
 def is_store(path: Address) -> bool:
-    """Return True if this folder, or what is at this URL, is a trajectory store."""
+    """Return True if this folder, or this URL, is a trajectory store."""
     if isinstance(path, Path):
         return (path / "zarr.json").is_file()
     return open_medium(path).has("zarr.json")
 
 
 def run_of_store(store: Address) -> Address | None:
-    """Return where the run is that a store belongs to; None where it belongs to none."""
+    """Return where the run of a store is, or None if the store belongs to no run."""
     if isinstance(store, Path):
         name, parent = store.name, store.resolve().parent
     else:
@@ -668,7 +668,7 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
     """Return the run at `path`, if it is one, and where its store is.
 
     Raises:
-        MissingPathError: `path` is neither a run nor a store; names the runs that are there.
+        MissingPathError: `path` is neither a run nor a store; the message names the runs that exist.
     """
     folder = address_of(path)
     if is_run(folder):
@@ -691,7 +691,7 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
 
 
 def not_found(path: Address, wanted: str = "run") -> MissingPathError:
-    """Return an error that names the runs which are there."""
+    """Return an error that names the runs that exist."""
     if not isinstance(path, Path):
         return MissingPathError(
             f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
@@ -714,12 +714,12 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _differences(prefix: str, old: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which a recorded definition, or a part of one, differs from one: name, before, now."""
+    """Yield the fields in which a recorded definition differs from the current one: name, before, now."""
     new = to_json(config)
     if isinstance(old, dict) and isinstance(new, dict) and dataclasses.is_dataclass(config):
         defaults = {item.name: _default(item) for item in dataclasses.fields(config)}
         for name in sorted({**old, **new}):
-            # A field that the record does not have is younger than the run, which ran as its default says.
+            # A field that the record lacks is newer than the run, which ran with its default.
             before = old.get(name, defaults.get(name))
             after = getattr(config, name) if name in defaults else new.get(name)
             yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
@@ -728,7 +728,7 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[tuple[str, Any,
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field as it is recorded; None where it has none."""
+    """Return the default of a field in its recorded form, or None if it has no default."""
     if item.default_factory is not dataclasses.MISSING:
         return to_json(item.default_factory())
     return None if item.default is dataclasses.MISSING else to_json(item.default)

@@ -1,8 +1,8 @@
-"""Copy the chosen trajectories into the run's own store; what they lack is computed on the way.
+"""Copy the chosen trajectories into the run's own store; missing values are computed on the way.
 
 A group in which every trajectory has an advantage and log-probs is copied bit for bit. Any other goes through the
-write path whole: behaviour and reference log-probs that are missing are those of the initial policy, then the KL
-penalty, then the advantage over the members that were chosen.
+write path whole: missing behaviour and reference log-probs are computed with the initial policy, then the KL penalty,
+then the advantage over the members that were chosen.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from trajectory_store.batch import Batch
 
 SOURCE: Final = Column("source", "int32", fill=-1)
-"""Which of the run's stores a trajectory is from, from 0."""
+"""The number of the store that a trajectory is from, from 0."""
 SOURCE_ROW: Final = Column("source_row", "int64", fill=-1)
-"""The id of its row there."""
+"""The id of its row in that store."""
 
 COMPUTED: Final = Column("computed", "int8", fill=0)
-"""What gathering computed of a row: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage; their sum."""
+"""What gathering computed for a row, as a sum: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage."""
 _ADVANTAGE: Final = 4
 
 _OWN: Final = (SOURCE, SOURCE_ROW, COMPUTED)
@@ -55,14 +55,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(kw_only=True)
 class GatherCounts:
-    """What was gathered.
+    """Counts of what was gathered.
 
     Attributes:
         trajectories: rows in the run's store.
-        behaviour_scored: of them, how many got behaviour log-probs of the initial policy.
-        reference_scored: how many got reference log-probs.
-        advantages: how many got an advantage.
-        dropped: left out, as members of groups without spread (`write.zero_variance=drop`).
+        behaviour_scored: rows that got behaviour log-probs of the initial policy.
+        reference_scored: rows that got reference log-probs.
+        advantages: rows that got an advantage.
+        dropped: trajectories left out with their groups, which have no spread (`write.zero_variance=drop`).
     """
 
     trajectories: int = 0
@@ -73,10 +73,10 @@ class GatherCounts:
 
 
 def gather_schema(choice: Choice) -> Schema:
-    """Return the columns of the run's store: the usual ones, those that the sources have more, and where a row is from.
+    """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin.
 
     Raises:
-        DataError: two sources have a column of one name with different types, or one has it of no use here.
+        DataError: two sources have a column of one name with different types, or its type cannot be used here.
     """
     columns = {column.name: column for column in trajectory_schema()}
     given: dict[str, str] = {}
@@ -117,7 +117,7 @@ class Gatherer:
 
     Args:
         pipeline: the definition.
-        policy: with the weights that the run starts from.
+        policy: has the weights that the run starts from.
         choice: what to gather.
         target: the run's store.
         limits: what the policy can read.
@@ -143,17 +143,17 @@ class Gatherer:
         self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
-        """Gather what is not there yet.
+        """Gather what is still missing.
 
         Args:
-            stop: asked after every batch; True leaves the rest for a later start.
+            stop: called after every batch; True leaves the rest for a later start.
 
         Returns:
-            What is in the store now; None if it was stopped before the end.
+            The counts of the store now, or None if it was stopped before the end.
 
         Raises:
             DataError: a source has lost a chosen trajectory, or holds token ids that the policy does not know.
-            StoreError: the target cannot take the rows; the batches before are in it.
+            StoreError: the target cannot take the rows; earlier batches are in it.
         """
         ends = self.choice.ends.tolist()
         starts = [0, *ends[:-1]]
@@ -176,13 +176,13 @@ class Gatherer:
         return self._counts()
 
     def _normalise(self) -> None:
-        """Give the advantages that are computed here the spread of all of them, not of the commit they came in."""
+        """Normalise the advantages computed here by the spread of all of them, instead of that of their commit."""
         ids = self.target.ids()
         ids = ids[(self.target.read_scalars(COMPUTED.name) & _ADVANTAGE) > 0]
         if not len(ids):
             return
         returns, groups = (torch.from_numpy(self.target.read_scalars(name, ids)) for name in ("return", "group_id"))
-        # A group that was found without spread stays so, whatever its returns differ by.
+        # A group found to have no spread stays so, whatever the differences of its returns.
         flat = torch.from_numpy(self.target.read_scalars("degenerate", ids).astype(bool))
         rounding = torch.where(flat, math.inf, 0.0)
         found = group_advantage(
@@ -197,7 +197,7 @@ class Gatherer:
             self.target.update(ids, **new)
 
     def _num_done(self) -> int:
-        """Return how many of the chosen rows an earlier try has dealt with: those up to the last one in the store."""
+        """Return how many of the chosen rows earlier tries have processed: those up to the last one in the store."""
         ids = self.target.ids()
         if not len(ids):
             return 0
@@ -212,7 +212,7 @@ class Gatherer:
         return int(self.choice.ends[np.searchsorted(self.choice.ends, int(at[0]), "right")])
 
     def _counts(self) -> GatherCounts:
-        """Count from the store, so that a gathering that was interrupted counts the same."""
+        """Count from the store, so that an interrupted gathering counts the same."""
         counts = GatherCounts(trajectories=len(self.target), dropped=len(self.choice) - len(self.target))
         if not len(self.target):
             raise DataError(
@@ -254,7 +254,7 @@ class Gatherer:
         return batch if keep.all() else batch.rows(keep, schema)
 
     def _complete(self, batch: Batch, schema: Schema) -> Bools:
-        """Compute what rows lack, in place; return which rows stay."""
+        """Compute the missing values of rows, in place; return which rows stay."""
         values, lengths = batch.values, batch.lengths[_axis(schema)]
         mask = values["assistant_mask"].astype(bool)
         mask = _without_first(mask, lengths)
@@ -268,7 +268,7 @@ class Gatherer:
         if not lacks.any():
             return keep
         _, codes = np.unique(values["group_id"], return_inverse=True)
-        whole = np.bincount(codes, lacks)[codes] > 0  # all members of the groups in which one lacks something
+        whole = np.bincount(codes, lacks)[codes] > 0  # all members of a group in which any lacks something
         scored = self._scores(batch, mask, no_behaviour | no_reference, lengths)
         for name, rows in (("log_probs", no_behaviour), ("ref_log_probs", no_reference)):
             if rows.any():
@@ -279,7 +279,7 @@ class Gatherer:
         batch.put(schema[COMPUTED.name], flags, whole)
         degenerate = values["degenerate"].astype(bool) & whole
         if self.pipeline.write.estimator == "reinforce_pp":
-            degenerate[:] = False  # its baseline is the whole set, which may have spread where a group has none
+            degenerate[:] = False  # its baseline is the whole set, which may have spread even if a group has none
         if self.pipeline.write.zero_variance == "drop":
             keep = ~degenerate
         elif self.pipeline.write.zero_variance == "mark" and degenerate.any():
@@ -287,7 +287,7 @@ class Gatherer:
         return keep
 
     def _scores(self, batch: Batch, mask: Bools, rows: Bools, lengths: Ints) -> npt.NDArray[np.float32]:
-        """Log-probs of the initial policy, NaN where nothing is asked for; it is the reference as well."""
+        """Return log-probs of the initial policy, which is also the reference; NaN for other tokens than these."""
         tokens = Flat(torch.from_numpy(batch.values["input_ids"].astype(np.int64)), torch.from_numpy(lengths))
         wanted = torch.from_numpy(mask & np.repeat(rows, lengths))
         if not bool(wanted.any()):
@@ -297,7 +297,7 @@ class Gatherer:
         return found.numpy()
 
     def _grade(self, batch: Batch, schema: Schema, mask: Bools, whole: Bools, codes: npt.NDArray[Any]) -> None:
-        """Returns and advantages of the groups that are computed here."""
+        """Compute returns and advantages of these groups."""
         values, lengths = batch.values, torch.from_numpy(batch.lengths[_axis(schema)])
         columns: dict[Key, Flat] = {
             LOG_PROBS: Flat(torch.from_numpy(np.array(values["log_probs"], np.float32)), lengths),
@@ -326,7 +326,7 @@ class Gatherer:
             batch.put(schema[name], whole_column, whole)
 
     def _token_rewards(self, batch: Batch, mask: Bools) -> Flat | None:
-        """Rewards per token where the stores have such a column; the task reward stands on a row's last token else."""
+        """Return rewards per token, or None if no store has them; rows without them have the task reward at the end."""
         if REWARD_COLUMN not in batch.values:
             return None
         lengths = batch.lengths[_axis(self.target.schema)]
@@ -356,7 +356,7 @@ def _any(flags: Bools, lengths: Ints) -> Bools:
 
 
 def _without_first(mask: Bools, lengths: Ints) -> Bools:
-    """No token has a log-prob without one before it."""
+    """Return the mask without each row's first token, which has no log-prob."""
     out = mask.copy()
     out[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
     return out

@@ -1,4 +1,4 @@
-"""What a run reads from outside its folder, as it was: prompt files and model folders. Imports no torch."""
+"""Records of what a run reads from outside its folder: prompt files and model folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT_FILES: Final = (
     *("chat_template.jinja", "chat_template.json"),
 )
 _ENDS: Final = 1 << 20
-"""Bytes read at each end of a weight file: a model of 100 GB is looked at in milliseconds."""
+"""Bytes read at each end of a weight file, so that a model of 100 GB is checked in milliseconds."""
 
 _OWN_CODE: Final = {
     "reward": (
@@ -32,19 +32,19 @@ _OWN_CODE: Final = {
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
 }
-"""Fields of a definition that may hold code, each in words, with what an edit of it does."""
+"""Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
 Inputs = dict[str, dict[str, Any]]
 
 
 def describe_inputs(pipeline: Pipeline) -> Inputs:
-    """Return what `config.json` says of the files that a definition names; nothing for those that are not there.
+    """Return the record in `config.json` of the files that a definition names, without files that do not exist.
 
-    A prompt file is hashed whole. Of a model folder, the configs (that of generation names the end tokens) and the
-    tokenizer are hashed whole, and of each weight file the size, the first and the last MiB: that notices a model
-    trained further, and not a single changed number.
-    Of a reward function and a prompt source of the definition's own, the code is hashed, with what it names of its
-    file.
+    A prompt file is hashed whole. In a model folder, the configs (that of generation names the end tokens) and the
+    tokenizer are hashed whole, and each weight file's size, first and last MiB: that detects a model that was trained
+    further, but not a single changed number.
+    The code of the definition's own reward function and prompt source is hashed, with the code of their file that it
+    names.
 
     >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
@@ -60,16 +60,16 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
         if folder.is_dir():
             found["policy.path"] = _model_folder(folder)
     if pipeline.replay is not None:
-        # Where the stores were. What was chosen from them is in `gather.json`, and they may grow or go afterwards.
+        # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
     return found | {name: code for name in _OWN_CODE if (code := _code(getattr(pipeline, name))) is not None}
 
 
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
-    """Say which code of the definition's own is another than at the last start: a mistake in it can be repaired.
+    """Yield notices about the definition's own code that has changed since the last start; such edits are allowed.
 
     Args:
-        recorded: what `describe_inputs` returned at the last start.
+        recorded: the result of `describe_inputs` at the last start.
         pipeline: its definition.
     """
     for name, (what, consequence) in _OWN_CODE.items() if pipeline.replay is None else ():
@@ -82,17 +82,17 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
-    """Refuse to go on with other prompts or another starting model than the run began with.
+    """Refuse to continue with other prompts or another starting model than the run began with.
 
-    A file that is gone is somebody else's error, and a run without a record of its files is not checked.
+    A missing file is reported elsewhere, and a run without a record of its files is not checked.
 
     Args:
         run_dir: for the message.
-        recorded: what `describe_inputs` returned when the run began.
+        recorded: the result of `describe_inputs` when the run began.
         pipeline: its definition.
 
     Raises:
-        RunMismatchError: naming the file, and what is different.
+        RunMismatchError: names the file, and what has changed.
     """
     now = describe_inputs(pipeline)
     paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
@@ -108,7 +108,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
 
 
 def _code(part: Any) -> dict[str, Any] | None:
-    """The hash of the code that a definition brings; None of this package's own, or where there is no text."""
+    """Return the hash of a definition's own code; None for code of this package, or without source text."""
     while isinstance(part, functools.partial):
         part = cast("functools.partial[object]", part).func
     named: Any = part if hasattr(part, "__qualname__") else type(part)
@@ -122,7 +122,7 @@ def _code(part: Any) -> dict[str, Any] | None:
 
 
 def _named_by(named: Any) -> Iterator[str]:
-    """Yield what a function or a class names of its module: functions, classes and values, and what those name."""
+    """Yield the code of the module's functions, classes and values that a function or class names, recursively."""
     parts: dict[str, str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[named.__module__])).body:
         bound = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]

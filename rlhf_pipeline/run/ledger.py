@@ -9,16 +9,16 @@ from rlhf_pipeline.run.rows import StepRows
 
 
 class Ledger:
-    """Appends one row per optimizer step to `ledger.jsonl`, and never takes one back without a reason.
+    """Appends one row per optimizer step to `ledger.jsonl`; a row is replaced only if its step changes.
 
-    A resumed run takes the steps after its checkpoint again. Their rows are still on file and say what each step
-    learned from, however often the run was killed: `planned` gives them back, and a step that repeats its row adds
-    none. Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
+    A resumed run takes the steps after its checkpoint again. Their rows are still in the file and say what each step
+    learned from, however often the run was killed: `planned` returns them, and a step that repeats its row adds none.
+    Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
 
     Args:
         rows: its rows, or the file; it need not exist yet.
-        metrics: the rows of the same steps in `metrics.jsonl`. Those of a step that is replaced, and of later ones, go
-            before it does: a kill in between leaves no figures of steps that are not in the ledger.
+        metrics: the rows of the same steps in `metrics.jsonl`. The metrics of a replaced step, and of later ones, are
+            dropped first: a kill in between leaves no metrics of steps that are not in the ledger.
 
     >>> import tempfile
     >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")
@@ -44,15 +44,15 @@ class Ledger:
     def record(self, row: dict[str, Any]) -> bool:
         """Write a step's row; return False if an earlier try at this step used other trajectories.
 
-        Rows of one step are the same if they name the same `trajectory_ids`; where a row has none, the same `row_ids`
-        (a trajectory that was lost with its ring and sampled again is the same trajectory in another row). Where both
-        give `ages`, these are the same, too: lost rows that other weights sampled again may have the same ids.
+        Two rows of a step are the same if they name the same `trajectory_ids`, or, without these, the same `row_ids`
+        (a trajectory that was evicted and sampled again is the same trajectory in another row). If both have `ages`,
+        these must be the same, too: lost trajectories that other weights sampled again may have the same ids.
         """
         before = self.planned(row["step"])
         as_old = before is not None and before.get("ages", row.get("ages")) == row.get("ages", before.get("ages"))
         if before is not None and as_old and before["row_ids"] == row["row_ids"]:
             return True
-        # What was planned after this step was planned from it.
+        # Later rows were planned from this one.
         if self.metrics is not None:
             self.metrics.drop_from(row["step"])
         self.rows.drop_from(row["step"])

@@ -1,4 +1,4 @@
-"""Each step's metrics to a logger of TorchRL: CSV files, TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Sends each step's metrics to a logger of TorchRL: CSV files, TensorBoard, Weights & Biases, MLflow, Trackio."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlhf_pipeline.run.events import Event, EventHandler, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 
 _PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Loggers that need a package of their name; its module has it too."""
+"""Loggers that need a package and module of the same name."""
 
 
 def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> EventHandler:
     """Return an event handler that also sends the metrics of each step to a logger.
 
-    Figures go under `logs` in the run folder. Steps that `metrics.jsonl` holds already, which a resumed run takes
-    again, are not sent twice.
+    Local loggers write under `logs` in the run folder. Steps that are in `metrics.jsonl` already, which a resumed run
+    takes again, are not sent twice.
 
     Args:
         kind: a logger of TorchRL, as in `learn.logger`; None returns `on_event` itself.
@@ -50,7 +50,7 @@ def check_logger(kind: str | None) -> None:
     """Refuse a logger whose library is not installed.
 
     Raises:
-        DefinitionError: it is not; says what to install.
+        DefinitionError: the library is not installed; the message says what to install.
     """
     if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
         raise _not_installed(kind, f"there is no module {kind}")

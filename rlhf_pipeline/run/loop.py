@@ -1,4 +1,4 @@
-"""The loop that every run goes through, whatever a step learns from: take a step, write its line, save, stop."""
+"""The loop of every run, whatever its steps learn from: take a step, write its line, save, stop."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step learns from, and what its line reports besides the learner's figures."""
+    """The trajectories of one step, and further fields of its metrics line."""
 
     task_reward: float | None
-    """Mean reward of the rollout that the step begins with; None where it begins with none, or it is not known."""
+    """Mean reward of the rollout that the step begins; None if it begins none, or the reward is not known."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     row_ids: np.ndarray | None = None
     """int64 [n]; None leaves the choice to the learner."""
     ages: np.ndarray | None = None
-    """int64 [n], of those, where the policy version in the store does not tell it."""
+    """int64 [n], the ages of these rows, if the stored policy version does not give them."""
     ledger_fields: Mapping[str, object] | None = None
 
 
 class Source(ABC):
-    """What the steps of a run learn from: a rollout made here, arrivals, draws from stores, or a recorded run.
+    """The source of a run's batches: rollouts made here, arrivals, draws from stores, or a recorded run.
 
-    One that says no more than `next` has no state: a step's batch is a function of the store and the step.
+    A subclass that defines only `next` has no state: a step's batch is a function of the store and the step.
     """
 
     last: int | None = None
-    """The step after which there is nothing to learn from; None where that is not known."""
+    """The step after which there is nothing to learn from, or None if that is not known."""
 
     @abstractmethod
     def next(self, step: int, stop: StopRequest) -> Batch | None:
-        """Return what a step learns from, or None if a signal asked to stop before there was anything."""
+        """Return the batch of a step, or None if a signal asked to stop before there was one."""
 
     def begins(self, step: int) -> bool:
-        """Whether a step is the first on a rollout, before which a run may find that it has reached its target."""
+        """Return whether a step is the first on a rollout; the run checks before it whether its target is reached."""
         return False
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, JSON-ready."""
+        """Return the state for a checkpoint, JSON-ready."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - there may be none
@@ -85,7 +85,7 @@ class Source(ABC):
 
 
 def nothing_more(step: int, reason: Reason | None) -> None:
-    """Nothing is done after a step."""
+    """Do nothing after a step."""
 
 
 class Loop:
@@ -94,12 +94,12 @@ class Loop:
     Args:
         run: the run folder.
         learner: takes the steps; its settings say when to stop and to save.
-        source: what they learn from.
+        source: gives their batches.
         stop: a signal's request to stop after a step.
         on_event: receives the start, the steps and the notices.
-        after: called with the number of steps taken when the run goes on, after every step, and at the end with the
-            reason; where others follow the learner, it publishes.
-        started: when the run began, by `time.perf_counter`; None is now.
+        after: called with the number of steps taken, at the start, after every step, and at the end with the reason;
+            a learner with collectors publishes its weights here.
+        started: when the run began, by `time.perf_counter`; None means now.
     """
 
     def __init__(
@@ -126,20 +126,20 @@ class Loop:
         self._traffic = run.medium.meter(learner.buffer.store)
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
-        """The step of the newest checkpoint: what was just loaded or saved is not saved again."""
+        """The step of the newest checkpoint, which is not saved again."""
         self._started = time.perf_counter() if started is None else started
 
     @property
     def total_steps(self) -> int:
-        """Where the run ends."""
+        """The last step of the run."""
         last = self.source.last
         return self.learn.steps if last is None else min(self.learn.steps, last)
 
     def restore(self) -> None:
-        """Load the newest checkpoint that is whole, if there is one.
+        """Load the newest whole checkpoint, if there are checkpoints.
 
         Raises:
-            DataError: there are checkpoints, and none is whole.
+            DataError: there are checkpoints, but none is whole.
         """
         self.folder.medium.write_rows()
         self.folder.saved()
@@ -147,7 +147,7 @@ class Loop:
             self.folder.checkpoints, skip=lambda message: tell(self.on_event, message), bring=self.folder.bring
         )
         if newest is None:
-            torch.manual_seed(self.learner.seed)  # a run's random numbers are its own, from its start on
+            torch.manual_seed(self.learner.seed)  # a run's random numbers depend only on its seed
             return
         state = load_checkpoint(newest, self.learner, checked=True)
         self.progress = Progress(**state["progress"])
@@ -166,7 +166,7 @@ class Loop:
             )
         )
         if self._saved is None:
-            self._save()  # the untrained weights: a run killed in its first steps resumes too
+            self._save()  # the untrained weights, so that a run killed in its first steps can resume
         self.after(progress.step, None)
         while (reason := self._ended()) is None:
             batch = self.source.next(progress.step + 1, self.stop)
@@ -214,7 +214,7 @@ class Loop:
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
         if self._traffic is not None:
             row |= self._traffic.since_last()
-        if number > self.metrics.last_step:  # a step that is taken again has its line
+        if number > self.metrics.last_step:  # a step that is taken again has its line already
             self.metrics.append(row)
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))

@@ -29,12 +29,12 @@ Address = Path | str
 
 
 def is_url(place: Address) -> bool:
-    """Whether this names a place in an object store."""
+    """Return whether this names a place in an object store."""
     return isinstance(place, str) and "://" in place and not place.startswith("file://")
 
 
 def address_of(text: Address) -> Address:
-    """Return what was typed as a folder, or as the URL that it is.
+    """Return a typed address as a URL, or as the path of a folder.
 
     >>> address_of("s3://bucket/run/"), address_of("runs/mine")
     ('s3://bucket/run', PosixPath('runs/mine'))
@@ -50,19 +50,19 @@ def below(place: Address, name: str) -> Address:
 
 
 class RunMedium:
-    """What a run is kept in, and this process's files of it. Names are relative to the run.
+    """The medium of a run, and this process's files of it. Names are relative to the run.
 
-    As it stands, a folder: the files are the run, and locks say which process holds a name. So much of what is asked of
-    a medium needs nothing done; one that works on copies overrides it.
+    This class is for a folder: the files are the run, and locks say which process holds a name. So many methods have
+    nothing to do; a medium that works on copies overrides them.
 
     Args:
         path: the folder; it need not exist yet.
 
     Attributes:
-        root: where this process finds and writes files of the run.
-        address: the run itself, for people.
-        patience_s: the longest pause between two looks while nothing happens, in seconds.
-        stores: the names of what is kept in trajectory stores.
+        root: where this process reads and writes files of the run.
+        address: the run itself, for messages.
+        patience_s: the longest pause between two checks while nothing happens, in seconds.
+        stores: the names of the parts that are trajectory stores.
     """
 
     root: Path
@@ -75,41 +75,41 @@ class RunMedium:
         self.address = path
 
     def is_blank(self, besides: Collection[str]) -> bool:
-        """Whether a run may be made here, as there is nothing that could be one, besides files of these names."""
+        """Return whether a run may be made here, because there is nothing besides files of these names."""
         if not self.root.exists():
             return True
         return self.root.is_dir() and {path.name for path in self.root.iterdir()} <= set(besides)
 
     def bring(self, name: str) -> None:
-        """Fetch a file or a sealed folder as it is now; the local copy of one that is gone is removed."""
+        """Fetch the current state of a file or a sealed folder; remove the local copy of a file that is gone."""
 
     def keep(self, name: str) -> None:
-        """Store a file or a sealed folder that this process has written, and let others see it.
+        """Store a file or a sealed folder that this process has written, so that other processes see it.
 
-        Others see what one process keeps in the order of its calls.
+        They see the files of one process in the order of its calls.
 
         Raises:
             LeaseLostError: another process has taken over writing it.
         """
 
     def keep_first(self, name: str) -> bool:
-        """Keep a file unless another process has kept one; returns whether it is ours. A lock guards a folder's."""
+        """Keep a file unless another process has kept one; return whether it was kept. In a folder a lock guards it."""
         return True
 
     def keep_log(self, path: Path) -> None:
         """Store the log of this process; a failure to do so is ignored."""
 
     def drop(self, name: str) -> None:
-        """Remove a sealed folder, which this process has removed, for all processes."""
+        """Remove a sealed folder for all processes, after this process has removed its own."""
 
     def forget(self, name: str) -> None:
-        """Remove this process's copy of a sealed folder, where the run is kept elsewhere."""
+        """Remove this process's copy of a sealed folder, if the run is kept elsewhere."""
 
     def outline(self, name: str) -> None:
-        """Fetch the names of the sealed folders in a folder; `bring` fetches what is in one."""
+        """Fetch the names of the sealed folders in a folder; `bring` fetches their content."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a file or a folder; at a URL, one that is not empty."""
+        """Return whether a file or a folder exists; at a URL, a folder must not be empty."""
         return (self.root / name).exists()
 
     def rows(self, name: str) -> StepRows:
@@ -117,14 +117,14 @@ class RunMedium:
         return StepRows(self.root / name)
 
     def write_rows(self) -> None:
-        """Become the one process that adds lines; an earlier one is refused at its next line."""
+        """Take over as the only writer of lines; an earlier writer's next line is refused."""
 
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold a name as its only process on any machine; a lock does the same on this machine.
 
         Args:
             name: of the process.
-            wait_s: how long to wait for another one to leave, in seconds.
+            wait_s: how long to wait for another process to leave, in seconds.
 
         Raises:
             RunExistsError: another live process has the name.
@@ -132,36 +132,36 @@ class RunMedium:
         return nullcontext()
 
     def is_alive(self, name: str) -> bool:
-        """Whether a process of this name is at work on the run."""
+        """Return whether a process of this name is working on the run."""
         return is_alive(self.root / "processes", name)
 
     def living(self) -> set[str]:
-        """Return the names of the processes that are at work on the run."""
+        """Return the names of the processes that are working on the run."""
         return {file.stem for file in (self.root / "processes").glob("*.lock") if self.is_alive(file.stem)}
 
     def said(self, name: str) -> dict[str, Any]:
-        """Return what a process last reported of itself; empty if it never did."""
+        """Return the last report of a process about itself; empty if there is none."""
         return read_heartbeat(self.root / "processes", name)
 
     def flush(self) -> None:
         """Wait until everything that this process keeps is stored."""
 
     def clear(self) -> None:
-        """Remove all else that a failed start left, its record last; see `RunFolder.clear`."""
+        """Remove everything else that a failed start left, its record last; see `RunFolder.clear`."""
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
-        """Begin to look for what is wanted later; returns what gives it. A look that costs little waits until then.
+        """Start a read whose result is needed later; return a function that waits for it. Here it reads only then.
 
         Args:
-            read: looks once; what it returns is false where there is nothing yet.
+            read: reads once; its result is false if there is nothing yet.
         """
         return read
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter | None:
-        """Count the requests of this process to an object store, from here on; None where the run is a folder.
+        """Return a counter of this process's requests to an object store from here on; None if the run is a folder.
 
         Args:
-            store: of the run's trajectories, whose requests count too.
+            store: of the run's trajectories; its requests count too.
         """
         return None
 
@@ -187,10 +187,10 @@ class TrafficMeter:
 
 
 def open_medium(place: Address) -> RunMedium:
-    """Return what a run is kept in; nothing is asked or made yet.
+    """Return the medium of a run, without a request and without creating anything.
 
     Raises:
-        StoreError: the place is a URL, and the package that reaches it is not installed.
+        StoreError: the place is a URL, and the package that it needs is not installed.
     """
     if not is_url(place):
         return RunMedium(Path(place))

@@ -1,4 +1,4 @@
-"""Which of the gathered trajectories a step learns from: a function of the store, the seed, the step and the ledger."""
+"""The batches of gathered trajectories: a pure function of the store, the seed, the step and the ledger."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trajectory_store import TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 _STEPS_LOOKED_AT = 65
-"""Steps to simulate so that every size occurs that a source's share of a batch can have, for ordinary weights."""
+"""Steps to simulate: with ordinary weights, every size of a source's share of a batch occurs within them."""
 
 
 def shares(weights: Sequence[float], total: int) -> Ints:
-    """Share out the first `total` draws among sources of these weights, int64 `[S]`.
+    """Divide the first `total` draws among sources with these weights, int64 `[S]`.
 
     Source `s` gets its draw number `j` at the time `(j - 1/2) / weight`, and draws are taken in the order of time
-    (Webster's method; of two at one time, the earlier source's first). So a larger total takes nothing back, and every
-    share of up to five sources is less than two draws from what its weight says.
+    (Webster's method; at equal times, the earlier source first). So a larger total never reduces a count, and with up
+    to five sources every count is less than two draws from its exact share.
 
     >>> [shares([3.0, 1.0], total).tolist() for total in (4, 5, 8)]
     [[3, 1], [4, 1], [6, 2]]
@@ -36,7 +36,7 @@ def shares(weights: Sequence[float], total: int) -> Ints:
     exact = [Fraction(weight) for weight in weights]
     whole = sum(exact)
     counts = [int(total * weight / whole) for weight in exact]
-    # Rounding down leaves fewer than one draw for each source; a larger excess cannot be.
+    # Rounding down leaves less than one draw per source, so no count can be too large by more than one.
     counts = [max(count - 1, 0) for count in counts]
     for _ in range(total - sum(counts)):
         times = [(2 * count + 1) / weight for count, weight in zip(counts, exact, strict=True)]
@@ -47,15 +47,15 @@ def shares(weights: Sequence[float], total: int) -> Ints:
 class EpochOrder:
     """All trajectories once per epoch, groups together, in an order drawn for each epoch.
 
-    Places are counted through all epochs: of `n` trajectories, places 0 to `n - 1` are the first epoch. Where a batch
-    ends one epoch and begins the next, the groups that it ended with come behind it in the next, so that no trajectory
-    is twice in a batch.
+    Places are counted through all epochs: with `n` trajectories, places 0 to `n - 1` are the first epoch. If a batch
+    ends one epoch and begins the next, the groups from its first part come after it in the next epoch, so that no
+    trajectory is in a batch twice.
 
     Args:
         groups: int64 `[n]`, groups together.
-        batch_at: returns where the batch begins and ends that a place belongs to; at most `n` apart.
+        batch_at: returns where the batch of a place begins and ends; at most `n` apart.
         seed: of the run.
-        salt: tells the orders of several sources apart.
+        salt: makes the orders of several sources different.
 
     >>> order = EpochOrder(np.array([0, 0, 1, 1, 2]), lambda place: (place - place % 2, place - place % 2 + 2), seed=0)
     >>> sorted(order.take(0, 5).tolist()), sorted(order.take(5, 10).tolist())
@@ -81,7 +81,7 @@ class EpochOrder:
         return np.concatenate([rows, self._order(epoch + 1)[:missing]]) if missing else rows
 
     def _order(self, epoch: int) -> Ints:
-        """Return the rows of an epoch in order. An order follows from the one before it, so they are drawn in turn."""
+        """Return the rows of an epoch in order. Each order depends on the one before, so they are drawn in turn."""
         if epoch == self._epoch - 1:
             return self._before
         if epoch < self._epoch:
@@ -89,7 +89,7 @@ class EpochOrder:
         while self._epoch < epoch:
             self._epoch += 1
             start, stop = self._batch_at(self._epoch * self.num) if self._epoch else (0, 0)
-            shared = self._epoch * self.num - start  # rows of the batch that the epoch before ended with
+            shared = self._epoch * self.num - start  # rows of the batch that are in the epoch before
             tail = self._rows[len(self._rows) - shared :]
             self._before, self._rows = self._rows, self._drawn(self._epoch, tail, stop - start - shared)
         return self._rows
@@ -103,7 +103,7 @@ class EpochOrder:
         enough = int(np.searchsorted(np.cumsum(self._sizes[others]), head)) + 1
         if enough <= len(others):
             return self._spread(np.concatenate([others[:enough], order[ended], others[enough:]]))
-        rows = self._spread(order)  # hardly more than one batch: groups cannot stay together
+        rows = self._spread(order)  # hardly more than one batch, so groups cannot stay together
         late = np.isin(rows, tail)
         return np.concatenate([rows[~late], rows[late]])
 
@@ -117,21 +117,21 @@ class Batches:
     """The batches of a run over a gathered store.
 
     Args:
-        store: the run's store, gathered whole.
+        store: the run's store, gathered completely.
         replay: weights and epochs.
         sample: strategy, size, limits.
-        batch_size: of a step, where `sample` does not say it.
+        batch_size: of a step, unless `sample` sets it.
         seed: of the run.
-        ledger: what earlier steps used, for `sample.max_uses`; None where that is not set.
+        ledger: what earlier steps used, for `sample.max_uses`; None if that is not set.
 
     Attributes:
-        num: trajectories that may be learned from; those of priority 0 are passed over.
+        num: the number of trajectories to learn from, without those of priority 0.
         batch_size: trajectories of one step.
-        last_step: the step after which there is nothing left, or None.
+        last_step: the step after which nothing is left, or None if there is no limit.
 
     Raises:
         DefinitionError: a source is too small for its share of a batch.
-        DataError: there is nothing.
+        DataError: there is nothing to learn from.
 
     >>> import tempfile
     >>> from rlhf_pipeline.run.gather import SOURCE
@@ -239,7 +239,7 @@ class Batches:
                 )
 
     def _most_draws(self, replay: Replay) -> int | None:
-        """Return how many draws there are in all, or None where nothing limits them."""
+        """Return the total number of draws, or None if nothing limits it."""
         limits: list[int] = []
         if replay.epochs is not None:
             limits.append(max(round(replay.epochs * self.num), 1))
@@ -248,7 +248,7 @@ class Batches:
         return min(limits, default=None)
 
     def _until_used_up(self, max_uses: int) -> int:
-        """Return the number of draws until some source has used each of its trajectories `times` times."""
+        """Return the number of draws until a source has used each of its trajectories `max_uses` times."""
         room = np.asarray([max_uses * len(part) for part in self._parts])
         draws = range(max_uses * self.num + 1)
         return bisect_left(draws, True, key=lambda total: bool((shares(self._weights, total) > room).any())) - 1

@@ -1,4 +1,4 @@
-"""How every run of one process begins: all checks before the folder is made, then the lock and the record."""
+"""The start of every run in one process: all checks before the folder is made, then the lock and the record."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 
 _CHARACTERS_A_TOKEN = 16
-"""A prompt with more characters for each place in the context is encoded in part first: encoding is not linear."""
+"""A prompt with more characters per position of the context is first encoded in part: encoding is not linear."""
 _TEMPLATE_BYTES = 256
-"""What a chat template adds at most, in bytes, as far as it is not worth encoding a prompt to find out."""
+"""Bytes allowed for a chat template: a prompt that is shorter than the context by more than this is not encoded."""
 
 
 def check_start(folder: RunFolder, setup: Setup, *, resume: bool) -> None:
-    """Check all that can be checked before a model is built and a folder is made.
+    """Check everything that can be checked before a model is built and a folder is made.
 
     Raises:
-        PipelineError: the run cannot start or go on, and why.
+        PipelineError: the run cannot start or continue; the message says why.
     """
     folder.check_free_or_recorded(resume=resume)
     if resume:
@@ -36,7 +36,7 @@ def check_start(folder: RunFolder, setup: Setup, *, resume: bool) -> None:
 
 @contextmanager
 def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandler) -> Iterator[None]:
-    """Hold the folder for this process alone, with its record written; made if it is not there."""
+    """Hold the folder for this process alone, with its record written; it is made if absent."""
     with folder.named_disk_errors(), folder.lock(), folder.log():
         folder.check_free_or_recorded(resume=resume)  # again under the lock: another process may have been faster
         if not resume:
@@ -51,11 +51,11 @@ def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandl
 def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int) -> None:
     """Refuse prompts that leave no room for a completion in the model's context.
 
-    A prompt file is looked at whole, and only prompts that may be too long are encoded: a token stands for at least one
-    byte. Of another source, the prompts of the first rollout are looked at.
+    All prompts of a file are checked, but only those that may be too long are encoded: a token is at least one byte.
+    For another source, the prompts of the first rollout are checked.
 
     Raises:
-        DataError: a prompt is too long; names it, its tokens and the limit.
+        DataError: a prompt is too long; the message names it, its tokens and the limit.
     """
     most = policy.max_positions
     if most is None:
@@ -104,7 +104,7 @@ def _prompts(pipeline: Pipeline, seed: int) -> Iterator[Prompt]:
 
 
 def _num_tokens(policy: TokenPolicy, text: str, *, as_chat: bool, enough: int) -> int:
-    """Count the tokens of a prompt; `enough` where its beginning alone has as many."""
+    """Count the tokens of a prompt, or return `enough` if its beginning alone has as many."""
     beginning = text[: _CHARACTERS_A_TOKEN * enough]
     num = len(encode_prompt(policy.tokenizer, beginning, as_chat=as_chat))
     if len(beginning) == len(text):

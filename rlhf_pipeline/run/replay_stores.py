@@ -1,4 +1,4 @@
-"""A run that learns from stores alone: gather, then take steps; the folder is that of any other run."""
+"""A run that learns only from stores: gather, then take steps; its folder is like that of any other run."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def replay_stores(
 ) -> RunFinished:
     """Learn from the stores that `pipeline.replay` names, to the definition's end or until a signal.
 
-    First the chosen trajectories are copied into the run's own store, those that lack log-probs or an advantage
-    through the write path. Then every step learns from some of them: which is a function of the gathered store, the
-    seed and the step.
+    First the chosen trajectories are copied into the run's own store; those that lack log-probs or an advantage go
+    through the write path. Then every step learns from a batch of them, which is a function of the gathered store,
+    the seed and the step.
 
     Args:
         pipeline: the definition, overrides applied; `replay` is set.
         run_dir: the run folder; must not exist, unless `resume`.
         seed: seeds the model made from scratch and every batch.
         device: where the model lives.
-        resume: go on with the gathering where it stopped, or from the newest checkpoint. On a CPU the weights come out
-            as in a straight run, bit for bit. What was chosen at the first start stays chosen, though stores may have
-            grown.
+        resume: continue gathering where it stopped, or continue from the newest checkpoint. On a CPU the weights are
+            those of a straight run, bit for bit. The choice of the first start is kept, even if stores have grown
+            since.
         definition: where the definition came from, for `config.json`.
         overrides: the `--set` pairs already applied, for `config.json`.
         on_event: called at the start, at every step, for notices and at the end.
 
     Returns:
-        The last event: why the run stopped and what it learned from.
+        The last event: why the run stopped, and its figures.
 
     Raises:
         RunExistsError: the folder exists (without `resume`) or another process uses it.
-        MissingPathError: a store is not there, or the folder (with `resume`), or the model.
+        MissingPathError: a store, the folder (with `resume`) or the model does not exist.
         RunMismatchError: the definition differs from the one that the run was started with.
         DefinitionError: no store is named, or a filter or weight cannot be used.
-        DataError: nothing is left to learn from, or the policy cannot read it.
+        DataError: nothing is left to learn from, or the policy cannot read a trajectory.
         RunStorageError: the disk is full; everything gathered is still there.
     """
     started, folder, replay = time.perf_counter(), RunFolder(run_dir), pipeline.replay
@@ -84,7 +84,7 @@ def replay_stores(
             if followed is not None:
                 folder.write(folder.recorded_ledger, followed)
             choice.save(folder)
-        # All that was chosen stays: `buffer.max_trajectories` is about what is collected.
+        # Everything chosen stays: `buffer.max_trajectories` limits only collected trajectories.
         storage = open_storage(folder, pipeline, max_size=None, schema=schema)
         with closing(storage), stop_on_signals() as stop:
             gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
@@ -112,12 +112,12 @@ def replay_stores(
 
 
 def limits_of(policy: TokenPolicy) -> Limits:
-    """Return what a policy can read."""
+    """Return the limits of what a policy can read."""
     return Limits(vocabulary=int(policy.head_weight.shape[0]), positions=policy.max_positions)
 
 
 def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
-    """Gather what is missing; False if a signal stopped it before the end."""
+    """Gather what is missing; return False if a signal stopped it before the end."""
     counts = gatherer.run(lambda: bool(stop))
     if counts is None:
         return False

@@ -25,10 +25,10 @@ from rlhf_pipeline.run.offline_batches import Batches
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
-"""What the learner itself writes into a row of the ledger; more fields mean that a caller chose the rows."""
+"""The fields that the learner itself writes into a ledger row; others mean that a caller chose the rows."""
 
 _CLOSE = 1e-3
-"""How far a loss may be from the recorded one, relative, where the device does not repeat its bits."""
+"""The largest relative difference from the recorded loss on a device that does not repeat its bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Retaken:
         step: its number.
         num_trajectories: in its batch.
         batch_problem: how the batch differs from the recorded one, or None.
-        recorded: the loss in `metrics.jsonl`; None where the step had nothing to learn from.
+        recorded: the loss in `metrics.jsonl`; None if the step had nothing to learn from.
         computed: the loss now.
         recorded_norm: the gradient's norm in `metrics.jsonl`.
         computed_norm: the norm now.
@@ -71,14 +71,14 @@ class Retaken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RerunPlan:
-    """Which steps are taken again, and from where.
+    """Which steps to take again, and from where.
 
     Attributes:
-        run: the run; where it is at a URL, the copy of the checkpoint goes with it.
+        run: the run; at a URL, it owns the copy of the checkpoint.
         checkpoint: the newest one before the first step.
-        start: optimizer steps behind it.
+        start: the step of the checkpoint.
         first: the first step to compare.
-        last: the last.
+        last: the last step to compare.
     """
 
     run: RunFolder
@@ -94,7 +94,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     Args:
         run_dir: the run folder.
         from_step: the first step to compare, from 1.
-        num_steps: how many; all that are recorded when None.
+        num_steps: how many to compare; None means all that are recorded.
 
     Raises:
         DataError: the run has not taken these steps.
@@ -140,7 +140,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
         pipeline: the definition that the run was started with.
         plan: from `plan_rerun`.
         seed: the run's seed.
-        device: where the model is put; the bits are comparable on the kind of device that the run had.
+        device: where the model is put; bits can be compared only on the same kind of device as the run's.
 
     Raises:
         DataError: trajectories that the ledger names are no longer in the store.
@@ -176,25 +176,25 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
                     computed=_recorded_form(found["loss"]),
                     recorded_norm=line.get("grad_norm"),
                     computed_norm=_recorded_form(found["grad_norm"]),
-                    # Several processes add their gradients up in another order.
+                    # Several processes sum their gradients in another order.
                     exact=exact and line.get("processes", 1) == 1,
                 )
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:
-    """Say how the batch differs from what the ledger says about it, or return None.
+    """Say how the batch differs from the ledger's record of it, or return None.
 
-    The rows must hold the trajectories and ages of the ledger; and where the learner chose them itself, the choice is
-    made again from the store as it was.
+    The rows must hold the trajectories and ages of the ledger; and if the learner chose them itself, the choice is
+    repeated on the store as it was then.
     """
-    version = row.get("newest_version", row["step"] - 1)  # of a store that was learned from alone
+    version = row.get("newest_version", row["step"] - 1)  # recorded by runs over stores
     if len(rows):
         trajectories = store.read_scalars("trajectory_id", rows).tolist()
         if row.get("trajectory_ids", trajectories) != trajectories:
             return "its rows hold other trajectories than the ledger says"
         if (version - store.read_scalars("policy_version", rows)).tolist() != row["ages"]:
             return "its trajectories are of other policy versions than the ledger says"
-    # How often rows had been used is not known here, so a choice with a use limit is not made again.
+    # The use counts of that time are not known here, so a choice with a use limit is not repeated.
     if row.keys() <= _OWN_FIELDS and len(store) == store.watermark and learner.sample.max_uses is None:
         chosen = learner.chosen_rows(row["step"], watermark=row["watermark"]).row_ids
         if chosen.tolist() != rows.tolist():
@@ -203,7 +203,7 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
 
 
 def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches | None:
-    """Return how a run that learned from stores drew its batches; None of other runs, and where uses are limited."""
+    """Return the batches of a run over stores; None for other runs, and if uses are limited."""
     replay = pipeline.replay
     if replay is None or replay.recorded_order or pipeline.sample.max_uses is not None:
         return None
@@ -218,7 +218,7 @@ def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches |
 
 
 def _recorded_form(value: float | int | None) -> float | None:
-    """Return a figure as `metrics.jsonl` has it: null for what is not finite."""
+    """Return a figure as in `metrics.jsonl`, where a non-finite number is null."""
     if value is None or not math.isfinite(value):
         return None
     return float(value)

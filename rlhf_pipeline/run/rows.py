@@ -1,10 +1,10 @@
 """JSON lines on disk: whole lines, appended in one write; and one line per optimizer step with an index beside it.
 
-`metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Beside each lies an index of 24 bytes
-a row (step, start, length, CRC32C of the line, CRC32C of these): the number of rows, any row and the last one are found
-in constant time, and a line that was cut, changed or taken out is seen. The index is written after the line; whatever
-it lacks is found by reading the lines after the last one that it knows, so no reader loads what it does not show. A
-damaged entry costs the use of the index, and no row. Imports no torch.
+`metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Each has an index of 24 bytes a row
+(step, start, length, CRC32C of the line, CRC32C of these): the number of rows, any row and the last one are found in
+constant time, and a line that was cut, changed or removed is detected. The index is written after the line; rows that
+it lacks are found by reading the lines after its last one, so no reader loads more than it needs. A damaged entry
+disables the index, but loses no row. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CHUNK: Final = 1 << 20
 
 
 class Entry(NamedTuple):
-    """What the index says of one row."""
+    """The index entry of one row."""
 
     step: int
     start: int
     """Of its line, in bytes from the start of the file."""
     length: int
-    """Of its line, with the newline."""
+    """Of its line, including the newline."""
     checksum: int
     """CRC32C of its line."""
 
@@ -52,8 +52,8 @@ class Entry(NamedTuple):
 class StepRows(Sequence[Row]):
     """The rows of a file with one JSON line per step, by place or by step.
 
-    What was there when the object was made, or at the last `refresh`, counts; `append` and `drop_from` are for the one
-    process that writes.
+    The object sees the rows that existed when it was made or last refreshed; only the writing process may call `append`
+    and `drop_from`.
 
     Args:
         path: the file; it need not exist yet.
@@ -79,12 +79,12 @@ class StepRows(Sequence[Row]):
         self.num_passed_over = 0
         """Entries of the index whose lines are gone or changed, at the end of the file."""
         self._last: Entry | None = None
-        """Of the last row, once it is known: whoever writes step after step need not read it again."""
+        """The entry of the last row, once known, so that a writer need not read it again for every step."""
         self._mended = False
         self.refresh()
 
     def refresh(self) -> int:
-        """See what is on disk now, and return the number of rows.
+        """Read what is on disk now, and return the number of rows.
 
         Raises:
             DataError: a line that the index lacks is not a row.
@@ -112,12 +112,12 @@ class StepRows(Sequence[Row]):
 
     @property
     def is_torn(self) -> bool:
-        """Whether the last line was cut short by a kill; it is not among the rows."""
+        """Whether a kill cut the last line short; it is not among the rows."""
         return self._torn > 0
 
     @property
     def last_step(self) -> int:
-        """The step of the last row; 0 without rows."""
+        """The step of the last row; 0 if there are no rows."""
         return self.entry(len(self) - 1).step if len(self) else 0
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class StepRows(Sequence[Row]):
         return self._row(line, at)
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield the rows, oldest first, with one of them in memory at a time."""
+        """Yield the rows, oldest first, with one in memory at a time."""
         if not len(self):
             return
         last = self.entry(len(self) - 1).end
@@ -159,10 +159,10 @@ class StepRows(Sequence[Row]):
         return None if place is None else self[place]
 
     def known(self, step: int) -> Row:
-        """Return the row of a step that must be there.
+        """Return the row of a step that must exist.
 
         Raises:
-            DataError: it is not.
+            DataError: it does not.
         """
         row = self.of_step(step)
         if row is None:
@@ -175,34 +175,34 @@ class StepRows(Sequence[Row]):
         return place if place < len(self) and self.entry(place).step == step else None
 
     def spread(self, most: int) -> list[Row]:
-        """Return at most this many rows, spread evenly, the first and the last among them."""
+        """Return at most this many rows, spread evenly, including the first and the last."""
         if len(self) <= most:
             return list(self)
         return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
 
     def entry(self, place: int) -> Entry:
-        """Return what is known of the row at a place, from 0.
+        """Return the entry of the row at a place, from 0.
 
         Raises:
-            DataError: another process has taken it off.
+            DataError: another process has removed the row.
         """
         if place == len(self) - 1 and self._last is not None:
             return self._last
         found = self._indexed(place) if place < self._num_indexed else None
         if found is None and place < self._num_indexed:
-            self._num_indexed, self._mended = 0, False  # what is damaged in one place is not believed
+            self._num_indexed, self._mended = 0, False  # an index with a damaged entry is not trusted
             self._later = list(self._scan(0))
         if found is None:
             if place - self._num_indexed >= len(self._later):
-                raise DataError(f"{self.path} has lost its line {place + 1} meanwhile. Read it again.")
+                raise DataError(f"another process has removed line {place + 1} of {self.path}. Read it again.")
             found = self._later[place - self._num_indexed]
         if place == len(self) - 1:
             self._last = found
         return found
 
     def problems(self) -> Iterator[str]:
-        """Say what does not fit: every line is read and compared with the index."""
-        self.refresh()  # what was read before may have found the index damaged, and gone by the lines since
+        """Yield the problems: every line is read and compared with the index."""
+        self.refresh()  # an earlier read may have found the index damaged, and used the lines since
         if self.num_passed_over:
             yield (
                 f"{self.num_passed_over} lines are not as they were written, from line {self._num_indexed + 1} on: "
@@ -233,7 +233,7 @@ class StepRows(Sequence[Row]):
         """Cut off what a kill or a power loss left at the end, and complete the index.
 
         Raises:
-            DataError: whole lines follow one that is not as it was written: the file was edited or damaged.
+            DataError: whole lines follow one that has changed: the file was edited or damaged.
         """
         if self._mended:
             return
@@ -250,10 +250,10 @@ class StepRows(Sequence[Row]):
         self._mended = True
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the row of the next step: its line, then its place in the index.
+        """Write the row of the next step: its line, then its entry in the index.
 
         Raises:
-            OSError: the disk is full; the file is as it was.
+            OSError: the disk is full; the file is unchanged.
         """
         self.mend()
         self._mended = False  # until both are written
@@ -264,7 +264,7 @@ class StepRows(Sequence[Row]):
         try:
             append_line(self.index_path, _packed(added))
         except OSError:
-            os.truncate(self.path, start)  # a line that its writer does not know of would be followed by the next
+            os.truncate(self.path, start)  # else the next row would follow a line that the writer does not know of
             raise
         self._num_indexed, self._last, self._mended = self._num_indexed + 1, added, True
 
@@ -275,7 +275,7 @@ class StepRows(Sequence[Row]):
         if place == len(self):
             return
         start = self.entry(place).start
-        self.mend()  # where the index was found to be damaged on the way
+        self.mend()  # in case the index was found to be damaged on the way
         os.truncate(self.path, start)
         os.truncate(self.index_path, place * _ENTRY.size)
         self._num_indexed, self._last = place, None
@@ -291,7 +291,7 @@ class StepRows(Sequence[Row]):
             return len(self)
         likely = min(max(step - 1, 0), len(self) - 1)
         if self.entry(likely).step == step:
-            return likely  # rows begin with step 1 and have no gaps, as a rule
+            return likely  # rows usually begin with step 1 and have no gaps
         return bisect_left(range(len(self)), step, key=lambda place: self.entry(place).step)
 
     def _indexed(self, place: int) -> Entry | None:
@@ -299,7 +299,7 @@ class StepRows(Sequence[Row]):
         return _entry(_read(self.index_path, place * _ENTRY.size, _ENTRY.size))
 
     def _holds(self, entry: Entry, size: int) -> bool:
-        """Whether the file has the line that the index says."""
+        """Return whether the file has the line of an entry."""
         if not 0 <= entry.start < entry.end <= size:
             return False
         return google_crc32c.value(_read(self.path, entry.start, entry.length)) == entry.checksum
@@ -328,7 +328,7 @@ class StepRows(Sequence[Row]):
 class NewRows:
     """Follows the rows of a file while another process writes them.
 
-    A resumed learner may take rows off and write others in their place. Those are new rows too.
+    A resumed learner may replace rows. The replacements are new rows, too.
 
     Args:
         rows: its rows, or the file; it need not exist yet. What it holds now counts as seen.
@@ -364,7 +364,7 @@ class NewRows:
 
 
 _LOOK_BACK: Final = 4096
-"""Rows that may be replaced without a follower missing it; a resumed learner replaces those since a checkpoint."""
+"""Rows whose replacement a follower notices; a resumed learner replaces at most those since a checkpoint."""
 
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
 
@@ -374,7 +374,7 @@ def _packed(entry: Entry) -> bytes:
 
 
 def _entry(content: bytes) -> Entry | None:
-    """Return what `_packed` gave, or None if it is damaged."""
+    """Return the entry that `_packed` packed, or None if it is damaged."""
     if len(content) < _ENTRY.size:
         return None
     entry = Entry(*_FIELDS.unpack_from(content))
@@ -382,7 +382,7 @@ def _entry(content: bytes) -> Entry | None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a file for reading; one that is absent is empty."""
+    """Open a file for reading; a missing one reads as empty."""
     return path.open("rb") if path.exists() else open(os.devnull, "rb")
 
 
@@ -399,7 +399,7 @@ def _read(path: Path, start: int, length: int) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Return `value` with NaN and infinities as None: JSON has no words for them."""
+    """Return `value` with NaN and infinities as None: JSON cannot express them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -413,13 +413,13 @@ def line_of(row: Mapping[str, object]) -> bytes:
     """Return a row as one line; non-finite numbers become `null`."""
     try:
         text = json.dumps(row, allow_nan=False, separators=(",", ":"))
-    except (ValueError, TypeError):  # NaN, an infinity, or a mapping that is no dict
+    except (ValueError, TypeError):  # NaN, an infinity, or a mapping that is not a dict
         text = json.dumps(_plain(row), allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append bytes with one `write`; where a full disk takes only some of them, none stay.
+    """Append bytes with one `write`; if a full disk takes only some of them, none stay.
 
     Raises:
         OSError: the disk is full or the file cannot be written.

@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Final
 
 STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to stop: Ctrl-C, `kill`, and a terminal or a connection that is gone."""
+"""Signals that ask a run to stop: Ctrl-C, `kill`, and a lost terminal or connection."""
 
 
 class StopRequest:
-    """True once a signal has asked the run to stop, or the process that it must not outlive has ended.
+    """True once a signal has asked the run to stop, or its supervisor has ended.
 
     Args:
         parent: the process id of the supervisor; None if there is none.
@@ -34,12 +34,12 @@ class StopRequest:
 def stop_on_signals(parent: int | None = None) -> Iterator[StopRequest]:
     """Turn the first of `STOPPING` into a request; a second one interrupts at once.
 
-    A SIGHUP that is ignored, as `nohup` has it, stays ignored.
+    A SIGHUP that is ignored, as with `nohup`, stays ignored.
 
     Outside the main thread Python delivers no signals, so there the request never comes.
 
     Args:
-        parent: also stop when this process, the one that started us, is gone.
+        parent: also stop when this process, which started us, is gone.
     """
     request = StopRequest(parent)
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""What the steps of a run learn from: rollouts made here, arrivals, draws from stores, or a recorded run."""
+"""The sources of a run's batches: rollouts made here, arrivals, draws from stores, or a recorded run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class MadeHere(_Collected):
 
     Args:
         pipeline: the definition.
-        parts: what collects and learns.
+        parts: collect and learn.
         on_event: receives notices.
     """
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
-        """Collect a rollout where the step begins one; the learner chooses from what is fresh."""
+        """Collect a rollout if the step begins one; the learner chooses from the fresh trajectories."""
         index, update = divmod(step - 1, self._updates)
         rollout: Rollout | None = None
         if update == 0:
@@ -80,8 +80,8 @@ class Arrivals(_Collected):
 
     Args:
         pipeline: the definition.
-        parts: what learns, and the write path whose state all collectors share.
-        rollouts: which are stored.
+        parts: the learner, and the write path whose state all collectors share.
+        rollouts: the stored rollouts.
         run: the run folder.
         heartbeat: of this process.
         on_event: receives notices.
@@ -98,28 +98,28 @@ class Arrivals(_Collected):
     ) -> None:
         super().__init__(pipeline, parts, on_event)
         self.done = RolloutSet()
-        """Rollouts that the steps so far began with."""
+        """Rollouts that the steps so far began."""
         self._pipeline = pipeline
         self._rollouts = rollouts
         self._run = run
         self._heartbeat = heartbeat
         self._waiting: dict[int, StoredRollout] = {}
-        """Rollouts that have arrived and were not learned from yet, in order."""
-        self._news = self._look
-        """Gives those that have arrived since; may be at work while a step is taken."""
+        """Rollouts that have arrived and that no step has learned from yet, in order."""
+        self._news = self._read_new
+        """Returns the rollouts that have arrived since; may be running while a step is taken."""
         self._current: tuple[StoredRollout, Ints] | None = None
-        """The rollout that is learned from, and its rows that have a reward."""
+        """The current rollout, and its rows that have a reward."""
         self._digests: dict[int, int] = {}
-        """Of the weights that this process published, by version, as far back as they may be learned from."""
+        """Of the weights that this process published, by version, as far back as the staleness limit reaches."""
 
     def note_weights(self, version: int, digest: int) -> None:
-        """Say what weights are published: those of the next step, or newer ones while steps are taken again."""
+        """Note which weights are published: those of the next step, or newer ones while steps are taken again."""
         self._digests[version] = digest
         if len(self._digests) > self._pipeline.buffer.max_staleness + 2:
             del self._digests[min(self._digests)]
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
-        """Wait for the next rollout where the step begins one; a step that was begun before is taken as planned."""
+        """Wait for the next rollout if the step begins one; a step that was begun before is taken as planned."""
         planned, begins = self._parts.learner.ledger.planned(step), self.begins(step)
         if begins or self._current is None:
             before = planned if begins else self._parts.learner.ledger.planned(step - 1)
@@ -129,7 +129,7 @@ class Arrivals(_Collected):
             self._current = self._arrived(index)
             if begins:
                 self._begin(index)
-                self._news = self._run.medium.ahead(self._look)
+                self._news = self._run.medium.ahead(self._read_new)
         current, graded = self._current
         row_ids, ages = self._as_planned(planned, step) or self._usable(current.rollout, graded, step)
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)
@@ -145,11 +145,11 @@ class Arrivals(_Collected):
         )
 
     def state(self) -> dict[str, Any]:
-        """The rollouts that were begun, and the state of the write path."""
+        """Return the rollouts that were begun, and the state of the write path."""
         return {"done": self.done.to_json(), **super().state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore what `state` returned."""
         self.done = RolloutSet.from_json(state["done"])
         super().load_state(state)
 
@@ -160,14 +160,14 @@ class Arrivals(_Collected):
         self._parts.collector.observe(np.arange(index * size, (index + 1) * size))
 
     def _wait(self, stop: StopRequest, step: int, *, planned: int | None = None) -> int | None:
-        """Return the rollout that arrived first among those not learned from; None if the process is to stop.
+        """Return the planned rollout, or the first arrival not learned from; None if the process is to stop.
 
-        Or the one that was planned: its row may be lost to a power loss, and comes again from a collector.
+        A power loss may take the row of a planned rollout; a collector then stores it again.
         """
         pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + _ALONE_S
         while not stop:
             self._waiting |= self._news()
-            self._news = self._look
+            self._news = self._read_new
             if planned is not None and (planned in self._waiting or self._rollouts.get(planned) is not None):
                 return planned
             if planned is None and self._waiting:
@@ -179,18 +179,18 @@ class Arrivals(_Collected):
             pause.sleep()
         return None
 
-    def _look(self) -> dict[int, StoredRollout]:
-        """Return what has arrived. The store is left alone: what a step sees of it must not change under it."""
+    def _read_new(self) -> dict[int, StoredRollout]:
+        """Return the new arrivals, without refreshing the store, whose content must not change during a step."""
         return {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
 
     def _say_if_alone(self) -> None:
-        """Report what is missing when the learner waits and no collector is alive."""
+        """Report that the learner waits if no collector is alive."""
         if not self._run.medium.living() - {"learner", "supervisor"}:
             command = f"rlhf-pipeline collect --run {typed(self._run.address)}"
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> tuple[StoredRollout, Ints]:
-        self._parts.buffer.refresh()  # after its record was seen: its trajectories were stored before
+        self._parts.buffer.refresh()  # after its record was read: its trajectories were stored before that
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
@@ -205,7 +205,7 @@ class Arrivals(_Collected):
         return said, row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))]
 
     def _usable(self, rollout: int, row_ids: Ints, step: int) -> tuple[Ints, Ints]:
-        """Return the trajectories that `step` learns from, and their ages; say how many of the rollout are too old."""
+        """Return the trajectories that `step` learns from, and their ages; report how many are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
         versions = self._versions(row_ids)
@@ -227,13 +227,13 @@ class Arrivals(_Collected):
         return row_ids[young], ages[young]
 
     def _as_planned(self, planned: Row | None, step: int) -> tuple[Ints, Ints] | None:
-        """Return what a step was to learn from, with its ages; None if that was never said, or is not as it was."""
+        """Return a step's planned rows and their ages, or None if there is no plan or its rows have changed."""
         if planned is None:
             return None
         row_ids = np.asarray(planned["row_ids"], np.int64)
         if not self._parts.buffer.store.holds(row_ids).all():
             return None
-        # A power loss may take rows that the ledger names; those that are sampled in their place may have their ids.
+        # A power loss may take rows that the ledger names; rows sampled in their place may have the same ids.
         versions = self._versions(row_ids)
         ages = step - 1 - versions
         as_said = ages.tolist() == planned["ages"] and self._of_this_run(row_ids, versions, step).all()
@@ -245,8 +245,8 @@ class Arrivals(_Collected):
     def _of_this_run(self, row_ids: Ints, versions: Ints, step: int) -> npt.NDArray[np.bool_]:
         """Return which trajectories, of these policy versions, were sampled with weights of this run before a step.
 
-        The ledger says which weights a step began with, this process what it has published. (Both are asked: taken
-        again on a GPU, steps give other last bits.) Trajectories that name no weights are believed.
+        The ledger knows the weights that a step began with, and this process those that it published. Both count,
+        because steps taken again on a GPU give other last bits. Trajectories that name no weights are accepted.
         """
         ledger = self._parts.learner.ledger
         digests = self._parts.buffer.store.read_scalars(POLICY_DIGEST.name, row_ids)
@@ -258,7 +258,7 @@ class Arrivals(_Collected):
         return known
 
     def _drawn(self, step: int) -> tuple[Ints, Ints]:
-        """Return what `sample.strategy` draws from the rollouts that were begun, which is what the ledger counts on."""
+        """Return what `sample.strategy` draws from the rollouts that were begun, as recorded in the ledger."""
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
 
         def allowed(fresh: Chosen) -> npt.NDArray[np.bool_]:
@@ -271,7 +271,7 @@ class Arrivals(_Collected):
 
 
 def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = None) -> dict[str, Any]:
-    """Return what a step's line says of its rollout; how it was collected on the first step alone."""
+    """Return the fields of a step's line about its rollout; only the first step reports how it was collected."""
     return {
         "rollout": rollout,
         "num_failed": None if begun is None else begun.num_failed,
@@ -281,7 +281,7 @@ def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = N
 
 
 class Drawn(Source):
-    """A step learns from a batch that is drawn from all that was gathered."""
+    """Draws the batch of a step from everything that was gathered."""
 
     def __init__(self, pipeline: Pipeline, replay: Replay, learner: Learner) -> None:
         self._store = learner.buffer.store
@@ -310,19 +310,19 @@ _OTHERWISE = (
 
 
 class RecordedVersions(Source):
-    """Step k learns from what the weights of version k - 1 may learn from, as the run that filled the store did."""
+    """Step k takes the trajectories that are fresh for version k - 1, as the run that filled the store did."""
 
     def __init__(self, pipeline: Pipeline, learner: Learner) -> None:
         store = learner.buffer.store
         versions = np.asarray(store.read_scalars("policy_version"))
         order = np.argsort(versions, kind="stable")
         self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
-        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, the last one too
+        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, even the last one
             self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
             self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
-        """Leave the choice to the learner; the reward is that of the rollout which the run had just collected."""
+        """Leave the choice to the learner; the reward is that of the rollout that the run had just collected."""
         first, end = np.searchsorted(self._versions, [step - 1, step]).tolist()
         return Batch(task_reward=_mean(self._rewards[first:end]), about=_about())
 
@@ -340,7 +340,7 @@ class RecordedVersions(Source):
 
 
 class RecordedLedger(Source):
-    """Step k learns from the rows that the ledger of the run that filled the store names for it."""
+    """Step k takes the rows that the ledger of the run that filled the store names for it."""
 
     def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:
         self._store, self._pipeline = learner.buffer.store, pipeline
@@ -351,7 +351,7 @@ class RecordedLedger(Source):
         self.last = self._recorded.last_step
 
     def next(self, step: int, stop: StopRequest) -> Batch | None:
-        """Take what the ledger names; the reward is that of the rollout that the step begins with."""
+        """Take the rows that the ledger names; the reward is that of the rollout that the step begins."""
         recorded = self._recorded.known(step)
         wanted = np.asarray(recorded["row_ids"], np.int64)
         at = np.searchsorted(self._rows, wanted)
@@ -371,16 +371,16 @@ class RecordedLedger(Source):
         )
 
     def _rollout_reward(self, rollout: int) -> float | None:
-        """Mean reward of a rollout, whose groups are numbered by their prompts."""
+        """Return the mean reward of a rollout, whose groups are numbered by their prompts."""
         inside = self._store.read_scalars("group_id") // self._pipeline.collect.prompts_per_rollout == rollout
         return _mean(self._store.read_scalars("task_reward")[inside])
 
 
 def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:
-    """Return what the definition of a run over stores asks for.
+    """Return the source that the definition of a run over stores asks for.
 
     Raises:
-        DataError: the trajectories that it needs are not there.
+        DataError: the trajectories that it needs are missing.
         DefinitionError: a store is too small for its share of a batch.
     """
     if not replay.recorded_order:
@@ -391,13 +391,13 @@ def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: Run
 
 
 def ledger_to_follow(store: Address) -> bytes | None:
-    """Return the ledger of the run that a store belongs to, where its steps took rollouts as they arrived.
+    """Return the ledger of a store's run if its steps took rollouts as they arrived, else None.
 
-    That is so with collectors in processes of their own: which rollout had arrived at a step is not in the store.
+    That is so if collectors were separate processes: the store does not show which rollouts had arrived at a step.
     """
     place = run_of_store(store)
     run = None if place is None else RunFolder(place)
-    # The first row tells: a run is one of several processes from its start, or never.
+    # The first row is enough: a run has several processes from its start, or never.
     if run is None or not len(run.ledger) or "rollout" not in run.ledger[0]:
         return None
     return run.ledger_file.read_bytes()

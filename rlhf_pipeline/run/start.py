@@ -1,4 +1,4 @@
-"""One run in one process: check, build what the definition says, take its steps, save, resume."""
+"""One run in one process: check, build the definition's objects, take steps, save, resume."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def run(
 
     Args:
         pipeline: the definition, overrides applied.
-        run_dir: the run folder; must not exist, unless `resume`. One that a start left which came to nothing is
-            taken over.
+        run_dir: the run folder; must not exist, unless `resume`. A folder that a failed start left is taken over.
         seed: seeds the model made from scratch, the order of the prompts and every completion.
         device: where models live, for example `cpu` or `cuda`.
-        resume: go on from the newest checkpoint in `run_dir`. On a CPU the weights come out as in a straight run,
-            bit for bit: what was stored since the checkpoint is used again and not sampled a second time.
-        parent: also stop when this process, the one that started us, is gone.
+        resume: continue from the newest checkpoint in `run_dir`. On a CPU the weights are those of a straight run,
+            bit for bit: trajectories stored since the checkpoint are used again and not sampled a second time.
+        parent: also stop when this process, which started us, is gone.
         definition: where the definition came from, for `config.json`.
         overrides: the `--set` pairs already applied, for `config.json`.
         on_event: receives the start, every step, notices and the end.
@@ -52,7 +51,7 @@ def run(
 
     Raises:
         RunExistsError: the folder exists (without `resume`) or another process uses it.
-        MissingPathError: the folder is not there (with `resume`), or the model or the prompt file is not.
+        MissingPathError: the folder (with `resume`), the model or the prompt file does not exist.
         RunMismatchError: the definition differs from the one that the run was started with.
         DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RunStorageError: the disk is full; everything acknowledged is still there.

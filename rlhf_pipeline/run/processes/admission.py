@@ -1,4 +1,4 @@
-"""Whether another rollout may start: a pure function, so that collectors do not make what would be discarded."""
+"""Whether another rollout may start: a pure function, so that collectors sample nothing that would be discarded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def may_start(
     updates_per_rollout: int,
     max_staleness: int,
 ) -> bool:
-    """Return True if a rollout that starts now cannot make any trajectory too old to be learned from.
+    """Return True if a rollout that starts now cannot make any trajectory too old to learn from.
 
-    Rollouts are learned from in the order of arrival. At worst the new one, or the one in flight with the oldest
-    weights, arrives last: behind `num_waiting` others. Its last update then happens at version
-    `next_version + (num_waiting + 1) * updates_per_rollout - 1`, and that minus the version of its weights is its age.
+    The learner takes rollouts in the order of arrival. At worst the new one, or the one in flight with the oldest
+    weights, arrives last, after `num_waiting` others. Its last update is then at version
+    `next_version + (num_waiting + 1) * updates_per_rollout - 1`; its age is that minus the version of its weights.
 
     Args:
-        version: the version of the newest published weights; the new rollout would be sampled with it.
-        next_version: the version at which the learner begins with the next rollout that waits.
-        num_waiting: rollouts that are stored and not learned from yet, and those in flight.
-        oldest_in_flight: the oldest version that a rollout in flight is sampled with; None if there is none.
+        version: the version of the newest published weights, with which the new rollout would be sampled.
+        next_version: the version at which the learner begins with the next waiting rollout.
+        num_waiting: the number of rollouts that are stored and not learned from yet, or in flight.
+        oldest_in_flight: the oldest version of the weights of a rollout in flight; None if there is none.
         updates_per_rollout: optimizer steps on each rollout.
         max_staleness: the largest age, in optimizer steps, that the learner accepts.
 

@@ -1,6 +1,6 @@
 """One child of a supervisor: started, watched, killed when it hangs, restarted after growing delays.
 
-It is a process, or several that are one learner: they start together, and when one of them is lost all start again.
+A child is one process, or the several of one learner: they start together, and if one is lost, all are restarted.
 
 Nothing here imports torch.
 """
@@ -27,12 +27,12 @@ from rlhf_pipeline.settings import Settings, setting
 logger = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 1_000_000
-"""A child's log is moved to `.log.1` when it is larger than this at a start."""
+"""A child's log that is larger than this at a start is moved to `.log.1`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorConfig(Settings):
-    """How many processes, and when one is started again, killed or given up.
+    """The number of processes, and when one is restarted, killed or given up.
 
     >>> SupervisorConfig(collectors=2).delay_s(1), SupervisorConfig().delay_s(4), SupervisorConfig().delay_s(99)
     (1.0, 8.0, 60.0)
@@ -85,15 +85,15 @@ class Exit:
     """How a child ended."""
 
     name: str
-    """Of the process that ended it."""
+    """Of the process that caused the end."""
     log: Path
     """Of that process."""
     code: int
-    """As `subprocess` has it: below 0 the number of the signal that killed it."""
+    """As in `subprocess`: if negative, minus the number of the signal that killed it."""
     advanced: bool
-    """Whether it had stored a rollout or taken a step since it was started."""
+    """Whether it had stored a rollout or taken a step since its start."""
     last_words: str
-    """The last line of what it wrote to stderr since it was started; empty if there is none, or if it was killed."""
+    """The last line that it wrote to stderr since its start; empty if there is none, or if it was killed."""
 
     @property
     def how(self) -> str:
@@ -106,13 +106,13 @@ class Child:
 
     Args:
         name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log. In a group it is the name of the
-            first process, which is the one to stop; the others are `learner-1`, ...
-        command: what to execute.
-        size: processes of the group.
+            first process, which receives signals; the others are `learner-1`, ...
+        command: the command to execute.
+        size: the number of processes in the group.
         folder: the run's `processes` folder.
         config: the timeouts.
         launch: starts it.
-        count: returns how far the child is, from its heartbeat; a number that grows with each rollout or step.
+        count: returns the child's progress from its heartbeat: a number that grows with each rollout or step.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Child:
         self.failures = 0
         """Failures in a row."""
         self.is_wanted = True
-        """Whether it is to be started again when it ends."""
+        """Whether to restart it when it ends."""
         self._folder = folder
         self._launch = launch
         self._count = count
@@ -150,26 +150,26 @@ class Child:
 
     @property
     def lives(self) -> bool:
-        """Whether it was started, and its end was not taken."""
+        """Whether it was started, and its exit has not been taken."""
         return bool(self._processes)
 
     @property
     def pids(self) -> dict[str, int | None]:
-        """The process ids by name; None of one that does not live."""
+        """The process ids by name; None for a process that is not alive."""
         return {name: None if (found := self._processes.get(name)) is None else found.pid for name in self.names}
 
     def heartbeat(self, name: str | None = None) -> dict[str, Any]:
-        """Return what the living process said last; empty until it speaks.
+        """Return the last heartbeat of the living process; empty until it has one.
 
         Args:
-            name: which one of a group; None is the first.
+            name: of a process in the group; None for the first.
         """
         name = self.name if name is None else name
         said, pid = read_heartbeat(self._folder, name), self.pids[name]
         return said if pid is not None and said.get("pid") == pid else {}
 
     def start_if_due(self) -> bool:
-        """Start it if it is wanted, its wait is over and nobody else has its name; return True if it was started."""
+        """Start it if it is wanted, its delay is over and no process has its name; return True if it was started."""
         if self._processes or not self.is_wanted or time.monotonic() < self._next_start:
             return False
         if is_alive(self._folder, self.name):
@@ -192,7 +192,7 @@ class Child:
         return True
 
     def take_exit(self) -> Exit | None:
-        """Return how it ended, once, if it has. What it did since its start takes its count of failures back to 0."""
+        """Return how it ended, once, if it has ended. Progress since its start resets its count of failures."""
         if not self._processes:
             return None
         first, codes = self._processes[self.name], {name: one.poll() for name, one in self._processes.items()}
@@ -203,7 +203,7 @@ class Child:
             self._steps_at_failure.clear()
         failed = [(code, name) for name, code in codes.items() if code]
         if failed and self._lost is None:
-            code, name = min(failed)  # one that was killed is why the others fail
+            code, name = min(failed)  # the one that was killed made the others fail
             self._lost = name, code
         if None in codes.values():
             for name, one in self._processes.items() if self._lost is not None else ():
@@ -219,20 +219,20 @@ class Child:
         """Count a failure and return the seconds until the next start.
 
         Args:
-            steps: optimizer steps that the run has taken.
+            steps: the number of optimizer steps that the run has taken.
         """
         self.failures += 1
         self._steps_at_failure.append(steps)
         return self.rest(self.config.delay_s(self.failures))
 
     def rest(self, seconds: float) -> float:
-        """Start it again in `seconds` at the earliest."""
+        """Restart it in `seconds` at the earliest."""
         self._next_start = time.monotonic() + seconds
         return seconds
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether it failed `max_failures` times in a row while the run took no step."""
+        """Whether it has failed `max_failures` times in a row while the run took no step."""
         at = self._steps_at_failure
         return len(at) == self.config.max_failures and at[0] == at[-1]
 
@@ -244,7 +244,7 @@ class Child:
             said, config = self.heartbeat(name), self.config
             if not said:
                 silent = time.monotonic() - self._started
-                why = f"has said nothing for {silent:.0f} s" if silent > config.start_timeout_s else None
+                why = f"has had no heartbeat for {silent:.0f} s" if silent > config.start_timeout_s else None
             else:
                 why = self._pulses[name].verdict(said, config)
             if why is not None:
@@ -254,7 +254,7 @@ class Child:
         return None
 
     def send(self, number: int) -> None:
-        """Send a signal, if it lives; the first process of a group tells the others."""
+        """Send a signal, if it is alive; the first process of a group tells the others."""
         first = self._processes.get(self.name)
         if first is not None and first.poll() is None:
             first.send_signal(number)
@@ -268,14 +268,14 @@ class Child:
         self._processes = {}
 
     def _wait_for_other(self) -> None:
-        """Let a process of an earlier supervisor end by itself; kill it if it hangs."""
+        """Wait for a process of an earlier supervisor to end by itself; kill it if it hangs."""
         said, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
         if pid is None:
             return
         if self._told_of != pid:
             self._told_of, self._pulses[self.name] = pid, _Pulse()
             logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
-        # What a dead process said last is no reason to kill the one that has its name now.
+        # The last heartbeat of a dead process is no reason to kill the one that has its name now.
         why = self._pulses[self.name].verdict(said, self.config) if said.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
@@ -297,9 +297,9 @@ class Child:
 
 
 class _Pulse:
-    """Since when a heartbeat and what it says have been the same, by this process's own clock.
+    """How long a heartbeat and its content have been unchanged, by this process's monotonic clock.
 
-    The clock of the wall may jump; a jump must not look like a process that hangs.
+    The wall clock may jump, and a jump must not look like a hanging process.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,15 @@
-"""Who collects which rollout: every rollout once, whoever is killed when.
+"""Which collector collects which rollout: every rollout once, whatever process is killed at whatever time.
 
 Three facts, each kept where it cannot be wrong:
 
 - *done*: a row in the `rollouts` store, written after the trajectories are committed. A crash between the two leaves
-  trajectories without their row; whoever claims that rollout next finds them in the main store and adds the row.
+  trajectories without their row; the next collector that claims the rollout finds them in the store and adds the row.
 - *in flight*: a note of its collector, `claims/NAME.json`, which counts while the process that wrote it has that name:
   the kernel drops the lock of the name with its process.
 - *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
-  what a dead collector left is the next thing that anyone takes up.
+  the rollout of a dead collector is the next to be claimed.
 
-In an object store, where nothing is dropped with a process, they are `run.remote.rollouts`.
+For an object store, where the kernel drops nothing, see `run.remote.rollouts`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Claims(ABC):
 
     Args:
         name: the collector's name.
-        rollouts: which are stored.
+        rollouts: the stored rollouts.
         flow: the limits.
 
     Attributes:
-        is_first: nobody had claimed the rollout before, so that nothing of it can be in the store.
+        is_first: no collector had claimed the rollout before, so none of its trajectories can be in the store.
     """
 
     is_first = False
@@ -80,11 +80,11 @@ class Claims(ABC):
         return self._done
 
     def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
-        """Whether another rollout may start beside those that are done or in flight.
+        """Return whether another rollout may start beside those that are done or in flight.
 
         Args:
             published: the newest weights, with which it would be sampled.
-            begun: how many these are.
+            begun: how many rollouts are done or in flight.
             oldest: the version of the oldest weights in flight.
         """
         return may_start(
@@ -102,8 +102,8 @@ class FolderClaims(Claims):
 
     Args:
         run: the run folder.
-        name: the collector's name, which this process has.
-        rollouts: which are stored.
+        name: the collector's name, which this process holds.
+        rollouts: the stored rollouts.
         flow: the limits.
     """
 
@@ -122,13 +122,13 @@ class FolderClaims(Claims):
         with (self._run.claims / "lock").open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             claimed = self._claimed()
-            done = self._read_done()  # in this order: what was released before it was seen to be claimed is done
+            done = self._read_done()  # after the claims: if that of a finished rollout is gone, its record is here
             in_flight = {rollout: version for rollout, version in claimed.items() if rollout not in done}
             rollout = lowest_free(done, in_flight)
             if not self._may_start(published, len(done) + len(in_flight), min(in_flight.values(), default=None)):
                 return None
             note = {"rollout": rollout, "version": published.version, "pid": os.getpid()}
-            # Not synced: a power loss may take its bytes, and its writer with them.
+            # Not synced: a power loss that takes its bytes ends its writer, too.
             write_atomically(self._note, json.dumps(note).encode(), sync=False)
             return rollout
 
@@ -148,7 +148,7 @@ class FolderClaims(Claims):
 
 
 def lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
-    """Return the smallest rollout that is in neither."""
+    """Return the lowest rollout that is neither done nor in flight."""
     lowest = done.lowest_missing
     while lowest in in_flight or lowest in done:
         lowest += 1

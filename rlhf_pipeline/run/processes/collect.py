@@ -1,4 +1,4 @@
-"""A collector as a process of its own: claim a rollout, sample it with the newest weights, store it, go on."""
+"""A collector as a separate process: claim a rollout, sample it with the newest weights, store it, repeat."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
-_LOOKS_A_CLAIM = 4
-"""Longest pauses between two requests for a claim that was refused, while the weights stay the same."""
+_PAUSES_PER_CLAIM = 4
+"""How many of the longest pauses to wait before a refused claim is tried again with the same weights."""
 _COPIES = 2
-"""Versions of the weights that a process has copies of, where the run is elsewhere."""
+"""Versions of the weights of which a process keeps copies, if the run is at a URL."""
 
 
 def collect(
@@ -48,12 +48,12 @@ def collect(
 ) -> CollectorFinished:
     """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
 
-    Any number of these may run beside each other and beside `learn`; each may be killed at any time. No prompt is lost
-    or repeated: what a killed collector had claimed is the next thing that another one takes up.
+    Any number of collectors may run beside each other and beside `learn`, and each may be killed at any time. No prompt
+    is lost or repeated: the rollout of a killed collector is the next that another one claims.
 
     Args:
         pipeline: the definition, overrides applied.
-        run_dir: the run folder; made if it is not there.
+        run_dir: the run folder; made if absent.
         seed: the run's seed.
         device: where the models live.
         name: of this process, unique in the run; None takes the first free of `collector-0`, `collector-1`, ...
@@ -118,7 +118,7 @@ class _Worker:
     refresh_weights_every: int = 0
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
-    """Of the weights that were taken for this rollout, by version."""
+    """Of the weights used for this rollout, by version."""
     num_rollouts: int = 0
     num_trajectories: int = 0
 
@@ -127,17 +127,17 @@ class _Worker:
         pause, seen, ask_at = Pause(patience_s), None, 0.0
         while not stop:
             published = read_published(self.run)
-            if published != seen:  # the learner is taking steps: more news may come soon
+            if published != seen:  # the learner is taking steps, so more weights may come soon
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
             rollout = None
             if published is not None and published.finished is not None:
                 if not self.run.medium.is_alive("learner"):
                     return "finished"
-                # It is about to leave; or it has come back to take more steps, and says so in a moment.
+                # It is about to leave, or it was restarted to take more steps and will publish that soon.
             elif published is not None and time.monotonic() >= ask_at:
                 rollout = self.claims.claim(published)
-                # A refusal holds until there are new weights, or another collector may have died.
-                ask_at = time.monotonic() + _LOOKS_A_CLAIM * patience_s
+                # A refusal holds until there are new weights or another collector dies.
+                ask_at = time.monotonic() + _PAUSES_PER_CLAIM * patience_s
             if published is None or rollout is None:
                 state = "waiting for the first weights" if published is None else "waiting for the learner"
                 self.heartbeat.beat(state, version=self.version, rollouts=self.num_rollouts)
@@ -164,7 +164,7 @@ class _Worker:
             self.parts.buffer.refresh()
         version = self.version
         done = self._collect(rollout)
-        # After the trajectories: a row here says that all of the rollout is there.
+        # After the trajectories: a row here means that the whole rollout is stored.
         self.rollouts.add(
             StoredRollout(
                 rollout=rollout,
@@ -209,20 +209,20 @@ class _Worker:
         return done
 
     def _refresh(self) -> WeightRefresh | None:
-        """Return what takes up newer weights in the middle of a rollout, where the definition asks for it."""
+        """Return what loads newer weights in the middle of a rollout, or None if the definition does not ask for it."""
         if not self.refresh_weights_every:
             return None
 
         def load() -> int:
             newest = read_published(self.run)
-            if newest is not None and newest.version > self.version:  # not where the run went back to earlier ones
+            if newest is not None and newest.version > self.version:  # not if the run went back to earlier weights
                 self._take_weights(newest)
             return self.version
 
         return WeightRefresh(load, every=self.refresh_weights_every, version=self.version)
 
     def _take_weights(self, published: Published) -> None:
-        """Load the published weights; if they have been replaced in the meantime, the newest ones."""
+        """Load the published weights, or the newest ones if these have been replaced in the meantime."""
         tries = 0
         while (self.version, self.digests.get(self.version)) != (published.version, published.digest):
             try:
@@ -233,15 +233,15 @@ class _Worker:
                 tries += newest is None or newest.version == published.version
                 if tries > _TRIES:
                     raise
-                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing them by newer ones
+                time.sleep(_LOOK_AGAIN_S)  # the learner may be replacing them
                 published = newest or published
 
 
 def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> None:
-    """Give the policy's engine published weights; the policy itself where it samples on its own.
+    """Load published weights into the policy's engine, or into the policy if it samples by itself.
 
     Raises:
-        DataError: a file is damaged, or the folder is gone: a newer version may have replaced it.
+        DataError: a file is damaged, or the folder is gone because a newer version may have replaced it.
         EngineError: the engine cannot load them.
     """
     problem, folder = weights_problem(run, published), weights_folder(run, published)

@@ -1,4 +1,4 @@
-"""What a process reports of itself: a lock that dies with it, and a small file that says what it is doing."""
+"""How a process reports its state: a lock that dies with it, and a small file that says what it is doing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlhf_pipeline.errors import RunExistsError
 from rlhf_pipeline.run.files import write_atomically
 
 RENEWAL_S: Final = 2.0
-"""Seconds between two renewals of a heartbeat while its process does one thing."""
+"""Seconds between two renewals of a heartbeat while the state stays the same."""
 
 
 class Heartbeat:
     """The state of one live process, in `processes/NAME.json`.
 
-    `time` in the file is when the process last showed that it is not stopped or frozen: inside `with` a thread renews
-    it, however long a rollout or a step takes. `since` is when it last began something: what hangs grows old there.
+    `time` in the file is when the process last showed that it is not stopped or frozen: inside `with`, a thread renews
+    it, however long a rollout or a step takes. `since` is when its state last changed: if it hangs, that gets old.
 
     Args:
         folder: the run's `processes` folder.
@@ -41,13 +41,13 @@ class Heartbeat:
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
         self.facts: dict[str, Any] = {}
-        """What is said with every beat from now on."""
+        """Fields of every beat from now on."""
         self._path = folder / f"{name}.json"
         self._started = time.time()
         self._said: dict[str, Any] = {}
         self._since = 0.0
         self._written = -math.inf
-        """When, by the clock that does not jump."""
+        """When the file was last written, by the monotonic clock."""
         self._lock = threading.Lock()
         self._leave = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -63,7 +63,7 @@ class Heartbeat:
             self._renewing.join()
 
     def beat(self, state: str, **fields: object) -> None:
-        """Say what the process does now. Waiting in one state is written at most once a second."""
+        """Report what the process does now. An unchanged state is written at most once a second."""
         said = {"state": state, **fields}
         with self._lock:
             if said == self._said and time.monotonic() - self._written < 1.0:
@@ -74,7 +74,7 @@ class Heartbeat:
 
     def _renew(self) -> None:
         while not self._leave.wait(RENEWAL_S):
-            with self._lock, suppress(OSError):  # a full disk: the main thread meets it too, and says so
+            with self._lock, suppress(OSError):  # the main thread reports a full disk
                 if self._said and time.monotonic() - self._written >= RENEWAL_S / 2:
                     self._write()
 
@@ -85,7 +85,7 @@ class Heartbeat:
 
 
 class Pause:
-    """Sleeps between two looks while there is nothing to do: half of the time waited so far, within bounds.
+    """Sleeps between two checks while there is nothing to do: half of the time waited so far, within bounds.
 
     Args:
         longest_s: the longest pause, in seconds; the shortest is an eighth of it.
@@ -103,12 +103,12 @@ class Pause:
 
 
 def write_heartbeat(path: Path, said: Mapping[str, Any]) -> None:
-    """Replace what a process says; not synced, as after a power loss nobody is alive whom it could speak of."""
+    """Replace the heartbeat of a process; not synced, because after a power loss the process is not alive."""
     write_atomically(path, json.dumps(said).encode(), sync=False)
 
 
 def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:
-    """Return the last thing a process said; empty if it never did."""
+    """Return the last heartbeat of a process; empty if there is none."""
     try:
         return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -117,12 +117,12 @@ def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Be the one process of this name; the kernel releases the name when it dies.
+    """Hold a name as its only process; the kernel releases the name when the process dies.
 
     Args:
         folder: the run's `processes` folder; made if absent.
-        name: the process.
-        wait_s: how long to wait for another one to leave, in seconds.
+        name: the name of the process.
+        wait_s: how long to wait for another process to leave, in seconds.
 
     Raises:
         RunExistsError: another live process has the name.
@@ -144,7 +144,7 @@ def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[No
 
 
 def holder(folder: Path, name: str) -> int | None:
-    """Return the process id that is written in a lock; it is the holder's if the lock is held."""
+    """Return the process id in a lock file, which is the holder's if the lock is held; None if there is none."""
     try:
         return int((folder / f"{name}.lock").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Final, Protocol
 
 GROUP: Final = "RLHF_PIPELINE_GROUP"
-"""The environment variable with the name of a group of learner processes, another one with each start."""
+"""The environment variable with the name of a group of learner processes, a new one for each start."""
 HOST: Final = "RLHF_PIPELINE_HOST"
-"""The environment variable with the address at which the others reach the first of them; this machine without it."""
+"""The environment variable with the address at which the others reach the first of them; by default this machine."""
 
 
 class Process(Protocol):
-    """A process that was started; what `subprocess.Popen` has of it."""
+    """A started process, with the methods of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int | None:
-        """Its number where it runs; None while that is not known."""
+        """Its process id on the machine where it runs; None while that is not known."""
         ...
 
     def poll(self) -> int | None:
-        """Return its exit code, below 0 the number of the signal that killed it; None while it lives."""
+        """Return its exit code, minus the signal's number if a signal killed it; None while it is alive."""
         ...
 
     def send_signal(self, sig: int, /) -> None:
@@ -35,7 +35,7 @@ class Process(Protocol):
         ...
 
     def wait(self) -> int:
-        """Wait until it has ended; returns its exit code."""
+        """Wait until it has ended; return its exit code."""
         ...
 
 
@@ -46,10 +46,10 @@ class Launcher(Protocol):
         """Start a process of a run.
 
         Args:
-            name: of the process; its heartbeat comes to be beside its log.
-            command: what to execute; `--parent` and the number of the process that it must not outlive are added.
-            log: receives what it writes to stderr, at its end at the latest.
-            environment: variables of this process alone.
+            name: of the process; its heartbeat is put beside its log.
+            command: the command to execute; `--parent` and the id of the process that it must not outlive are added.
+            log: receives its stderr, at its end at the latest.
+            environment: variables for this process only.
         """
         ...
 
@@ -58,7 +58,7 @@ class Subprocesses:
     """Starts processes on this machine.
 
     Args:
-        environment: theirs; None inherits.
+        environment: of the processes; None inherits this one's.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -67,7 +67,7 @@ class Subprocesses:
     def __call__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a group of its own: Ctrl-C reaches the supervisor only, which asks each child once."""
+        """Start a process in its own process group: Ctrl-C reaches only the supervisor, which asks each child once."""
         with log.open("ab") as errors:
             return subprocess.Popen(
                 [*command, "--parent", str(os.getpid())],

@@ -1,4 +1,4 @@
-"""The learner as a process of its own: wait for a rollout, learn from it, publish the weights, go on."""
+"""The learner as a separate process: wait for a rollout, learn from it, publish the weights, repeat."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def learn(
 ) -> RunFinished:
     """Learn from the rollouts that `collect` processes store, until the definition's end or a signal.
 
-    The rollouts are taken in the order of their arrival, each for `learn.updates_per_rollout` steps. The ledger names
-    the trajectories of a step before the step is taken, and a restarted learner takes the steps after its checkpoint
-    again as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
+    Rollouts are taken in the order of their arrival, each for `learn.updates_per_rollout` steps. The ledger names the
+    trajectories of a step before the step is taken, and a restarted learner repeats the steps after its checkpoint
+    as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
 
     Args:
         pipeline: the definition, overrides applied.
-        run_dir: the run folder; made if it is not there.
+        run_dir: the run folder; made if absent.
         seed: the run's seed.
         device: where the model lives.
         parent: stop when this process is gone; for a supervisor's child.
@@ -79,11 +79,11 @@ def learn(
 
 
 class _Publisher:
-    """Publishes the weights of each step, and that the run has ended.
+    """Publishes the weights of each step, and the end of the run.
 
-    A restarted learner catches up: until it is beyond what it had published before, that stays the newest. But where
-    the ledger lacks the step behind those weights (a power loss took it), or has another one in its place (trajectories
-    that it named are gone), they are not weights of this run and are replaced at once.
+    A restarted learner catches up: until it is past the version that it had published before, that stays the newest.
+    But if the ledger lacks the step of those weights (a power loss took it), or has another step in its place
+    (trajectories that it named are gone), they are not weights of this run and are replaced at once.
     """
 
     def __init__(
@@ -96,33 +96,33 @@ class _Publisher:
         self._source = source
         self._run = run
         self._published, self._row = self._published_before(on_event)
-        """What is out, if it is whole, and the ledger's row of the step behind it."""
+        """The last published weights, or None if they are incomplete, and the ledger's row of their step."""
 
     def publish(self, step: int, reason: Reason | None) -> None:
-        """Publish the weights behind a step, unless newer ones are out."""
+        """Publish the weights after a step, unless newer ones are published."""
         finished = None if reason == "interrupted" else reason
         newest = self._newest
         if finished is None and newest is not None and newest.version > step:
             return
-        out = newest if newest is not None and newest.version == step else None
+        same = newest if newest is not None and newest.version == step else None
         published = Published(
             version=step,
             next_version=-(-step // self._updates) * self._updates,
             rollouts_done=len(self._source.done),
             finished=finished,
             write_path=self._parts.write_path_state(),
-            digest=0 if out is None else out.digest,
+            digest=0 if same is None else same.digest,
         )
-        save = self._parts.policy.save_pretrained if out is None else None
+        save = self._parts.policy.save_pretrained if same is None else None
         self._published = publish(self._run, published, save=save, sync=self._sync)
         self._row = self._ledger.planned(step)
         self._source.note_weights(step, self._published.digest)
 
     @property
     def _newest(self) -> Published | None:
-        """What is out; None if there is nothing that is whole and of this run."""
-        out = self._published
-        return out if out is not None and self._ledger.planned(out.version) == self._row else None
+        """The newest published weights, or None if none are complete and of this run."""
+        last = self._published
+        return last if last is not None and self._ledger.planned(last.version) == self._row else None
 
     def _published_before(self, on_event: EventHandler) -> tuple[Published | None, Row | None]:
         before = read_published(self._run)
@@ -135,6 +135,6 @@ class _Publisher:
         if row is None and before.version:
             tell(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
             return None, None
-        if before.finished is not None:  # the run goes on
+        if before.finished is not None:  # the run continues
             publish(self._run, replace(before, finished=None), save=None)
         return before, row

@@ -1,7 +1,7 @@
-"""Where the learner's processes find each other that a supervisor has started: in the run.
+"""How the processes of a supervised learner find each other: through the run.
 
-The first one opens a port and writes down where; the others read it. So it is the same in a folder and at a URL, on one
-machine and on several.
+The first one opens a port and writes its address to the run; the others read it. So it works alike in a folder and at a
+URL, on one machine and on several.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _Store: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] 
 
 
 def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
-    """Return the `torch.distributed.Store` where the processes of this group meet; None where torchrun says it.
+    """Return the `torch.distributed.Store` where the processes of this group meet; None under torchrun.
 
     Args:
         run: the run.
-        stop: waiting ends with it.
+        stop: ends the waiting.
 
     Raises:
-        KeyboardInterrupt: this process was asked to stop before the first one said where it is.
+        KeyboardInterrupt: this process was asked to stop before the first one wrote its address.
     """
     group = os.environ.get(GROUP)
     if group is None:
@@ -45,7 +45,7 @@ def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
             said = json.loads(run.bring(file).read_bytes())
         except (FileNotFoundError, ValueError):
             said = {}
-        if said.get("group") == group:  # and not one whose processes are gone
+        if said.get("group") == group:  # not an earlier group, whose processes are gone
             return _Store(said["host"], said["port"], is_master=False)
         pause.sleep()
     raise KeyboardInterrupt

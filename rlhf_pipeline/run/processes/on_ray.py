@@ -1,7 +1,7 @@
-"""Processes of a run on the nodes of a Ray cluster: Ray places them, the supervisor starts again what is lost.
+"""Processes of a run on the nodes of a Ray cluster: Ray places them, the supervisor restarts those that are lost.
 
-Each is an actor that starts the same command as on one machine, so that it may be stopped by signals and killed, and
-tells of it. Nothing that matters is in Ray: a node that is lost takes nothing with it but the work of a moment.
+Each has an actor that starts the same command as on one machine, passes signals on to it and reports its state. Nothing
+that matters is in Ray: if a node is lost, only the work of a moment is lost.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rlhf_pipeline.run.remote.copies import new_copy
 logger = logging.getLogger(__name__)
 
 HERE: Final = "local"
-"""The address of a cluster of this machine alone, which ends with the run."""
+"""The address of a cluster on this machine only, which ends with the run."""
 _OLDEST: Final = (2, 50)
 _LOOK_S: Final = 0.2
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 65_536
 _OBJECTS_BYTES: Final = 100_000_000
-"""For Ray's own object store on this machine, through which nothing of a run goes."""
+"""The size of Ray's own object store on this machine, which a run does not use."""
 _PASSED_ON: Final = ("AWS_", "GOOGLE_", "AZURE_", "RLHF_PIPELINE_", "TRAJECTORY_STORE_", "HF_")
-"""How the variables begin that the processes get from the environment of the supervisor."""
+"""Prefixes of the variables that the processes get from the supervisor's environment."""
 
 
 class Look(NamedTuple):
-    """What an actor tells of its process."""
+    """An actor's report on its process."""
 
     pid: int
     node: str
     code: int | None
     said: dict[str, Any]
     log: bytes
-    """The end of what it wrote to stderr, once it has ended."""
+    """The end of its stderr, once it has ended."""
 
 
 class Host:
@@ -54,9 +54,9 @@ class Host:
 
     Args:
         name: of the process.
-        command: what to execute.
-        environment: variables beside those of the node.
-        folder: for its heartbeat and its log, where the supervisor sees them; None where it sees nothing of this node.
+        command: the command to execute.
+        environment: variables in addition to those of the node.
+        folder: for its heartbeat and its log, where the supervisor reads them; None if it cannot read on this node.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], folder: str | None) -> None:
@@ -65,13 +65,13 @@ class Host:
         self._folder = new_copy(self) if folder is None else Path(folder)
         self._log = self._folder / f"{name}.log"
         ray: Any = importlib.import_module("ray")
-        # It sees the GPUs that it was given, and no others: its own is the first.
+        # It sees only the GPUs that it was given, so its own is the first.
         own = {BESIDE: str(self._folder), HOST: ray.util.get_node_ip_address(), "LOCAL_RANK": "0"}
         self._process = Subprocesses()(name, [sys.executable, *command[1:]], self._log, {**environment, **own})
         self._node = str(ray.get_runtime_context().get_node_id())
 
     def look(self) -> Look:
-        """Wait a moment for the end of the process, and tell of it."""
+        """Wait a moment for the end of the process, and report on it."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LOOK_S)
         code = self._process.poll()
@@ -85,13 +85,13 @@ class Host:
 
 
 class Placed:
-    """A process that Ray places, as the supervisor sees it: what the actor told last.
+    """A process that Ray places, as its actor last reported it to the supervisor.
 
     Args:
         ray: the package.
         actor: a `Host`.
         name: of the process.
-        log: receives the log of a process that has ended, and its folder the heartbeats.
+        log: receives the log of a process that has ended; heartbeats are put in its folder.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str, log: Path) -> None:
@@ -104,7 +104,7 @@ class Placed:
         self._asked = actor.look.remote()
 
     def poll(self) -> int | None:
-        """Return the exit code; a process whose node is gone counts as killed."""
+        """Return the exit code, or None; a process whose node is gone counts as killed."""
         if self._code is None and self._ray.wait([self._asked], timeout=0)[0]:
             try:
                 self._take(self._ray.get(self._asked))
@@ -132,7 +132,7 @@ class Placed:
         self._actor.send.remote(int(sig))
 
     def kill(self) -> None:
-        """Kill the process, and its actor where that does not answer."""
+        """Kill the process, and its actor if that does not answer."""
         self.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + _KILL_S
         while self.poll() is None and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class _Launcher:
             self._where = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
     def __call__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Placed:
-        """Start a process where Ray finds room."""
+        """Start a process on a node that Ray chooses."""
         actor = self._ray.remote(Host).options(
             num_cpus=1,
             num_gpus=self._learner_gpus if name.startswith("learner") else self._collector_gpus,
@@ -178,17 +178,17 @@ class _Launcher:
 def on_ray(
     address: str, run_dir: Address, *, processes: int, collector_gpus: float, learner_gpus: float
 ) -> Iterator[Launcher]:
-    """Connect to a cluster; the processes that were started there end with the block.
+    """Connect to a cluster; the processes started there end with the block.
 
     Args:
         address: of the cluster; `HERE` starts one on this machine.
-        run_dir: of the run. A folder is on this machine, so all its processes run here.
-        processes: how many there will be.
-        collector_gpus: GPUs per collector, also parts of one.
+        run_dir: of the run; if it is a folder on this machine, all processes run here.
+        processes: the number of processes.
+        collector_gpus: GPUs per collector; may be a fraction.
         learner_gpus: GPUs of each learner.
 
     Raises:
-        DefinitionError: ray is not installed, or too old; there is no such cluster; it does not see the folder.
+        DefinitionError: ray is missing or too old, there is no such cluster, or it cannot access the folder.
     """
     try:
         ray: Any = importlib.import_module("ray")

@@ -1,4 +1,4 @@
-"""Which rollouts are stored: the set of consumed prompts, and what the learner learns from next."""
+"""The stored rollouts: the set of consumed prompts, and the order in which the learner takes them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _ROLLOUTS_PER_SEGMENT = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRollout:
-    """What is recorded of a rollout whose trajectories are in the store."""
+    """The record of a rollout whose trajectories are in the store."""
 
     rollout: int
     policy_version: int
     num_trajectories: int
     num_failed: int
     task_reward: float | None
-    """None where a collector was killed between the rows and their record, and what was dropped is not known."""
+    """None if a collector was killed between storing the rows and their record, and dropped rows are not known."""
     num_tokens: int
-    """0 where a collector that was killed had stored it, and another one only added its record."""
+    """0 if a collector that was killed had stored it, and another one only added its record."""
     seconds: float
     created_at: float
     traffic: Mapping[str, int] | None = None
-    """What the collector asked of an object store since its rollout before; None where the run is a folder."""
+    """The collector's requests to an object store since its previous rollout; None if the run is a folder."""
 
 
 class RolloutSet:
@@ -71,7 +71,7 @@ class RolloutSet:
         return rollout < self.lowest_missing or rollout in self._above
 
     def add(self, rollout: int) -> None:
-        """Add one; it may be there already."""
+        """Add a rollout, unless it is there already."""
         if rollout >= self.lowest_missing:
             self._above.add(rollout)
         while self.lowest_missing in self._above:
@@ -79,12 +79,12 @@ class RolloutSet:
             self.lowest_missing += 1
 
     def to_json(self) -> list[Any]:
-        """Return it as JSON values."""
+        """Return the set as JSON values."""
         return [self.lowest_missing, sorted(self._above)]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> RolloutSet:
-        """Rebuild it from `to_json`."""
+        """Rebuild a set from `to_json`."""
         return cls(data[0], data[1])
 
 
@@ -97,25 +97,25 @@ class Rollouts(ABC):
 
     @abstractmethod
     def new(self, known: RolloutSet) -> list[int]:
-        """Return those that are not known and were not returned before, in the order in which they are learned from."""
+        """Return rollouts that are not known and were not returned before, in the order of learning."""
 
     @abstractmethod
     def get(self, rollout: int) -> StoredRollout | None:
-        """Return what is recorded of a rollout, or None if it is not stored."""
+        """Return the record of a rollout, or None if it is not stored."""
 
     def known(self, rollout: int) -> StoredRollout:
-        """Return what is recorded of a rollout that is stored.
+        """Return the record of a rollout that must be stored.
 
         Raises:
-            DataError: it is not.
+            DataError: it is not stored.
         """
         found = self.get(rollout)
         if found is None:
-            raise DataError(f"rollout {rollout} is recorded nowhere, and it was. Restore the run from a copy.")
+            raise DataError(f"the record of rollout {rollout} is missing. Restore the run from a copy.")
         return found
 
     def close(self) -> None:  # noqa: B027 - not all keep files open
-        """Give back files."""
+        """Close open files."""
 
     def __enter__(self) -> Self:
         return self
@@ -125,17 +125,17 @@ class Rollouts(ABC):
 
 
 class FolderRollouts(Rollouts):
-    """Rows of a store of its own, in the order of arrival.
+    """The rollouts of a run in a folder: rows of a separate store, in the order of arrival.
 
     Args:
-        store: open; for appending where rollouts are added.
+        store: open, for appending if rollouts are added.
     """
 
     def __init__(self, store: TrajectoryStore) -> None:
         self._store = store
         self._new = NewIds(store)
         self._row_ids: dict[int, int] = {}
-        """Of those that were returned and are not known."""
+        """Row ids of rollouts that were returned and are not known yet."""
 
     def add(self, done: StoredRollout) -> None:
         """Append a row."""
@@ -143,7 +143,7 @@ class FolderRollouts(Rollouts):
         self._store.append({name: [value] for name, value in values.items() if value is not None})
 
     def new(self, known: RolloutSet) -> list[int]:
-        """Read the rows that have come; each is read once."""
+        """Read the new rows; each is read once."""
         self._store.refresh()
         self._row_ids = {rollout: row_id for rollout, row_id in self._row_ids.items() if rollout not in known}
         row_ids = self._new.take()
@@ -174,7 +174,7 @@ class FolderRollouts(Rollouts):
 
 
 def make_rollouts(folder: Path, *, durability: Any) -> None:
-    """Make the store of a run of several processes in a folder, unless it is there."""
+    """Make the store of rollouts in a folder, unless it exists."""
     try:
         TrajectoryStore.open(folder).close()
     except StoreNotFoundError:

@@ -1,4 +1,4 @@
-"""The run folder as the processes of a run share it: made once, by whoever comes first."""
+"""The run folder as the processes of a run share it: made once, by the first of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.medium import BucketMedium
 
 _LEAVES_IN_S: Final = 10.0
-"""How long a process that was asked to leave may keep its name."""
+"""How long a process that was asked to stop may keep its name."""
 
 
 @contextmanager
@@ -33,20 +33,20 @@ def shared_run(
     record_again: bool = False,
     make_stores: bool = True,
 ) -> Iterator[None]:
-    """Be one of the processes of a run; make the folder, its record and its stores if nobody has yet.
+    """Take part in a run as one of its processes; make the folder, its record and its stores if they are missing.
 
     Args:
         folder: the run folder.
-        setup: what the process was started with.
-        on_event: told what is different since the last start.
-        record_again: write the record of a run that is there again: steps and targets may have changed.
-        make_stores: False makes none, and imports no torch.
+        setup: the settings of this process.
+        on_event: receives notices about changes since the last start.
+        record_again: write the record of an existing run again, because steps and targets may have changed.
+        make_stores: False makes no stores, and imports no torch.
 
     Raises:
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
         DataError: parts of the run are missing or damaged.
-        RunStorageError: the folder cannot be written, now or while the process is at work.
+        RunStorageError: the folder cannot be written, now or later in the block.
     """
     pipeline, seed = setup.pipeline, setup.seed
     with folder.named_disk_errors():
@@ -54,7 +54,7 @@ def shared_run(
             try:
                 folder.check_unchanged(pipeline, seed)
             except RunMismatchError:
-                with suppress(RunExistsError), folder.lock():  # nobody else is at work on it
+                with suppress(RunExistsError), folder.lock():  # no other process is working on it
                     folder.clear()
         with folder.lock(shared=True):
             with folder.setup_lock():
@@ -75,11 +75,11 @@ def shared_run(
 
 @contextmanager
 def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -> Iterator[Heartbeat]:
-    """Be the one process of a name; gives its heartbeat.
+    """Hold a name as its only process; yield its heartbeat.
 
     Args:
         run: the run folder.
-        name: of the process; None takes the first free of `collector-0`, `collector-1`, ...
+        name: of the process; None takes the first free one of `collector-0`, `collector-1`, ...
         wait_s: how long to wait for another process on this machine to leave, in seconds.
 
     Raises:
@@ -90,7 +90,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
             held.enter_context(process_lock(run.processes, name, wait_s=wait_s))
             held.enter_context(run.medium.lease(name, wait_s=_LEAVES_IN_S))
         for number in itertools.count() if name is None else ():
-            # Tried and not looked up: others that start at this moment try, too.
+            # Tried instead of looked up, because other processes may be starting at the same time.
             with suppress(RunExistsError), ExitStack() as tried:
                 tried.enter_context(process_lock(run.processes, f"collector-{number}"))
                 tried.enter_context(run.medium.lease(f"collector-{number}"))
@@ -101,7 +101,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
 
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
-    from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does without
+    from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
 
     if not is_url(folder.address):
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
@@ -109,16 +109,16 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
         BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
-    # Last: trajectories without `rollouts` beside them are those of a run in one process.
+    # Last: a store of trajectories without `rollouts` marks a run in one process.
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
-    """Return which rollouts of a run are stored.
+    """Return the stored rollouts of a run.
 
     Args:
         run: a run of several processes.
-        adds: whether this process stores rollouts.
+        adds: whether this process adds rollouts.
     """
     if not is_url(run.address):
         return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
@@ -133,7 +133,7 @@ def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store
     Args:
         run: a run of several processes.
         name: the collector's name.
-        rollouts: which are stored.
+        rollouts: the stored rollouts.
         flow: the limits.
         store: where the collector appends trajectories.
     """

@@ -1,6 +1,6 @@
 """The supervisor: collectors and a learner as child processes, kept alive until the run has ended.
 
-It imports no torch and holds nothing that is not in the run folder: killed, it is started again with `--resume`.
+It imports no torch and holds no state outside the run folder: if killed, it is started again with `--resume`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["Supervisor", "SupervisorConfig", "supervise"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_A_MISTAKE = 2
-"""The exit code of a command that was asked for something wrong; no second try makes it right."""
+_USAGE_ERROR = 2
+"""The exit code of a command with wrong arguments or settings; another try would fail in the same way."""
 
 
 def supervise(
@@ -49,18 +49,18 @@ def supervise(
     launch: Launcher | None = None,
     on_event: EventHandler = ignore_events,
 ) -> RunFinished:
-    """Run a pipeline with collectors and learner in processes of their own, and start again what dies.
+    """Run a pipeline with collectors and learner in separate processes, and restart processes that die.
 
     Args:
         pipeline: the definition, overrides applied.
         run_dir: the run folder; created if it does not exist, continued if it does.
-        config: how many collectors, and how patient to be.
+        config: the number of processes, and the timeouts.
         definition: where the definition came from; the child processes load it from there.
         seed: the run's seed.
         device: where the models of all processes live.
         overrides: the `--set` pairs already applied.
         launch: starts the processes; None starts them on this machine.
-        on_event: receives the start, every step, what happens to processes, and the end.
+        on_event: receives the start, every step, notices about processes, and the end.
 
     Raises:
         RunExistsError: the run has a live supervisor, or the folder is something else.
@@ -112,7 +112,7 @@ def supervise(
 
 
 def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
-    """Return what each process of a supervised run executes, by name, the learner first."""
+    """Return the command of each process of a supervised run, by name, the learner first."""
     base = [sys.executable, "-m", "rlhf_pipeline"]
     end = ["--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
     names = [f"collector-{number}" for number in range(collectors)]
@@ -120,22 +120,22 @@ def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
 
 
 def share_cores(num_processes: int) -> dict[str, str]:
-    """Return the environment of a child: the cores shared out among the processes, unless the user said otherwise."""
+    """Return the environment of a child: the cores are divided among the processes, unless the user has set it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // num_processes)), **os.environ}
 
 
 class Supervisor:
-    """Keeps the processes of one run alive until its learner says that it has ended.
+    """Keeps the processes of one run alive until its learner publishes the end.
 
     Args:
         run_dir: the run folder.
-        commands: what each process executes, by name; one is `learner`, all others collect.
-        config: how patient to be.
+        commands: the command of each process, by name; one is `learner`, all others collect.
+        config: the number of learner processes, and the timeouts.
         total_steps: of the run, for the events.
         heartbeat: the supervisor's own.
         launch: starts the processes; None starts them on this machine.
-        on_event: receives steps and of what happens to processes.
+        on_event: receives steps, and notices about processes.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Supervisor:
         self.heartbeat.beat("running", step=self.metrics.rows.last_step, processes=processes)
 
     def _on_exit(self, child: Child, ended: Exit) -> None:
-        """Decide whether and when a process that ended is started again."""
+        """Decide whether and when to restart a process that ended."""
         if ended.advanced:
             self._has_advanced.add(child.name)
         end = self._published_end()
@@ -227,9 +227,9 @@ class Supervisor:
             return
         if ended.code == 0:
             child.rest(self.config.first_delay_s)
-            logger.info("%s: left although the run goes on; it is started again", child.name)
+            logger.info("%s: ended although the run continues; it is started again", child.name)
             return
-        if ended.code == _A_MISTAKE and child.name not in self._has_advanced:
+        if ended.code == _USAGE_ERROR and child.name not in self._has_advanced:
             raise ProcessFailedError(f"{ended.name} cannot start. {self._advice(ended)}")
         delay = child.fail(self.metrics.rows.last_step)
         if child.is_hopeless:
@@ -249,7 +249,7 @@ class Supervisor:
         return f"{said}More is in {ended.log}. What was stored and learned is kept: fix it, then continue: {again}"
 
     def _wind_down(self, number: int | None) -> None:
-        """Wait until all processes have left, those that hang or take too long excepted."""
+        """Wait until all processes have left, except those that hang or take too long."""
         for child in self.children.values():
             child.is_wanted = False
             if number is not None:
@@ -276,7 +276,7 @@ class Supervisor:
         return finished
 
     def _follow(self) -> None:
-        """Pass on what the learner has written since the last look."""
+        """Report the start and the steps that the learner has written since the last call."""
         said = self.children["learner"].heartbeat()
         if not self._has_begun and "num_parameters" in said:
             self._has_begun = True

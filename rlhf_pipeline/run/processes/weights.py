@@ -1,7 +1,7 @@
-"""Published weights: a folder per version and a pointer that is replaced in one rename.
+"""Published weights: a folder per version and a pointer that is replaced by one rename.
 
-A run that has lost its last steps takes others and numbers their weights alike. So what tells weights apart is the
-digest of their files: folders have it in their names, and the store has it beside the version of each trajectory.
+A run that has lost its last steps takes other steps and gives their weights the same versions. So weights are
+identified by the digest of their files: it is in the folders' names, and in the store with each trajectory's version.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from rlhf_pipeline.run.folder import RunFolder
 
 _POINTER = "latest.json"
 _KEPT = 3
-"""Versions that stay, the newest among them."""
+"""Versions that are kept, including the newest."""
 _VERSION = re.compile(r"version-(\d{8})(-[0-9a-f]{16})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """What `latest.json` says: the newest weights, and how far the learner is."""
+    """The content of `latest.json`: the newest weights, and the learner's progress."""
 
     version: int
-    """Optimizer steps behind the weights."""
+    """The number of optimizer steps behind the weights."""
     next_version: int
     """The version at which the learner begins with the next rollout; above `version` while it updates on one."""
     rollouts_done: int
-    """Rollouts that the learner has begun to learn from, or passed over as too old."""
+    """Rollouts that the learner has begun to learn from, or skipped as too old."""
     finished: str | None = None
-    """Why the run has ended, or None while it goes on. Collectors leave when they see it."""
+    """Why the run has ended, or None while it continues. Collectors leave when they see it."""
     write_path: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
     digest: int = 0
@@ -54,17 +54,17 @@ def publish(
     save: Callable[[Path], object] | None,
     sync: bool = False,
 ) -> Published:
-    """Make weights of a version the newest ones.
+    """Publish the weights of a version as the newest.
 
     Args:
         run: the run folder; its `weights` folder is made if absent.
         published: the version and the learner's progress.
-        save: writes the weights into an empty folder; None if those of `published.digest` are there and only the
-            progress has changed.
-        sync: have all of it on the disk before the pointer names it, so that it survives a power loss.
+        save: writes the weights into an empty folder; None if those of `published.digest` exist and only the progress
+            has changed.
+        sync: sync everything to the disk before the pointer names it, so that it survives a power loss.
 
     Returns:
-        What was published, with the digest of its weights.
+        The published state, with the digest of its weights.
     """
     folder = run.weights
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def publish(
 
 
 def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bool) -> int:
-    """Write weights into a folder that is named by what they are; returns their digest."""
+    """Write weights into a folder that has their digest in its name; return the digest."""
     new = folder / "new"
     with new_folder(new, sync=sync) as temporary:
         save(temporary)
@@ -100,7 +100,7 @@ def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bo
 
 
 def read_published(run: RunFolder) -> Published | None:
-    """Return what was published last, or None if nothing was (or a power loss took it; it is not synced)."""
+    """Return what was published last, or None if there is nothing (a power loss may take what was not synced)."""
     try:
         return Published(**json.loads(run.bring(run.weights / _POINTER).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -108,7 +108,7 @@ def read_published(run: RunFolder) -> Published | None:
 
 
 def reopen(run: RunFolder) -> None:
-    """Take back that the run has ended, or collectors leave before its learner, which imports torch first, goes on."""
+    """Withdraw the published end of a run, so that collectors do not leave before its restarted learner is ready."""
     published = read_published(run)
     if published is not None and published.finished is not None and not run.medium.is_alive("learner"):
         publish(run, replace(published, finished=None), save=None)
@@ -116,7 +116,7 @@ def reopen(run: RunFolder) -> None:
 
 
 def version_folder(folder: Path, version: int, digest: int = 0) -> Path:
-    """Return where the weights of a version are, or were; those without a digest by their number alone."""
+    """Return where the weights of a version are, or were; without a digest, the name has only the version."""
     return folder / (f"version-{version:08d}" + (f"-{digest:016x}" if digest else ""))
 
 
@@ -126,9 +126,9 @@ def weights_folder(run: RunFolder, published: Published) -> Path:
 
 
 def weights_problem(run: RunFolder, published: Published) -> str | None:
-    """Say what is wrong with published weights, every checksum compared, or return None."""
+    """Compare every checksum of published weights; return what is wrong, or None."""
     folder = run.bring(weights_folder(run, published))
     problem = folder_problem(folder)
     if problem is None and published.digest not in (0, folder_digest(folder)):
-        return "they are not those that were published"
+        return "they are not the published ones"
     return problem

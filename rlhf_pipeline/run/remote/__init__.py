@@ -1,12 +1,12 @@
-"""A run in an object store: what a folder does with renames and locks, done with puts that only one process wins.
+"""A run in an object store: puts that only one process wins take the place of a folder's renames and locks.
 
 config.json                              as in a folder
 store/                                   the trajectories, see `trajectory_store.objects`
-rollouts/000000000012.json               a rollout that is in the store: put once, by whoever stored it
-claims.json                              who works on which rollout: replaced by compare-and-swap
+rollouts/000000000012.json               a rollout that is in the store: put once, by the collector that stored it
+claims.json                              which collector works on which rollout: replaced by compare-and-swap
 ledger.jsonl/, metrics.jsonl/            lines in numbered parts, each put once; a second writer's part is refused
 weights/latest.json                      the pointer: replaced by compare-and-swap
-weights/*.json, checkpoints/*.json       of a sealed folder, which pieces its files consist of
+weights/*.json, checkpoints/*.json       the pieces of which a sealed folder's files consist
 packs/                                   the pieces: a tensor each, found by its content
-processes/NAME.lease                     renewed by its process; one that stays the same is taken for dead
+processes/NAME.lease                     renewed by its process; an unchanged lease means that the process is dead
 """

@@ -1,4 +1,4 @@
-"""Where a process has its copy of what it needs of a run: a folder that goes with it."""
+"""A process's local copy of the parts of a run that it needs: a folder that is removed with the process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Final
 
 CACHE: Final = "RLHF_PIPELINE_CACHE"
-"""The environment variable with the folder for copies; the system's folder for temporary files without it."""
+"""The environment variable with the folder for copies; by default the system's temporary folder."""
 _PREFIX: Final = "rlhf-pipeline-"
 _LOCK: Final = ".in-use"
 
 
 def new_copy(owner: object) -> Path:
-    """Make an empty folder that is removed with its owner; those of processes that were killed are removed, too."""
+    """Make an empty folder that is removed with its owner; also remove the folders of killed processes."""
     parent = Path(os.environ.get(CACHE) or tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     for other in parent.glob(f"{_PREFIX}*"):
@@ -32,7 +32,7 @@ def new_copy(owner: object) -> Path:
         if (folder / _LOCK).exists():
             weakref.finalize(owner, _remove, folder, held)
             return folder
-        os.close(held)  # another process that begins now took the lock first, and the folder for a dead one's
+        os.close(held)  # another starting process locked the folder first, and took it for a dead process's
 
 
 def _remove(folder: Path, held: int) -> None:

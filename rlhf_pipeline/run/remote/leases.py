@@ -1,4 +1,4 @@
-"""Leases: objects that a live process renews. No two clocks are ever compared."""
+"""Leases: objects that a live process renews. Clocks of two machines are never compared."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trajectory_store.objects.remote import ObstoreBucket
 logger = logging.getLogger(__name__)
 
 LEASE_S: Final = "RLHF_PIPELINE_LEASE_S"
-"""The environment variable with the seconds after which a silent process is taken for dead; one value per run."""
+"""The environment variable with the seconds after which a silent process counts as dead; one value per run."""
 _DEFAULT_S: Final = 30.0
 _RENEWALS: Final = 4
-"""Renewals within the time of a lease."""
+"""Renewals within the length of a lease."""
 _LOOKS: Final = 4
 
 
 def replaced(what: str) -> LeaseLostError:
-    """The error of a process that finds something written by another one in its place."""
+    """Return the error of a process whose place another process has taken."""
     return LeaseLostError(
-        f"{what} was written by another process, which has taken this one's place: this one stood still for too long. "
+        f"{what} was written by another process, which has taken this one's place: this one was stalled for too long. "
         "Nothing is lost; start it again if the other one ends."
     )
 
@@ -41,7 +41,7 @@ class Leases:
     """The leases of a run.
 
     An observer judges by its own clock: a process is alive when its lease is first seen, and dead once the lease has
-    not changed for its length. A look that comes late, because the network or the observer stood still, starts over.
+    not changed for its length. After a late check, because the network or the observer was stalled, the wait restarts.
 
     Args:
         bucket: where the run is.
@@ -51,19 +51,19 @@ class Leases:
         self._bucket = bucket
         self.seconds = number_from(LEASE_S, _DEFAULT_S)
         self._seen: dict[str, tuple[str, float]] = {}
-        """By name the tag of the lease, and since when."""
+        """The tag of each lease by name, and since when it has been the same."""
         self._looked = -math.inf
 
     @contextmanager
     def hold(self, name: str, life: str, *, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        """Hold the lease of a name, renewed by a thread, to the end of the block.
+        """Hold the lease of a name until the end of the block; a thread renews it.
 
         Args:
             name: of the process.
-            life: of this process, and no other.
-            wait_s: how long to wait for another process that has it and lives, in seconds. Whether it lives is always
-                waited for: until it renews its lease, or has not for the length of one.
-            said: what the lease reports of the process.
+            life: identifies this process, and no other.
+            wait_s: how long to wait for another live process that has it, in seconds. Finding out whether it is alive
+                always takes until it renews its lease, or fails to for the length of one.
+            said: returns what the lease reports of the process.
 
         Raises:
             RunExistsError: another process has it.
@@ -81,7 +81,7 @@ class Leases:
                 except StoreError as error:
                     logger.warning("%s: its lease could not be renewed: %s", name, error)
                     continue
-                if found is None:  # whatever this process puts from now on is refused
+                if found is None:  # everything that this process puts from now on is refused
                     logger.error("%s: another process has taken its place", name)
                     return
                 tag = found
@@ -119,7 +119,7 @@ class Leases:
                 self._bucket.delete([self._key(name)])
 
     def living(self) -> set[str]:
-        """Return the names of the processes that live, as far as can be told from here."""
+        """Return the names of the processes that are alive, as far as this one can tell."""
         now = time.monotonic()
         if now - self._looked >= self.seconds / _LOOKS:
             late = now - self._looked > self.seconds / 2

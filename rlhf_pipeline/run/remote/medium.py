@@ -1,4 +1,4 @@
-"""A run in an object store, and this process's copy of what it needs of it."""
+"""A run in an object store, and this process's copy of the parts that it needs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 _POINTER: Final = "weights/latest.json"
 CLAIMS: Final = "claims.json"
-"""Who works on which rollout."""
+"""Which collector works on which rollout."""
 _LOGS: Final = ("ledger.jsonl", "metrics.jsonl")
 _CHOSEN: Final = ("gather.npy", "recorded_ledger.jsonl")
-"""What a run over stores writes before it has chosen."""
+"""The files that a run over stores writes before its choice counts."""
 
 
 class BucketMedium(RunMedium):
-    """The objects are the run; this process has a copy of those that it needs, which is gone with it.
+    """The objects are the run; this process has a copy of those that it needs, which is removed at its end.
 
     Args:
         url: of the run.
@@ -54,17 +54,17 @@ class BucketMedium(RunMedium):
             raise TypeError(f"{url} is no object store")
         self.bucket = bucket
         self.life = secrets.token_hex(8)
-        """Names this process, and no other."""
+        """Identifies this process, and no other."""
         self.outbox = Outbox()
         self._tags: dict[str, str] = {}
-        """Of files that only one process replaces, what is in the bucket as far as this process knows."""
+        """The last known tags of the files in the bucket."""
         self._rows: dict[str, SharedRows] = {}
         self._sealing: threading.Event | None = None
         self._reading: Callable[[], object] | None = None
 
     @functools.cached_property
     def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
-        """The copy."""
+        """The folder of the copy."""
         folder = new_copy(self)
         (folder / "weights").mkdir()
         (folder / "checkpoints").mkdir()
@@ -77,16 +77,16 @@ class BucketMedium(RunMedium):
 
     @functools.cached_property
     def leases(self) -> Leases:
-        """Who is at work."""
+        """The leases of the run's processes."""
         return Leases(self.bucket)
 
     @functools.cached_property
     def sealed(self) -> SealedFolders:
-        """Checkpoints and weights."""
+        """The checkpoints and weights."""
         return SealedFolders(self.bucket, self.root)
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
-        """Read beside the work of this process, again and again until there is something, or it is asked for."""
+        """Read in the background, repeatedly, until there is a result or it is asked for."""
         wanted, done = threading.Event(), Future[T]()
 
         def look() -> None:
@@ -113,11 +113,11 @@ class BucketMedium(RunMedium):
     # Files and folders
 
     def is_blank(self, besides: Collection[str]) -> bool:
-        """Whether no run has been recorded."""
+        """Return whether no run has been recorded."""
         return self.bucket.get("config.json") is None
 
     def bring(self, name: str) -> None:
-        """Have a file or a sealed folder here as it is now."""
+        """Fetch the current state of a file or a sealed folder."""
         if name.rpartition("/")[0] in SEALED and name != _POINTER:
             self.sealed.bring(name)
             return
@@ -132,17 +132,17 @@ class BucketMedium(RunMedium):
             self._tags.pop(name, None)
 
     def keep(self, name: str) -> None:
-        """Put a file or a sealed folder, after all that was kept before."""
+        """Put a file or a sealed folder, after everything that was kept before."""
         if name.rpartition("/")[0] not in SEALED:
             content = (self.root / name).read_bytes()
             self.outbox.add(lambda: self.bucket.put(name, content))
         elif name == _POINTER:
-            # Its first line makes it another content than any before, so that its tag is its own.
+            # Its first line makes its content unique, so that its tag is unique, too.
             content = secrets.token_hex(8).encode() + b"\n" + (self.root / name).read_bytes()
             self.outbox.add(lambda: self._swap(name, content))
         else:
             if self._sealing is not None:
-                self._sealing.wait()  # one at a time, so that it is sent before it is removed here
+                self._sealing.wait()  # one at a time, so that a folder is sent before it is removed here
             self._sealing = self.outbox.add(lambda: self.sealed.keep(name))
 
     def _swap(self, name: str, content: bytes) -> None:
@@ -152,7 +152,7 @@ class BucketMedium(RunMedium):
         self._tags[name] = tag
 
     def keep_first(self, name: str) -> bool:
-        """Put a file unless there is one."""
+        """Put a file unless it exists; otherwise fetch the existing one."""
         if self.bucket.settle(name, (self.root / name).read_bytes()):
             return True
         (self.root / name).unlink()
@@ -160,7 +160,7 @@ class BucketMedium(RunMedium):
         return False
 
     def keep_log(self, path: Path) -> None:
-        """Put it; under a name of this process where others have such a file, too."""
+        """Put a log; a name with this process's id keeps the logs of several processes apart."""
         with suppress(StoreError, OSError):
             own = path.name if path.name == "supervisor.log" else f"logs/{self.life}-{path.name}"
             self.bucket.put(own, path.read_bytes())
@@ -170,20 +170,20 @@ class BucketMedium(RunMedium):
         self.outbox.add(lambda: self.sealed.drop(name))
 
     def forget(self, name: str) -> None:
-        """Remove the copy."""
+        """Remove the copy of a sealed folder."""
         remove_folder(self.root / name)
 
     def outline(self, name: str) -> None:
-        """Make an empty folder for each sealed one that is not here."""
+        """Make an empty folder for each sealed folder that is not here."""
         for found in self.sealed.names(name):
             (self.root / name / found).mkdir(exist_ok=True)
 
     def has(self, name: str) -> bool:
-        """Whether there is an object of this name, or one below it."""
+        """Return whether there is an object of this name, or one below it."""
         return self.bucket.get(name) is not None if "." in name else bool(self.bucket.keys(f"{name}/"))
 
     def clear(self) -> None:
-        """Delete all objects of a start that came to nothing, those of live processes excepted."""
+        """Delete all objects of a failed start, except those of live processes."""
         self.flush()
         for name in ("store", "rollouts", PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
@@ -195,7 +195,7 @@ class BucketMedium(RunMedium):
     # Lines
 
     def rows(self, name: str) -> SharedRows:
-        """Return the rows of a file; the same object each time, as one process has one copy."""
+        """Return the rows of a file; the same object each time, because a process has one copy."""
         found = self._rows.get(name)
         if found is None:
             log = LineLog(self.bucket, name, self.life, self.outbox)
@@ -205,7 +205,7 @@ class BucketMedium(RunMedium):
         return found
 
     def write_rows(self) -> None:
-        """Be the one process that adds lines."""
+        """Take over as the only writer of lines."""
         for name in _LOGS:
             self.rows(name).begin()
 
@@ -220,15 +220,15 @@ class BucketMedium(RunMedium):
         return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
 
     def is_alive(self, name: str) -> bool:
-        """Whether the lease of a name is renewed."""
+        """Return whether the lease of a name is being renewed."""
         return name in self.leases.living()
 
     def living(self) -> set[str]:
-        """Return the names whose leases are renewed."""
+        """Return the names whose leases are being renewed."""
         return self.leases.living()
 
     def said(self, name: str) -> dict[str, Any]:
-        """Return what the lease of a process told last; empty where there is none."""
+        """Return the last report in the lease of a process; empty if there is none."""
         for key in (f"processes/{name}.lease", f"processes/{name}.json"):
             raw = self.bucket.get(key)
             if raw is not None:
@@ -236,8 +236,8 @@ class BucketMedium(RunMedium):
         return {}
 
     def flush(self) -> None:
-        """Wait until all puts are done, and a read that nobody has asked for."""
+        """Wait until all puts are done, and a read in the background as well."""
         if self._reading is not None:
-            with suppress(Exception):  # nobody has asked for it
+            with suppress(Exception):  # its result is not needed
                 self._reading()
         self.outbox.flush()

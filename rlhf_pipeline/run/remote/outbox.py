@@ -13,7 +13,7 @@ _WAITING = 16
 class Outbox:
     """One thread that runs jobs in order until one fails; the rest are then not run.
 
-    So others always see a prefix of the work: for them a process that dies has died a moment earlier.
+    So other processes always see a prefix of the work, as if a process that dies had died a moment earlier.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Outbox:
         self._failed: BaseException | None = None
 
     def add(self, job: Callable[[], None]) -> threading.Event:
-        """Run a job after all that were added before it.
+        """Run a job after all jobs that were added before it.
 
         Returns:
             An event that is set when the job has run, or never will because an earlier one failed.

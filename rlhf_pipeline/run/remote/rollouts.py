@@ -1,4 +1,4 @@
-"""Rollouts of a run in an object store: which are stored, and who works on which."""
+"""Rollouts of a run in an object store: which are stored, and which collector works on which."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trajectory_store.objects.remote import ObstoreBucket
 FOLDER: Final = "rollouts"
 _BEGUN: Final = f"{FOLDER}/begun"
 _PAUSE_S: Final = 0.02
-NOBODY: Final = ""
-"""Whose claims are that were given back."""
+NO_OWNER: Final = ""
+"""The owner of claims that were given back."""
 
 
 class BucketRollouts(Rollouts):
-    """One object per rollout, put once; they are learned from in the order of their numbers, as far as they are there.
+    """One object per rollout, put once; the learner takes the stored ones in the order of their numbers.
 
-    That order wastes nothing that the order of arrival would not: a rollout that starts takes the lowest free number,
-    and all lower ones that are not learned from were counted when it was decided that it may start.
+    That order wastes no more than the order of arrival: a new rollout takes the lowest free number, and the decision
+    that it may start counts all lower ones that are not learned from yet.
 
     Args:
         bucket: where the run is.
@@ -39,15 +39,15 @@ class BucketRollouts(Rollouts):
 
     @staticmethod
     def begin(bucket: ObstoreBucket) -> None:
-        """Say that the run is one of several processes."""
+        """Mark the run as one of several processes."""
         bucket.settle(_BEGUN, b"")
 
     def add(self, done: StoredRollout) -> None:
-        """Put the record; where another collector was faster, that one's counts, and says the same."""
+        """Put the record; if another collector was first, its record counts and says the same."""
         self._bucket.settle(_key(done.rollout), json.dumps(asdict(done)).encode())
 
     def new(self, known: RolloutSet) -> list[int]:
-        """List what is there behind all that is known."""
+        """List the rollouts after the known ones."""
         first = max(known.lowest_missing, self._told.lowest_missing)
         keys = self._bucket.keys(f"{FOLDER}/", _key(first - 1) if first else "")
         numbers = [int(key.rpartition("/")[2][:-5]) for key in keys if key.endswith(".json")]
@@ -63,17 +63,17 @@ class BucketRollouts(Rollouts):
 
 
 class LeasedClaims(Claims):
-    """Claims in one object that is replaced by compare-and-swap; one counts while its collector's lease is renewed.
+    """Claims in one object that is replaced by compare-and-swap; a claim counts while its collector's lease is renewed.
 
-    A collector that is taken for dead may only have stood still. So its claim names the segment of the store that it
-    appends to, and whoever takes the claim over ends that segment first: a commit that was on its way is there by then,
-    and is found, or is refused. Before it goes on in a new segment, a collector notes that one in its claim, and finds
-    that the claim is gone.
+    A collector that seems dead may only be stalled. So its claim names the segment of the store that it appends to, and
+    a collector that takes the claim over ends that segment first: a commit that was under way is found after that, or
+    it is refused. Before the stalled collector continues in a new segment, it must note the segment in its claim, and
+    finds that the claim is gone.
 
     Args:
         medium: of the run.
         name: the collector's name.
-        rollouts: which are stored.
+        rollouts: the stored rollouts.
         flow: the limits.
         store: where this collector appends trajectories.
     """
@@ -86,7 +86,7 @@ class LeasedClaims(Claims):
         store.on_segment(self._note_segment)
 
     def close(self) -> None:
-        """Append without claims."""
+        """Stop noting segments in claims."""
         self._store.on_segment(None)
 
     def claim(self, published: Published) -> int | None:
@@ -95,8 +95,8 @@ class LeasedClaims(Claims):
             claims, tag = self._read()
             living = self._medium.living() if any(c["life"] != self._medium.life for c in claims.values()) else set()
             living.discard(self._name)
-            # If the owners of all claims are alive, every rollout claimed so far is done or at work (this process's own
-            # are done). That alone refuses most claims, without listing what is stored.
+            # If the owners of all claims are alive, every rollout claimed so far is done or in flight (this process's
+            # own are done). That alone refuses most claims, without listing the stored rollouts.
             mine = (self._name, self._medium.life)
             if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
                 begun = max(map(int, claims), default=-1) + 1
@@ -125,45 +125,45 @@ class LeasedClaims(Claims):
         return rollout
 
     def release(self, *, done: bool) -> None:
-        """Release the claim: the rollout is done, which its record says, or free for the next try."""
+        """Release the claim: the rollout is done, as its record says, or free for the next try."""
         rollout, self._held = self._held, None
         if rollout is not None and not done:
             self._change(rollout)
 
     def _note_segment(self, segment: int) -> None:
-        """Say which segment is appended to from now on.
+        """Note in the claim the segment that is appended to from now on.
 
         Raises:
             LeaseLostError: another collector has taken the rollout over.
         """
         if self._held is not None and not self._change(self._held, segment=segment):
             raise LeaseLostError(
-                f"rollout {self._held} was taken over by another collector: this one stood still for more than "
-                f"{self._medium.leases.seconds:g} s. What it had sampled is dropped."
+                f"rollout {self._held} was taken over by another collector: this one was stalled for more than "
+                f"{self._medium.leases.seconds:g} s. Its samples are dropped."
             )
 
     def _change(self, rollout: int, *, segment: int | None = None) -> bool:
-        """Give this process's claim back, or note a segment; returns False where it is no longer its own."""
+        """Give this process's claim back, or note a segment; return False if the claim is no longer its own."""
         while True:
             claims, tag = self._read()
             mine = claims.get(str(rollout))
             if mine is None or mine["life"] != self._medium.life:
                 return False
-            if segment is None:  # what it has stored is looked for there by the next one
-                mine["owner"] = NOBODY
+            if segment is None:  # the next owner looks for stored rows in its segments
+                mine["owner"] = NO_OWNER
             else:
                 mine["segments"] = [*mine["segments"], segment]
             if self._replace(claims, tag):
                 return True
 
     def _read(self) -> tuple[dict[str, Any], str | None]:
-        """The claims of all collectors, by rollout, and the tag that `_replace` wants."""
+        """Return the claims of all collectors, by rollout, and the tag that `_replace` needs."""
         found = self._medium.bucket.tagged(CLAIMS)
         return ({}, None) if found is None else (json.loads(found.data)["claims"], found.tag)
 
     def _replace(self, claims: dict[Any, Any], tag: str | None) -> bool:
-        """Try to write all claims; after another process was first, wait a moment, so that both get on."""
-        # The time makes it another content than any before, so that its tag is its own.
+        """Try to write all claims; if another process was first, wait a moment, so that both make progress."""
+        # The time makes its content unique, so that its tag is unique, too.
         said = {"by": f"{self._medium.life} {time.time_ns()}", "claims": claims}
         if self._medium.bucket.swap(CLAIMS, json.dumps(said).encode(), tag) is not None:
             return True

@@ -1,7 +1,7 @@
-"""Lines that one process writes and any number follow, as numbered parts that are put once.
+"""Lines that one process writes and any number of processes follow, as numbered parts that are put once.
 
-A part is a line of JSON (who wrote it, how long it is, its checksum, from which step on earlier lines no longer count)
-and the lines themselves. Every `BLOCK` parts are put together once more as one object, for those who begin to read.
+A part is a line of JSON (its writer, length and checksum, and the step from which earlier lines no longer count) and
+the lines themselves. Every `BLOCK` parts are also put together as one object, for processes that begin to read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LOOK_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one put added."""
+    """The content of one part."""
 
     lines: bytes
     cut: int | None
-    """Lines of this step and later ones were taken back before these were added."""
+    """If set, lines of this step and later ones are dropped before these are added."""
 
 
 class LineLog:
@@ -40,7 +40,7 @@ class LineLog:
     Args:
         bucket: where the run is.
         name: of the file.
-        writer: whose parts are ours, and nobody else's.
+        writer: identifies the parts of this process.
         outbox: sends them.
     """
 
@@ -56,7 +56,7 @@ class LineLog:
         self.is_writing = False
 
     def new(self) -> list[Part]:
-        """Return the parts that have come since the last call; asked again within a second, nothing is looked for.
+        """Return the parts that are new since the last call; within a second after it, return none without a request.
 
         Raises:
             DataError: a part is damaged or missing.
@@ -75,7 +75,7 @@ class LineLog:
         return [part for raw in found for part in self._parts(raw)]
 
     def begin(self) -> list[Part]:
-        """Be the writer: whoever was it before is refused from now on. Returns the parts up to here."""
+        """Take over as writer: the previous writer's next part is refused. Return the new parts before that."""
         found: list[Part] = []
         while not self.is_writing:
             self._looked = -1e9
@@ -87,10 +87,10 @@ class LineLog:
         return found
 
     def add(self, part: Part) -> None:
-        """Put a part behind all others.
+        """Put a part after all others.
 
         Raises:
-            LeaseLostError: another process has become the writer.
+            LeaseLostError: another process has taken over as writer.
         """
         if not self.is_writing:
             raise AssertionError(f"{self._name} is written by a process that has not begun to")
@@ -142,9 +142,9 @@ class SharedRows(StepRows):
     """The rows of a file that is kept in parts; the file itself is this process's copy.
 
     Args:
-        path: the copy; made new.
+        path: the copy, which is created.
         log: the parts.
-        owner: of the folder of the copy, which goes with it and must not go before these rows.
+        owner: owns the folder of the copy; held here so that the folder outlives these rows.
     """
 
     def __init__(self, path: Path, log: LineLog, owner: object = None) -> None:
@@ -154,12 +154,12 @@ class SharedRows(StepRows):
         super().__init__(path)
 
     def refresh(self) -> int:
-        """See what is there now."""
+        """Read the new rows, and return the number of rows."""
         self._take(self._log.new())
         return super().refresh()
 
     def begin(self) -> None:
-        """Be the one process that adds rows."""
+        """Take over as the only writer of rows."""
         if not self._log.is_writing:
             self._take(self._log.begin())
 
@@ -169,16 +169,16 @@ class SharedRows(StepRows):
         self._log.add(Part(lines=line_of(row), cut=None))
 
     def drop_from(self, step: int) -> None:
-        """Take back the rows of a step and of all later ones."""
+        """Remove the rows of a step and of all later ones."""
         if self.last_step >= step:
             super().drop_from(step)
             self._log.add(Part(lines=b"", cut=step))
 
     def sync(self) -> None:
-        """Rows are sent in the order in which they were added, before whatever depends on them."""
+        """Do nothing: rows are sent in the order in which they were added, before anything that depends on them."""
 
     def _take(self, parts: list[Part]) -> None:
-        """Bring the copy up to date."""
+        """Apply parts to the copy."""
         lines: list[bytes] = []
         for part in parts:
             if part.cut is not None:

@@ -1,8 +1,8 @@
 """Sealed folders in an object store, in pieces that are found by their content.
 
-A piece is a tensor of a safetensors file, or a whole file of another kind. What is there already, from an earlier
-version or a checkpoint, is not sent again, and who has it does not fetch it again: of weights of which a part has
-changed, that part moves. New pieces go together, a pack per 64 MB, so small tensors cost no requests.
+A piece is a tensor of a safetensors file, or a whole file of another kind. A piece that is stored already, from an
+earlier version or a checkpoint, is not sent again, and a process that has it does not fetch it again: if some tensors
+change, only these are transferred. New pieces are packed together, 64 MB a pack, so small tensors need few requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Span:
 
 
 Files = Mapping[str, list[tuple[str, Span]]]
-"""Per file of a folder its pieces in order: what each holds (a hash), and where it is."""
+"""The pieces of each file of a folder, in order: the hash of each piece, and where it is."""
 
 
 class SealedFolders:
@@ -56,12 +56,12 @@ class SealedFolders:
         self._bucket = bucket
         self._root = root
         self._kept: dict[str, Files] | None = None
-        """What is in the bucket, by folder; None before this process writes. Packs that nothing names then go."""
+        """The content of the bucket by folder; None until this process first writes, which removes unused packs."""
         self._here: dict[str, Span] = {}
-        """Pieces in files of this process, by content."""
+        """Pieces in files of this process, by their hash."""
 
     def keep(self, name: str) -> None:
-        """Put what is not there yet of a folder, then what it consists of."""
+        """Put the missing pieces of a folder, then the list of its pieces."""
         kept = self._all_kept()
         known = {content: span for files in kept.values() for pieces in files.values() for content, span in pieces}
         files: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ class SealedFolders:
         kept[name] = final
 
     def _packed(self, new: Mapping[str, bytes]) -> dict[str, Span]:
-        """Put pieces together, if there are any; return where each is."""
+        """Put pieces as one pack, if there are any; return where each is."""
         ends = list(itertools.accumulate(map(len, new.values())))
         if not ends:
             return {}
@@ -96,7 +96,7 @@ class SealedFolders:
         }
 
     def drop(self, name: str) -> None:
-        """Remove a folder, and the packs that no other one needs."""
+        """Remove a folder, and the packs that no other folder needs."""
         kept = self._all_kept()
         files = kept.pop(name, None)
         if files is not None:
@@ -109,10 +109,10 @@ class SealedFolders:
         return [key.removesuffix(".json") for key in keys if key.endswith(".json") and key != "latest.json"]
 
     def bring(self, name: str) -> None:
-        """Have a folder here, in whatever state it is; a removed one stays as it was.
+        """Fetch a folder, damaged or not; the local copy of a removed folder stays.
 
         Raises:
-            DataError: a part of it is gone: a newer one may have replaced it.
+            DataError: a piece is gone, because a newer folder may have replaced this one.
         """
         final = self._root / name
         if final.is_dir() and folder_problem(final, checksums=False) is None:
@@ -137,7 +137,7 @@ class SealedFolders:
         os.rename(temporary, final)
 
     def _fetch(self, wanted: list[tuple[str, Span]], name: str) -> dict[str, bytes]:
-        """Return pieces by content: from files of this process where they are there, else from the packs."""
+        """Return pieces by their hash: from files of this process if they have them, else from the packs."""
         found: dict[str, bytes] = {}
         missing: dict[str, dict[str, Span]] = {}
         for content, span in wanted:
@@ -194,12 +194,12 @@ class SealedFolders:
 
 
 def _content(raw: bytes) -> str:
-    """Return what names these bytes."""
+    """Return the hash that identifies these bytes."""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def _pieces(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the pieces of a file, each with its place."""
+    """Yield the pieces of a file, each with its offset."""
     cuts = _tensor_ends(file) if file.suffix == ".safetensors" else []
     with file.open("rb") as stream:
         start = 0
@@ -209,7 +209,7 @@ def _pieces(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _tensor_ends(file: Path) -> list[int]:
-    """Return where the header and each tensor of a safetensors file end; nothing where it is not laid out so."""
+    """Return where the header and each tensor of a safetensors file end; nothing if its layout is different."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -221,7 +221,7 @@ def _tensor_ends(file: Path) -> list[int]:
 
 
 def _joined(spans: Mapping[str, Span]) -> list[Span]:
-    """Return spans of one pack with neighbours put together: one request each."""
+    """Return the spans of one pack with adjacent ones joined, which takes one request each."""
     out: list[Span] = []
     for span in sorted(spans.values(), key=lambda span: span.start):
         if out and out[-1].start + out[-1].length >= span.start:
