@@ -155,6 +155,11 @@ class Spans:
             found = self._blanks[width, item] = (blank, parts)
         return found[1]
 
+    @property
+    def are_scattered(self) -> bool:
+        """Whether most rows do not begin where the row before them ends."""
+        return 2 * int(np.count_nonzero(self.starts[1:] != self.ends[:-1])) > len(self.starts)
+
     def joined(self, width: int) -> tuple[list[int], Iterable[slice], Iterable[slice]]:
         """Return how to copy the rows one after another: the segments, and the source and target slices.
 
@@ -386,7 +391,12 @@ class ColumnReader:
 
     def text(self, column: Column) -> list[Any]:
         """Return the rows of a column of text or bytes."""
-        rows = self._rows(column, self.spans(column))
+        spans = self.spans(column)
+        if spans.are_scattered:
+            rows = self._rows(column, spans)
+        else:  # in few pieces: `inspect` of 30,720 trajectories takes three quarters of the time
+            data = self.ragged(column).values.data
+            rows = [data[a:b] for a, b in itertools.pairwise(offsets_of(spans.lengths).tolist())]
         if column.dtype == "bytes":
             return [bytes(row) for row in rows]
         try:
