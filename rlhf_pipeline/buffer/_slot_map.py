@@ -18,7 +18,7 @@ class SlotMap:
     in a column. A row that waits for its group has no slot; it gets the next one when the group is complete, and the
     column `waiting` records its number in that order. The limit of a store also counts rows without a slot, so fewer
     than `max_size` rows may have one: the slots then move up to fill the gaps, and a process that opens the store later
-    numbers them anew.
+    renumbers them.
 
     Args:
         max_size: slots of the ring.

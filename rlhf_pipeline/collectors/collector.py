@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -304,8 +305,8 @@ def trajectories(
         metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
     )
     if digests is not None:
-        oldest = versions if versions.ndim == 1 else versions[:, 0]
-        out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.tolist()]))
+        oldest: Any = out[keys.POLICY_VERSION]
+        out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))
     return out
 
 

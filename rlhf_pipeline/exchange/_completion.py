@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.data.rewards import LARGEST
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
 from rlhf_pipeline.exchange.filters import seconds_of
 
@@ -20,8 +21,6 @@ Row = Mapping[str, Any]
 """One row of a file, as JSON or Arrow gives it."""
 Messages = Sequence[Mapping[str, Any]]
 
-LARGEST = 3.4028234663852886e38
-"""The largest float32, the type in which rewards and log-probs are stored."""
 ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
 

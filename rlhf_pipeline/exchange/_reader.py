@@ -164,7 +164,7 @@ class Reader:
         if layout.parts is not None:
             for target, name in self._given.items():
                 raise DefinitionError(f"--field {target}={name}: this format knows its fields; leave out --field.")
-            self.version, self.terms, self._names = None, {"reward": 1.0}, ...
+            self.version, self.terms = None, {"reward": 1.0}
             self.of = {target: target for target in ALIASES}
             return
         for target, name in self._given.items():
@@ -208,7 +208,7 @@ class Reader:
 
     def _settle(self, row: Row) -> None:
         """Find the fields of the targets that no row before had a field of."""
-        if self._names is ... or row.keys() == self._names:
+        if self.layout.parts is not None or row.keys() == self._names:
             return
         self._names = row.keys()
         mine = {name for target, name in self._given.items() if target != "group"}  # which may be the prompt's own

@@ -326,14 +326,19 @@ NAMES: tuple[str, ...] = ("auto", *CONTAINERS, *dict.fromkeys(item.name for item
 """What `--format` takes: a container name reads `groups` by field names; `store` is what `export` writes."""
 
 
+def check_format(name: str) -> None:
+    """Raise a DefinitionError where `--format` does not take a name."""
+    if name not in NAMES:
+        raise DefinitionError(f"there is no format '{name}'." + did_you_mean(name, NAMES))
+
+
 def find_format(name: str, row: Row, *, is_export: bool = False) -> Format | None:
     """Return the format of a file from its first row; None for rows that `export` wrote, or where `is_export` says so.
 
     >>> find_format("auto", {"input": "1+1=", "output": "2", "score": 1.0, "step": 3}).name
     'verl'
     """
-    if name not in NAMES:
-        raise DefinitionError(f"there is no format '{name}'." + did_you_mean(name, NAMES))
+    check_format(name)
     if name == "store" or (name in ("auto", *CONTAINERS) and (is_export or is_store_row(row))):
         return None
     if name == "auto":

@@ -15,15 +15,15 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
-from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._columns import batch_of, from_row
 from rlhf_pipeline.exchange._completion import Encoder, Rollout
 from rlhf_pipeline.exchange._reader import ONE_ROW, Reader
 from rlhf_pipeline.exchange._tables import Container, Source, find_sources
 from rlhf_pipeline.exchange.formats import (
     CONTAINERS,
-    NAMES,
     Rewards,
+    check_format,
     find_format,
     is_tinker_summary,
     tinker_reward,
@@ -149,8 +149,7 @@ def import_files(
         RunExistsError: another import writes to the store.
         StoreError: the store cannot be written.
     """
-    if format not in NAMES:
-        raise DefinitionError(f"there is no format '{format}'." + did_you_mean(format, NAMES))
+    check_format(format)
     sources = find_sources(files, cast(Container, format) if format in CONTAINERS else None)
     encoder = Encoder(tokenizer, chat=chat_template, eos=eos)
     report = ImportReport(store=Path(into).expanduser())
@@ -169,7 +168,8 @@ def import_files(
                 on_file(item.report)
             if isinstance(item.reader, Schema):
                 check_columns(store, item.reader)
-                there = There(store)  # one export may hold what another one gave
+                if len(report.files) > 1:
+                    there = There(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
                 rows = _converted(item.source, item.reader, item.report, there.begin(item.source.path), encoder)

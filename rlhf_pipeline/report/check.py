@@ -142,7 +142,7 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         text = f"{count(missing, 'trajectory')} that the ledger names are not in the store ({example})"
         yield Finding(part="ledger ids", ok=False, text=text)
         return
-    left = f" or, {evicted:,}, evicted since, as max_trajectories asks" if evicted else ""
+    left = f" or evicted since ({evicted:,}), as max_trajectories asks" if evicted else ""
     yield Finding(part="ledger ids", ok=True, text=f"{wanted:,} uses of trajectories, all of them in the store{left}")
 
 

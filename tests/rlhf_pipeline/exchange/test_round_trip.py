@@ -164,6 +164,16 @@ def test_what_the_store_was_not_given(tmp_path: Path, name: str):
             assert np.array_equal(a.present(column.name), b.present(column.name)), column.name
 
 
+def test_two_exports_of_one_store(tmp_path: Path):
+    """Each row is imported once, whichever export gave it, and a second import of both finds all of them."""
+    for name in ("a.jsonl", "b.jsonl"):
+        export_store(small(tmp_path / name[0]), tmp_path / name)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for num_imported, num_skipped in ((6, 6), (0, 12)):
+        report = import_files(files, tmp_path / "c")
+        assert (report.num_imported, report.num_skipped) == (num_imported, num_skipped)
+
+
 def test_rows_of_one_id(tmp_path: Path):
     """Steps that a training took twice: an import of them that was stopped in between goes on, and none is lost."""
     ids = {"trajectory_id": [0, 1, 0, 1], "input_ids": [[1], [2], [1], [3]]}

@@ -235,7 +235,7 @@ def test_generation_from_tokens(form: str, pad_output: bool, make_model: Make) -
 
 
 def test_samples_per_prompt_add_a_dimension(make_model: Make) -> None:
-    """num_samples gives [B, num_samples]; a second call samples anew; a single row works."""
+    """num_samples gives [B, num_samples]; a second call draws others; a single row works."""
     policy = CausalLMPolicy(make_model(), generate=True, num_samples=4, generate_kwargs={"max_new_tokens": 5})
     td = lazy_stack([TensorDict({"tokens": {"prompt": torch.tensor(r)}, "query": i}) for i, r in enumerate(ROWS)])
     first, second = policy(td), policy(td)
@@ -253,7 +253,7 @@ def test_samples_per_prompt_add_a_dimension(make_model: Make) -> None:
     assert one["tokens", "full"][:2].tolist() == [5, 6]
 
 
-def test_calls_of_other_sizes_sample_anew(make_model: Make) -> None:
+def test_calls_of_other_sizes_draw_new_completions(make_model: Make) -> None:
     """No completion of a prompt is another call's, however many prompts each call had."""
     policy = CausalLMPolicy(make_model(), generate=True, max_new_tokens=12)
     seen = []
