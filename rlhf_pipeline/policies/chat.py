@@ -186,11 +186,25 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _encode_after(codec: Any, head: str, tail: str) -> list[int]:
     """Return the token ids of a text that follows another one; by itself, it may begin with an extra space token."""
     for before in (head, head.rstrip()):
+        before = before[_last_split(codec, before, tail) :]
         known = encode_text(codec, before, add_special_tokens=False)
         both = encode_text(codec, before + tail, add_special_tokens=False)
         if both[: len(known)] == known:
             return both[len(known) :]
     return encode_text(codec, tail, add_special_tokens=False)
+
+
+def _last_split(codec: Any, head: str, tail: str) -> int:
+    """Return where the last special token of `head` starts in `head + tail`; 0 without one.
+
+    A tokenizer cuts a text at these tokens before it does anything else, so the ids from there on are the same without
+    what stands before. A reply then costs what is new, not the whole conversation.
+    """
+    added = [t.content for t in codec.added_tokens_decoder.values() if not (t.normalized or t.single_word)]
+    if not added:
+        return 0
+    tokens = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
+    return max((m.start() for m in tokens.finditer(head + tail) if m.end() <= len(head)), default=0)
 
 
 def continued_prompt(

@@ -131,6 +131,31 @@ def test_what_ended_a_turn_is_not_written_twice() -> None:
     assert encode_reply(tokenizer, USER, [end], REPLY, end_token_ids=(end,)) == cut[1:]
 
 
+class Counting(PreTrainedTokenizerFast):
+    """A tokenizer that counts the characters it encodes."""
+
+    characters = 0
+
+    def encode(self, text: Any, *args: Any, **options: Any) -> list[int]:
+        """Count and encode."""
+        self.characters += len(text)
+        return super().encode(text, *args, **options)
+
+
+def test_a_reply_costs_what_is_new(tokenizer: Any) -> None:
+    """However long the conversation is, as little is encoded, and the ids are those of the whole text."""
+    counting = Counting(tokenizer_object=tokenizer.backend_tokenizer, chat_template=tokenizer.chat_template)
+    said, costs = tokenizer.encode("fox<|im_end|>"), []
+    for turns in (2, 20):
+        chat = [*USER, *[{"role": "assistant", "content": "fox"}, *USER] * turns]
+        counting.characters = 0
+        ids = encode_reply(counting, chat, said, REPLY, end_token_ids=(said[-1],))
+        costs.append(counting.characters)
+        whole = encode_prompt(tokenizer, [*chat, {"role": "assistant", "content": "fox"}, *REPLY])
+        assert [*encode_prompt(tokenizer, chat), *said, *ids] == whole
+    assert costs[0] == costs[1] > 0
+
+
 @pytest.mark.parametrize(
     ("template", "written"),
     [
