@@ -96,9 +96,13 @@ def _say_file(file: FileReport) -> None:
 
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
     store = typed(report.store)
+    left_out = sum(file.num_left_out for file in report.files)
+    reasons = "failed, not trained, without sampled tokens, or in the table before already"
+    passed_over = [f"  {left_out:,} left out: {reasons}"] if left_out else []
     if not report.num_imported:
         return [
-            f"nothing new: all {count(report.num_skipped, 'trajectory')} are in {report.store} already.",
+            f"nothing new: {count(report.num_skipped, 'trajectory')} in {report.store} already.",
+            *passed_over,
             f"look at them: rlhf-pipeline inspect {store}",
         ]
     made = [
@@ -107,9 +111,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     ]
     if report.num_skipped:
         made.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
-    left_out = sum(file.num_left_out for file in report.files)
-    if left_out:
-        made.append(f"  {left_out:,} left out: failed, not trained, or without sampled tokens")
+    made += passed_over
     if report.num_encoded:
         made.append(f"  {count(report.num_encoded, 'trajectory')} encoded from text; `meta` says with which tokenizer")
     if report.num_without_log_probs:

@@ -103,6 +103,8 @@ class Format:
     that is no finished trajectory."""
     about: str = ""
     """Which field is read as what, where `parts` does it."""
+    repeated_but: str = ""
+    """The tool may write the rows of one file again into the next, and then only this field differs."""
 
     def matches(self, row: Row) -> bool:
         """Return True if a row looks like it."""

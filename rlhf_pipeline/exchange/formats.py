@@ -284,7 +284,8 @@ FORMATS: tuple[Format, ...] = (
     ),
     *(
         # TRL 1.16 GRPOTrainer.log calls columns of rewards after their functions; before 0.18 `reward` is the total and
-        # `step` is text. The instances of one prompt have no name; their place in the table tells them apart.
+        # `step` is text. The instances of one prompt have no name; their place in the table tells them apart. Each log
+        # writes the last generation, also where several steps are taken on it.
         Format(
             name="trl",
             summary="the completions table of TRL's trainers",
@@ -295,6 +296,7 @@ FORMATS: tuple[Format, ...] = (
             version_offset=-1,
             own_rewards=own,
             as_chat=False,
+            repeated_but="step",
         )
         for own, also in (
             (True, lambda row: "advantage" in row or (isinstance(row["step"], str) and "reward" not in row)),

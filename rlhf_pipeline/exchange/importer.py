@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -50,7 +51,8 @@ class FileReport:
     num_skipped: int = 0
     """Trajectories that the store had already."""
     num_left_out: int = 0
-    """Rows that are not finished trajectories: failed calls, agents that are not trained."""
+    """Rows that are not finished trajectories (failed calls, agents that are not trained), or that repeat an earlier
+    file."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +128,8 @@ def import_files(
     Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so; behaviour
     log-probs that are not known are NaN, and `RetrieveLogProb` fills them in when the store is trained on. Trajectory
     and group ids follow from the place in the file, so an import that was killed and is called again continues where it
-    stopped, and a file that has grown gives its new rows only.
+    stopped, and a file that has grown gives its new rows only. TRL writes a generation into one table per step that it
+    takes on it: of tables in turn that differ only in `step`, the first is imported.
 
     Args:
         files: JSONL and Parquet files, saved Hugging Face datasets, or folders of files.
@@ -162,10 +165,13 @@ def import_files(
         report.store, Schema(columns.values()) if exported else trajectory_schema(), durability=durability
     ) as store:
         there, groups = There(store), set[int]()
-        for item in plan:
+        for item, before in zip(plan, [None, *plan], strict=False):
             report.files.append(item.report)
+            repeated = before is not None and _repeats(item, before)
             if on_file is not None:
                 on_file(item.report)
+            if repeated:
+                continue
             if isinstance(item.reader, Schema):
                 check_columns(store, item.reader)
                 if len(report.files) > 1:
@@ -267,6 +273,23 @@ def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]
         if isinstance(item.reader, Reader):
             item.report.about = item.reader.about() + (f", {known}" if item.report.format == "tinker" else "")
     return plan
+
+
+def _repeats(item: _Item, before: _Item) -> bool:
+    """Return True, and say so in its report, if a file's rows are those of the one before it, apart from one field."""
+    but = item.reader.layout.repeated_but if isinstance(item.reader, Reader) else ""
+    if not but or (item.report.format, item.source.path.parent) != (before.report.format, before.source.path.parent):
+        return False
+    num = 0
+    with contextlib.closing(item.source.rows()) as mine, contextlib.closing(before.source.rows()) as others:
+        for pair in zip_longest(mine, others):  # side by side: files that differ do so in their first rows
+            same = {repr([(k, v) for k, v in one[1].items() if k != but]) if one else "" for one in pair}
+            if len(same) > 1:
+                return False
+            num += 1
+    item.report.num_left_out = num
+    item.report.about = f"the rows of {before.source.path.name} again, left out"
+    return True
 
 
 def _schema(source: Source, written: str) -> Schema:

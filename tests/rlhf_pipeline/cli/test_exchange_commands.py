@@ -35,6 +35,15 @@ def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
     assert cli("inspect", tmp_path / "a store").code == 0
 
 
+def test_import_that_leaves_all_out(cli: Cli, tmp_path: Path):
+    """Rows that are no trajectories are not said to be in the store."""
+    file = tmp_path / "traces.jsonl"
+    file.write_text(json.dumps({"task": {}, "traces": [{"ok": False, "nodes": []}]}) + "\n")
+    shown = cli("import", file, "--into", tmp_path / "store")
+    assert "nothing new: 0 trajectories in" in shown.out
+    assert "1 left out: failed, not trained" in shown.out
+
+
 def test_export_and_back(cli: Cli, rollouts: Path, tmp_path: Path):
     """What was written is said, with how to read it; importing it gives an equal store."""
     cli("import", rollouts, "--into", tmp_path / "a")

@@ -138,7 +138,7 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
         table = {
             "step": [step] * 4,
             "prompt": ["1+1=", "1+1=", "2+2=", "2+2="],
-            "completion": ["2", "3", "4", "5"],
+            "completion": ["2", "3", "4", str(step)],
             "accuracy": [1.0, 0.0, 1.0, None],
             "format": [0.5, None, 0.0, None],
             "advantage": [0.7071, -0.7071, 0.0, 0.0],
@@ -157,6 +157,57 @@ def test_trl_table(tmp_path: Path, tokenizer: Any):
     assert rows["group_id"].tolist() == [0, 0, 1, 1, second, second, second + 1, second + 1]
     chosen = import_files([folder], tmp_path / "one", tokenizer=tokenizer, fields={"reward": "accuracy"})
     assert chosen.reward_sum == 4.0
+
+
+def trl_table(folder: Path, step: int, generation: int) -> None:
+    """Write a table as `GRPOTrainer.log` of TRL 1.16 does, of two groups of two chats."""
+    pandas = pytest.importorskip("pandas", reason="TRL writes its tables with pandas")
+    table = {
+        "step": [step] * 4,
+        "prompt": [[{"role": "user", "content": f"{generation}+{i // 2}="}] for i in range(4)],
+        "completion": [[{"role": "assistant", "content": str(i)}] for i in range(4)],
+        "accuracy": [1.0, 0.0, math.nan, generation / 8],
+        "tag": ["a", None, None, "b"],
+        "advantage": [0.5, -0.5, math.nan, 0.0],
+    }
+    folder.mkdir(exist_ok=True)
+    pandas.DataFrame(table).to_parquet(folder / f"completions_{step:05d}.parquet")
+
+
+def test_trl_tables_of_one_generation(tmp_path: Path, tokenizer: Any):
+    """A table that repeats the one before it is counted and left out, also by later imports of a folder that grew."""
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    folder, store = tmp_path / "completions", tmp_path / "store"
+    for step in (1, 2, 3):
+        trl_table(folder, step, generation=0)
+    first = import_files([folder], store, tokenizer=tokenizer)
+    assert [(file.num_imported, file.num_left_out) for file in first.files] == [(4, 0), (0, 4), (0, 4)]
+    assert first.files[2].about == "the rows of completions_00002.parquet again, left out"
+    assert rows_of(store)["policy_version"].tolist() == [0] * 4
+    for step in (4, 5, 6):
+        trl_table(folder, step, generation=step // 6)  # step 6 learns from another generation
+    grown = import_files([folder], store, tokenizer=tokenizer)
+    counts = [(file.num_imported, file.num_skipped, file.num_left_out) for file in grown.files]
+    assert counts == [(0, 4, 0), *[(0, 0, 4)] * 4, (4, 0, 0)]
+    import_files([folder], tmp_path / "at_once", tokenizer=tokenizer)
+    rows, wanted = rows_of(store), rows_of(tmp_path / "at_once")
+    assert rows["policy_version"].tolist() == wanted["policy_version"].tolist() == [0] * 4 + [5] * 4
+    assert rows["trajectory_id"].tolist() == wanted["trajectory_id"].tolist()
+
+
+def test_trl_tables_that_only_resemble(tmp_path: Path, tokenizer: Any):
+    """A generation that comes back later, one that goes on, and equal tables of two runs are all imported."""
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    from pyarrow import concat_tables, parquet
+
+    folder, other = tmp_path / "one", tmp_path / "two"
+    for step, generation in ((1, 0), (2, 1), (3, 0)):
+        trl_table(folder, step, generation)
+    trl_table(other, 4, generation=0)
+    longer = concat_tables([parquet.read_table(other / "completions_00004.parquet")] * 2)
+    parquet.write_table(longer, other / "completions_00005.parquet")
+    report = import_files([folder, other], tmp_path / "store", tokenizer=tokenizer)
+    assert [(file.num_imported, file.num_left_out) for file in report.files] == [(4, 0)] * 4 + [(8, 0)]
 
 
 @dataclass(kw_only=True)

@@ -193,3 +193,17 @@ def test_a_training_that_resumes(trl: Any, tmp_path: Path, tokenizer: Any):
     assert rows["policy_version"].tolist() == [0] * 8 + [1] * 8 + [2] * 8 + [1] * 8 + [2] * 8
     assert rows["trajectory_id"].tolist() == [*range(24), *range(8, 24)]
     assert rows["prompt"][8:24] == rows["prompt"][24:]
+
+
+def test_tables_of_one_generation(trl: Any, tmp_path: Path, tokenizer: Any):
+    """Of the tables that TRL writes while it takes several steps on a generation, the first is imported."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        train(trl, tokenizer, tmp_path, [right], recorder, max_steps=4, num_iterations=2)
+    tables = tmp_path / "out" / "completions"
+    assert len([*tables.iterdir()]) == 4
+    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer)
+    assert [file.num_left_out for file in report.files] == [0, 8, 0, 8]
+    with TrajectoryStore.open(tmp_path / "store") as a, TrajectoryStore.open(tmp_path / "tables") as b:
+        recorded, imported = a.read(a.ids()), b.read(b.ids())
+    assert recorded["completion"] == imported["completion"]
+    assert recorded["policy_version"].tolist() == imported["policy_version"].tolist() == [0] * 8 + [2] * 8
