@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import (
@@ -20,7 +21,6 @@ from rlhf_pipeline.errors import (
     RunStorageError,
     did_you_mean,
 )
-from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.run.choice import stores_of

@@ -11,9 +11,9 @@ pyarrow and datasets are optional and imported when they are needed: `pip instal
 
 from __future__ import annotations
 
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.exchange.copier import copy_store
 from rlhf_pipeline.exchange.exporter import ExportReport, export_store
-from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
 from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
 

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.filters import seconds_of
 from rlhf_pipeline.data.rewards import LARGEST
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
-from rlhf_pipeline.exchange.filters import seconds_of
 
 Row = Mapping[str, Any]
 """One row of a file, as JSON or Arrow gives it."""

@@ -28,7 +28,7 @@ def copy_store(
         store: an open store, or its folder.
         to: the new folder; must not exist.
         backend: of the new store.
-        filters: conditions that a trajectory must meet, see `rlhf_pipeline.exchange.filters.select`.
+        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         on_rows: called with the number of trajectories copied and to copy.
 
     Raises:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._columns import arrow_schema, to_json
 from rlhf_pipeline.exchange._tables import Container, need, schema_beside
-from rlhf_pipeline.exchange.filters import Ids, select
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 
@@ -60,7 +60,7 @@ def export_store(
     Args:
         store: an open store, or its folder.
         to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; must not exist.
-        filters: conditions that a trajectory must meet, see `rlhf_pipeline.exchange.filters.select`.
+        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         columns: only these columns; then an import gives them alone.
         batch_rows: trajectories that are in memory at once.
         on_batch: called with the number written and the number to write.

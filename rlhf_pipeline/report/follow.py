@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
 from rlhf_pipeline.run.folder import RunFolder

@@ -13,11 +13,11 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import WAITING
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.exchange.filters import select
 from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
 from rlhf_pipeline.run.medium import Address
 from trajectory_store import StoreNotFoundError, TrajectoryStore

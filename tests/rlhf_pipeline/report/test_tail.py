@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_pipeline.exchange.filters import select
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
 from trajectory_store import Column, Schema, TrajectoryStore
