@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 _CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*\Z")
 _SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
-_DERIVED = ("num_tokens", "num_completion_tokens")
+_BLOCK_ROWS = 1024
 
 
 def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | None = None) -> Ids:
@@ -27,10 +27,10 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
 
     Args:
         store: an open store.
-        conditions: each a column, `num_tokens` or `num_completion_tokens`, then `>= <= == != > <`, then a value.
-            `reward`, `version`, `group` and `date` are short for task_reward, policy_version, group_id and
-            created_at. A date is a number of seconds, or `2026-01-31` or `2026-01-31T12:00`, UTC. Text is compared by
-            `==` and `!=`.
+        conditions: each a column, `num_tokens` or `num_completion_tokens` (those of the policy), then
+            `>= <= == != > <`, then a value. `reward`, `version`, `group` and `date` are short for task_reward,
+            policy_version, group_id and created_at. A date is a number of seconds, or `2026-01-31` or
+            `2026-01-31T12:00`, UTC. Text, bytes and `nan` are compared by `==` and `!=`.
         ids: of these, [N] int64; None for all, in the order of arrival.
 
     Raises:
@@ -52,6 +52,28 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
     return ids[keep]
 
 
+def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
+    """Return how many tokens of each trajectory the policy produced, [N]; without a mask, all after the prompt."""
+    found = [np.zeros(0, np.int64)]
+    for first in range(0, len(ids), _BLOCK_ROWS):  # a mask is as long as the tokens
+        rows = ids[first : first + _BLOCK_ROWS]
+        rest = store.lengths("input_ids", rows) if "input_ids" in store.schema else np.zeros(len(rows), np.int64)
+        if "num_prompt_tokens" in store.schema:
+            rest = rest - store.read_scalars("num_prompt_tokens", rows)
+        if "assistant_mask" in store.schema:
+            mask = store.read_ragged("assistant_mask", rows)
+            own = np.diff(np.concatenate([[0], np.cumsum(mask.values)])[mask.offsets])
+            rest = np.where(own > 0, own, rest)  # a mask that was left out reads as False
+        found.append(rest)
+    return np.concatenate(found)
+
+
+_DERIVED: Mapping[str, Callable[[TrajectoryStore, Ids], Ids]] = {
+    "num_tokens": lambda store, ids: store.lengths("input_ids", ids),
+    "num_completion_tokens": num_completion_tokens,
+}
+
+
 def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.bool_]:
     read = _CONDITION.match(condition)
     if read is None:
@@ -62,9 +84,7 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     name = _SHORT.get(name, name)
     known = [column.name for column in store.schema if column.axis is None or column.is_text]
     if name in _DERIVED:
-        values = store.lengths("input_ids", ids)
-        if name == "num_completion_tokens":
-            values = values - store.read_scalars("num_prompt_tokens", ids)
+        values = _DERIVED[name](store, ids)
     elif name in known:
         values = store.read_scalars(name, ids)
     else:
@@ -72,13 +92,20 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
             f"the filter {condition!r}: {store.path} has no column '{name}' with one value per trajectory."
             + did_you_mean(name, [*known, *_SHORT, *_DERIVED])
         )
+    value: float | int | str | bytes
     if name in store.schema and store.schema[name].is_text:
-        if sign not in ("=", "==", "!="):
-            raise DefinitionError(f"the filter {condition!r}: text is compared by == and != only.")
-        value: float | int | str = text.strip("'\"")
+        quoted = text.strip("'\"")
+        value = quoted.encode() if store.schema[name].dtype == "bytes" else quoted
     else:
         value = _value(name, text, condition)
-    comparison = f"column {'==' if sign == '=' else sign} value"
+    sign = "==" if sign == "=" else sign
+    comparison = f"column {sign} value"
+    if isinstance(value, (str, bytes)) or value != value:
+        if sign not in ("==", "!="):
+            what = "text" if isinstance(value, (str, bytes)) else "nan"
+            raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
+        if value != value:  # which equals nothing
+            comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
     operands: dict[str, Any] = {"column": values, "value": value}
     return evaluate(comparison, operands.__getitem__)
 

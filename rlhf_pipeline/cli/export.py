@@ -14,7 +14,7 @@ HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
 DETAILS = """\
 Writes every column, ragged columns as lists of numbers; `import` makes an equal store from it.
 A filter is a column (reward, version, date and group are short names; num_tokens and
-num_completion_tokens exist too), one of >= <= == != > <, and a value.
+num_completion_tokens, the policy's own, exist too), one of >= <= == != > <, and a value.
 
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.filters import num_completion_tokens
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.rewards import RewardFunction, called
 from rlhf_pipeline.report.stored import Context, Ids, Stored
@@ -145,7 +146,7 @@ def inspect_store(
         prompts = stored.scalars("num_prompt_tokens", rows)
         prompts = np.zeros(len(rows), np.int64) if prompts is None else prompts.astype(np.int64)
         prompt_tokens += int(prompts.sum())
-        lengths.add(stored.spoken(rows))
+        lengths.add(num_completion_tokens(stored.store, rows))
         if (policies := stored.scalars("policy_version", rows)) is not None:
             versions.add(policies)
         rewards = stored.scalars("task_reward", rows) if rewarded else None

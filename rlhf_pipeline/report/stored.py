@@ -69,19 +69,6 @@ class Stored:
         """Return the lengths of a ragged column, [N] int64."""
         return self.store.lengths(name, ids)
 
-    def spoken(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Return how many tokens of each the policy produced, [N]: without a stored mask, all after the prompt."""
-        whole = self.lengths("input_ids", ids) if "input_ids" in self.columns else np.zeros(len(ids), np.int64)
-        heads = self.scalars("num_prompt_tokens", ids)
-        rest = whole if heads is None else whole - heads
-        if "assistant_mask" not in self.columns:
-            return rest
-        mask = self.store.read_ragged("assistant_mask", ids)
-        ends = np.cumsum(mask.lengths)
-        counted = np.concatenate([[0], np.cumsum(mask.values)])
-        own = counted[ends] - counted[ends - mask.lengths]
-        return np.where(own > 0, own, rest)
-
     def texts(self, name: str, ids: Ids) -> list[str]:
         """Return a text column; empty texts if the store has no such column."""
         return self.store.read(ids, [name])[name] if name in self.columns else [""] * len(ids)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.filters import num_completion_tokens
 from rlhf_pipeline.buffer.stored_groups import NewIds
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.stored import Ids, Stored
@@ -100,7 +101,7 @@ class Tail:
         stored, num = self._stored, len(ids)
         rewards = stored.scalars("task_reward", ids)
         versions, groups = (_wholes(stored.scalars(name, ids), num) for name in ("policy_version", "group_id"))
-        tokens = stored.spoken(ids)
+        tokens = num_completion_tokens(stored.store, ids)
         reasons, completions = stored.texts("finish_reason", ids), stored.texts("completion", ids)
         for row, text in self._token_texts(ids, completions, tokens):
             completions[row] = text

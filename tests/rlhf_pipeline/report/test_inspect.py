@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
@@ -98,6 +99,7 @@ def test_tokens_of_replies_are_no_completion(tmp_path: Path):
         with Stored(tmp_path / name) as stored:
             found = inspect_store(stored, run=None, reward=None)
             fields = next(Tail(stored).newest(1))[0].fields
+            assert select(stored.store, [f"num_completion_tokens == {expected}"]).tolist() == [0]
         assert (found.num_completion_tokens, fields[4]) == (expected, str(expected))
 
 

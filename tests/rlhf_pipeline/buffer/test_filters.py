@@ -1,0 +1,51 @@
+"""Conditions whose values are neither numbers nor text, and the count of a policy's tokens."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.buffer import filters
+from rlhf_pipeline.buffer.filters import num_completion_tokens, select
+from rlhf_pipeline.errors import DefinitionError
+from trajectory_store import Column, Schema, TrajectoryStore
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        ("digest==ab", [0]),
+        ("digest!=ab", [1, 2]),
+        ("digest==''", [2]),
+        ("reward==nan", [1]),
+        ("reward != NaN", [0, 2]),
+    ],
+)
+def test_bytes_and_nan(tmp_path: Path, condition: str, wanted: list[int]):
+    """Bytes are compared with the UTF-8 of what is typed, and NaN with NaN; neither has an order."""
+    schema = Schema([Column("digest", "bytes"), Column("task_reward", "float32")])
+    with TrajectoryStore.create(tmp_path / "store", schema) as store:
+        store.append({"digest": [b"ab", b"ab\0", b""], "task_reward": [1.0, math.nan, 0.0]})
+        assert select(store, [condition]).tolist() == wanted
+        with pytest.raises(DefinitionError, match=r"is compared by == and != only"):
+            select(store, [condition.replace("==", ">").replace("!=", "<")])
+
+
+def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replies between completions do not count; where there is no mask, all after the prompt does."""
+    monkeypatch.setattr(filters, "_BLOCK_ROWS", 2)
+    tokens, masked = Column("input_ids", "int32", ragged=True), Column("assistant_mask", "bool", ragged=True)
+    with TrajectoryStore.create(
+        tmp_path / "a", Schema([tokens, masked, Column("num_prompt_tokens", "int32")])
+    ) as store:
+        masks = [np.array(mask, bool) for mask in ([0, 1, 0, 1], [0, 0], [], [0, 1, 1])]
+        rows = [np.zeros(len(mask), np.int32) for mask in masks]
+        store.append({"input_ids": rows, "assistant_mask": masks, "num_prompt_tokens": [1, 1, 0, 1]})
+        assert num_completion_tokens(store, store.ids()).tolist() == [2, 1, 0, 2]
+        assert select(store, ["num_completion_tokens==2", "num_tokens>3"]).tolist() == [0]
+    with TrajectoryStore.create(tmp_path / "b", Schema([tokens])) as store:
+        store.append({"input_ids": [[1, 2]]})
+        assert select(store, ["num_completion_tokens==2"]).tolist() == [0]
