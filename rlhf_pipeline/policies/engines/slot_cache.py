@@ -17,6 +17,7 @@ Masked columns hold stale but finite values: an attention weight of zero times a
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ _HEADROOM = 64
 
 
 class CacheLayer(CacheLayerMixin):
-    """The part of the layer protocol that all slot caches share."""
+    """The part of the layer protocol that all slot caches share.
+
+    A layer refers to its cache weakly: a cycle would keep the buffers of a finished call until the garbage collector
+    looks at old objects, many calls later.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -134,7 +139,7 @@ class _SlotLayer(CacheLayer):
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner = weakref.proxy(owner)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner

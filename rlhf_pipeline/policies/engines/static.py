@@ -22,8 +22,8 @@ serves the tests, which compare the two.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ MaskForm = Literal["full", "near", "by_kind"]
 """The form in which a trunk takes ready-made masks: one, one with the sliding window, or a dict by kind of layer."""
 
 _FEWEST_COLUMNS = 64
-_forms: WeakKeyDictionary[nn.Module, MaskForm | None] = WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, MaskForm | None] = weakref.WeakKeyDictionary()
 
 
 class _StaticLayer(CacheLayer):
@@ -56,7 +56,7 @@ class _StaticLayer(CacheLayer):
 
     def __init__(self, owner: StaticSlots) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner = weakref.proxy(owner)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,24 @@ def test_eager_attention_in_float64(make_model: Make):
     ragged, static = (engine(model, decode).generate(request) for decode in ("ragged", "static"))
     assert static.token_ids.tolist() == ragged.token_ids.tolist()
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
+@pytest.mark.parametrize("decode", ["ragged", "static"])
+def test_the_buffers_of_a_call_go_with_it(decode: str, make_model: Make):
+    """Without the garbage collector: on a GPU each call's keys and values would stay until it looks at old objects."""
+    slots = engine(make_model(), decode)
+    request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=RAGGED, seed=1)
+    slots.generate(request)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            slots.generate(request)
+            counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 2
 
 
 @pytest.mark.parametrize("vocab_size", [97, 1500])
