@@ -102,6 +102,8 @@ class SlotMap:
         empty = np.flatnonzero(~store.holds(self.rows))
         if not len(empty):
             return False
+        if not self._rows.flags.writeable:
+            self._rows = self._rows.copy()
         if not self._chosen:  # stored rows had lost their slots to newer ones, while evicted rows kept theirs
             ids = store.ids()[max(self._floor - (store.watermark - num), 0) :]
             others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]), assume_unique=True)]
@@ -131,33 +133,31 @@ class SlotMap:
             self._size, self._before = 0, 0
             self._count = 0 if self.max_size == UNBOUNDED else max(hidden - self._floor, 0)
             self._waits = self._left = np.empty(0, np.int64)
-        self._take(store, np.asarray(ids[known:]))
+        self._take(store, np.asarray(ids[known:]), mark)
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
         self.drop_evicted(store)
 
-    def push(self, ids: np.ndarray, slots: np.ndarray, in_turn: bool, mark: int) -> bool:
+    def push(self, store: TrajectoryStore, ids: np.ndarray, slots: np.ndarray, in_turn: bool) -> bool:
         """Add rows that this process just appended; False if other rows arrived first, so that `sync` must be called.
 
         Args:
+            store: the store, after the append.
             ids: the new rows; rows beyond the number of slots wait.
             slots: the slots of the other rows.
             in_turn: whether these are the next slots.
-            mark: the store's watermark after the append.
         """
+        mark = store.watermark
         if mark != self._mark + len(ids):
             return False
         self._mark, self._newest = mark, int(ids[-1])
-        n, size = len(slots), self._size
+        n = len(slots)
         if n < len(ids):
             self._waits, self._had_aside = np.concatenate([self._waits, ids[n:]]), True
             ids = ids[:n]
         self._count += n if in_turn else 0
         self._chosen |= not in_turn
-        if in_turn and n and slots[0] == size and slots[-1] == size + n - 1 and size + n <= len(self._rows):
-            self._rows[size : size + n] = ids
-            self._size = size + n
-        else:
+        if not (in_turn and self._follow(store, mark)):
             self._place(slots, ids)
         return True
 
@@ -174,7 +174,7 @@ class SlotMap:
         self._waits = self._waits[~np.isin(self._waits, ids)]
         self._left = np.concatenate([self._left, ids])
 
-    def _take(self, store: TrajectoryStore, ids: np.ndarray) -> None:
+    def _take(self, store: TrajectoryStore, ids: np.ndarray, mark: int) -> None:
         # All rows of a long run are read at once, without looking up each id.
         some = ids if len(ids) < len(store) else None
         slots = _column(store, SLOT, some).copy()
@@ -209,12 +209,21 @@ class SlotMap:
         else:
             slots[in_turn] = self.expected(n)
         self._count += n + len(later)
-        self._place(slots, ids)
+        if not self._follow(store, mark):
+            self._place(slots, ids)
+
+    def _follow(self, store: TrajectoryStore, mark: int) -> bool:
+        """Share the store's array of ids if slots are the order of arrival: it is the largest thing in memory."""
+        if self._chosen or self._had_aside or self.max_size < UNBOUNDED or len(ids := store.ids()) != mark:
+            return False
+        self._rows = ids[self._floor :]
+        self._size = len(self._rows)
+        return True
 
     def _place(self, slots: np.ndarray, ids: np.ndarray) -> None:
         size = max(self._size, int(slots.max()) + 1) if len(slots) else self._size
-        if size > len(self._rows):
-            grown = np.full(min(max(size, 2 * len(self._rows), 1024), self.max_size), -1, np.int64)
+        if size > len(self._rows) or not self._rows.flags.writeable:
+            grown = np.empty(min(max(size, 2 * self._size, 1024), self.max_size), np.int64)
             grown[: self._size] = self._rows[: self._size]
             self._rows = grown
         self._rows[self._size : size] = -1

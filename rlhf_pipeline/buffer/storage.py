@@ -283,7 +283,7 @@ class TrajectoryStorage(Storage):
                 )
             rows[SLOT] = slots
         self.appended = np.asarray(self.store.append(rows))
-        if self._slots.push(self.appended, slots, in_turn, self.store.watermark):
+        if self._slots.push(self.store, self.appended, slots, in_turn):
             moved = self._slots.drop_evicted(self.store)
         else:
             self._slots.sync(self.store)

@@ -78,8 +78,11 @@ class Stream:
             writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
             while writer is None:
                 writer = self._writer_for(batch, schema)
+                now = max(
+                    time.time_ns(), self._catalog.newest_ns + 1
+                )  # after all seen commits, whatever the clock says
                 try:
-                    first = writer.commit(batch.fitted(writer.meta.schema), self._now(), self._catalog.state.number)
+                    first = writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
                 except SealedError:  # another process ended the segment: the rows go to a new one
                     self._writer = writer = None
                 except OSError as error:
@@ -106,10 +109,6 @@ class Stream:
             except SealedError:
                 self._writer = None
         return (None, -1) if first is None else (writer, first)
-
-    def _now(self) -> int:
-        """Return a time after every commit that this process has seen, whatever the clock says."""
-        return max(time.time_ns(), self._catalog.newest_ns + 1)
 
     def _writer_for(self, batch: Batch, schema: Schema) -> SegmentWriter:
         if self._pid != os.getpid():

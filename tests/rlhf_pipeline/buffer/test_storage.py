@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import tracemalloc
 
 import numpy as np
 import obstore.store
@@ -339,6 +340,28 @@ def test_other_writers_appear_after_refresh(storage, make_rows, tmp_path):
     other.refresh()
     assert other[:][keys.GROUP_ID].tolist() == [0, 0, 7, 8, 9]
     other.close()
+
+
+def test_a_row_takes_eight_bytes_of_memory(tmp_path):
+    """One id per row, and no second copy of it, in a storage that follows a long run and adds to it."""
+    storage = TrajectoryStorage(tmp_path / "s")
+    one = {"input_ids": [[1, 2]], "assistant_mask": [[False, True]], "log_probs": [[0.0, -1.0]]}
+    tracemalloc.start()
+    try:
+        with TrajectoryStore.open(tmp_path / "s", "a") as other:
+            rows = {name: RaggedArray(np.repeat(value[0], 20_000), np.full(20_000, 2)) for name, value in one.items()}
+            counts = []
+            for _ in range(4):
+                other.append(rows)
+                storage.refresh()
+                storage.store.append(one)
+                storage.refresh()
+                counts.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(storage) == 80_004
+    assert storage.row_ids(None).tolist() == storage.store.ids().tolist()
+    assert counts[-1] - counts[0] < 2 * 8 * 60_000 + 100_000  # an array of ids has room for as many again
 
 
 def test_state_dict_on_the_same_path(storage, make_rows):
