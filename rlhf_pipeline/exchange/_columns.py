@@ -80,7 +80,9 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
 def _value(column: Column, given: Any) -> Any:
     if column.is_text:
         if column.dtype == "bytes":
-            return base64.b64decode(given, validate=True) if isinstance(given, str) else bytes(given)
+            if not isinstance(given, (str, bytes)):
+                raise ValueError("it is neither bytes nor Base64")
+            return base64.b64decode(given, validate=True) if isinstance(given, str) else given
         if not isinstance(given, str):
             raise ValueError("it is no text")
         return given
@@ -93,6 +95,8 @@ def _value(column: Column, given: Any) -> Any:
         raise ValueError(
             "it is no number" if column.axis is None else f"it is no list of numbers of shape {column.shape}"
         )
+    if array.dtype == column.np_dtype:
+        return array
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(column.np_dtype)
     lost = np.isinf(made) & np.isfinite(array) if made.dtype.kind == "f" else made != array
@@ -117,11 +121,15 @@ def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
         elif column.axis is None:
             data[name] = np.array([row.get(name, column.fill_value) for row in rows], column.np_dtype)
         else:
-            known = [[row[other.name] for other in schema.axes[column.axis] if other.name in row] for row in rows]
-            sizes = [len(values[0]) if values else 0 for values in known]
-            fills = [np.full((size, *column.shape), column.fill_value, column.np_dtype) for size in sizes]
-            values = [np.asarray(row.get(name, fill)) for row, fill in zip(rows, fills, strict=True)]
+            beside = [other.name for other in schema.axes[column.axis]]
+            values = [np.asarray(row[name]) if name in row else _filled(column, beside, row) for row in rows]
             data[name] = RaggedArray(np.concatenate(values), np.array([len(row) for row in values], np.int64))
     batch = prepare(schema, data)
     batch.partial |= partial
     return batch
+
+
+def _filled(column: Column, beside: Sequence[str], row: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return what stands for a ragged column in a row that lacks it: as long as the columns that it lies beside."""
+    length = next((len(row[name]) for name in beside if name in row), 0)
+    return np.full((length, *column.shape), column.fill_value, column.np_dtype)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 
 Container = Literal["jsonl", "parquet", "hf"]
@@ -31,12 +33,16 @@ class Source:
     path: Path
     container: Container
 
-    def rows(self) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`: the line's number in a JSONL file, from 1; else the row's, from 0."""
+    def rows(self, *, arrays: bool = False) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`: the line's number in a JSONL file, from 1; else the row's, from 0.
+
+        With `arrays`, a list of numbers in Arrow is a NumPy array, which takes a fraction of the time of a list.
+        """
         if self.container == "jsonl":
             yield from _jsonl_rows(self.path)
             return
-        yield from enumerate(row for batch in self._arrow_batches() for row in batch.to_pylist())
+        batches = self._arrow_batches()
+        yield from enumerate(row for batch in batches for row in (_with_arrays(batch) if arrays else batch.to_pylist()))
 
     def _arrow_batches(self) -> Iterator[Any]:
         pyarrow = need("pyarrow")
@@ -46,7 +52,8 @@ class Source:
                     yield from file.iter_batches(batch_size=ROWS_PER_READ)
             else:
                 found = need("datasets").load_from_disk(str(self.path))
-                yield from found.with_format("arrow").iter(batch_size=ROWS_PER_READ)
+                for table in found.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+                    yield from table.to_batches()
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
 
@@ -61,6 +68,26 @@ class Source:
     def where(self, number: int) -> str:
         """Return the place of a row as an error message names it."""
         return f"{self.path}:{number}" if self.container == "jsonl" else f"{self.path}, row {number}"
+
+
+def _with_arrays(batch: Any) -> Iterator[dict[str, Any]]:
+    columns = [_arrays(column) for column in batch.columns]
+    return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _arrays(column: Any) -> list[Any]:
+    """Return the values of an Arrow array, lists of numbers as arrays unless one of their items is null."""
+    types = need("pyarrow").types
+    item = column.type.value_type if types.is_list(column.type) else None
+    numbers = item is not None and (types.is_integer(item) or types.is_floating(item) or types.is_boolean(item))
+    if not numbers or (flat := column.flatten()).null_count:
+        return column.to_pylist()
+    values, lengths = flat.to_numpy(zero_copy_only=False), column.value_lengths()
+    ends = np.cumsum(lengths.fill_null(0))
+    return [
+        None if length is None else values[end - length : end]
+        for end, length in zip(ends.tolist(), lengths.to_pylist(), strict=True)
+    ]
 
 
 def schema_beside(path: Path, container: Container) -> Path:

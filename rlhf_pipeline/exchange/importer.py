@@ -314,7 +314,7 @@ def _naming(source: Source, number: int) -> Iterator[None]:
 
 
 def _exported(source: Source, schema: Schema) -> Rows:
-    for number, row in source.rows():
+    for number, row in source.rows(arrays=True):
         with _naming(source, number):
             # In Arrow what the store was not given is null; in JSON it is not there, and null is NaN.
             if source.container != "jsonl":

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange import export_store, import_files, select
+from rlhf_pipeline.exchange._tables import Source
 from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
 
 NEEDS = {"parquet": "pyarrow", "hf": "datasets", "jsonl": "json"}
@@ -240,6 +241,48 @@ def test_a_broken_line_of_an_export_is_named(tmp_path: Path):
         import_files([tmp_path / "a.jsonl"], tmp_path / "c", batch_rows=3)
     with TrajectoryStore.open(tmp_path / "b") as b, TrajectoryStore.open(tmp_path / "c") as c:
         assert (len(b), len(c)) == (4, 4)
+
+
+def test_a_parquet_export_that_was_written_again(tmp_path: Path):
+    """Lists of other types, null for NaN among them, and rows without a list give the same store."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    from pyarrow import parquet
+
+    scores = [np.full(i + 1, np.nan if i % 2 else -0.5, "float32") for i in range(6)]
+    with TrajectoryStore.open(small(tmp_path / "a", log_probs=scores), mode="a") as store:
+        store.append({"input_ids": [[7, 8]], "task_reward": [1.0]})  # one without log-probs
+    export_store(tmp_path / "a", tmp_path / "a.parquet")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    places, metadata = table.schema.get_field_index, table.schema.metadata
+    lists = [[None if x != x else x for x in row] if row else row for row in table["log_probs"].to_pylist()]
+    table = table.set_column(places("log_probs"), "log_probs", pyarrow.array(lists, pyarrow.list_(pyarrow.float64())))
+    wide = table["input_ids"].cast(pyarrow.large_list(pyarrow.int64()))
+    table = table.set_column(places("input_ids"), "input_ids", wide).replace_schema_metadata(metadata)
+    parquet.write_table(table, tmp_path / "b.parquet")
+    import_files([tmp_path / "b.parquet"], tmp_path / "b")
+    with TrajectoryStore.open(tmp_path / "a") as a, TrajectoryStore.open(tmp_path / "b") as b:
+        assert diff(a, b).same
+        assert b.present("log_probs").tolist() == [True] * 6 + [False]
+
+
+def test_lists_of_numbers_are_read_as_arrays(tmp_path: Path):
+    """The lists of an export are not taken apart into Python's numbers, which took most of the time of its import."""
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    export_store(small(tmp_path / "a"), tmp_path / "a.parquet")
+    rows = [row for _, row in Source(tmp_path / "a.parquet", "parquet").rows(arrays=True)]
+    assert [row["input_ids"].tolist() for row in rows] == [list(range(i + 1)) for i in range(6)]
+    assert {row["input_ids"].dtype for row in rows} == {np.dtype("int32")}
+
+
+def test_numbers_are_no_bytes(tmp_path: Path):
+    """A number in a column of bytes is refused; it was taken for so many bytes of 0."""
+    with TrajectoryStore.create(tmp_path / "a", trajectory_schema([Column("blob", "bytes", fill="")])) as store:
+        store.append({"input_ids": [[1]], "blob": [b"x"]})
+    export_store(tmp_path / "a", tmp_path / "a.jsonl")
+    row = json.loads((tmp_path / "a.jsonl").read_text()) | {"blob": 3}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"column 'blob' does not hold bytes: it is neither bytes nor Base64"):
+        import_files([tmp_path / "a.jsonl"], tmp_path / "b")
 
 
 def test_what_jsonl_says(tmp_path: Path):
