@@ -67,7 +67,7 @@ def shown(value: Any) -> str:
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Return True for a list of chat messages."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
 
 
 def message_text(message: Mapping[str, Any]) -> str:
@@ -112,6 +112,30 @@ def as_prompt(value: Any, name: str) -> str | Messages:
 def as_text(value: Any, name: str) -> str:
     """Return text, or what the chat messages of one completion say."""
     return text_of(as_prompt(value, name))
+
+
+_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message, beside its content, of what the policy produced."""
+
+
+def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
+    """Refuse messages that say more than their text: without token ids, the rest would be lost."""
+    roles = ", ".join(str(message.get("role")) for message in messages)
+    if sampled and len(messages) > 1:
+        raise DataError(
+            f"field '{name}' holds {len(messages)} messages ({roles}) and no token ids; which of its "
+            "tokens the policy produced cannot be told from the text. Export the token ids too."
+        )
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
+        more = [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
+        more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
+        if more:
+            raise DataError(
+                f"field '{name}' holds more than text and no token ids: {shown(more[0])}. It would be lost when the "
+                "text is encoded. Export the token ids too."
+            )
 
 
 def as_number(value: Any, name: str) -> float:
@@ -165,6 +189,9 @@ def as_int(value: Any, name: str) -> int:
     return value
 
 
+_LAST_SECOND = 253_402_300_799
+
+
 def as_time(value: Any, name: str) -> float:
     """Return seconds since 1970: a number, a date and time of Arrow's, or one in text."""
     if isinstance(value, (str, datetime.datetime)):
@@ -174,7 +201,13 @@ def as_time(value: Any, name: str) -> float:
             raise DataError(
                 f"field '{name}' must be seconds or a date such as 2026-01-31, got {shown(value)}."
             ) from None
-    return as_number(value, name)
+    seconds = as_number(value, name)
+    if abs(seconds) > _LAST_SECOND:
+        raise DataError(
+            f"field '{name}' must be seconds since 1970, got {shown(value)}, which is no date before the year 10000. "
+            "Divide it, or leave it out: --field created_at=none"
+        )
+    return seconds
 
 
 def as_list(value: Any, name: str) -> list[Any]:
@@ -248,6 +281,10 @@ def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) 
     """
     raw = {target: value for target, value in given.items() if value is not None}
     names = names or {}
+    for target in ("prompt", "completion"):
+        messages = raw.get(target)
+        if is_messages(messages) and f"{target}_ids" not in raw:
+            check_is_text(messages, names.get(target, target), sampled=target == "completion")
     if "completion_mask" in raw:
         mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))
         for target in _BESIDE_TOKENS:

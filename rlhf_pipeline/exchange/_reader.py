@@ -287,13 +287,6 @@ class Reader:
         """Return one completion; `several` where its row holds more of them."""
         name, layout = self.of, self.layout
         given = {target: value for target, of in name.items() if (value := self._field(row, of)) is not None}
-        said = given.get("completion")
-        if is_messages(said) and len(said) > 1 and "completion_ids" not in given:
-            roles = ", ".join(str(message.get("role")) for message in said)
-            raise DataError(
-                f"field '{name['completion']}' holds {len(said)} messages ({roles}) and no token ids; which of its "
-                "tokens the policy produced cannot be told from the text. Export the token ids too."
-            )
         if "tokens" in given and not self._cut(given):
             return None
         used = {*name.values(), *self.terms}

@@ -352,6 +352,28 @@ def test_dumps_of_other_tools(tmp_path: Path, jsonl: Write, chat_tokenizer: Any,
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"completion": [{"role": "assistant", "content": "2"}, {"role": "tool", "content": "3"}]},
+        {"completion": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}]},
+        {"completion": [{"role": "assistant", "content": "2", "reasoning_content": "one and one"}]},
+        {"completion": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "one"}]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image"}]}]},
+        {"prompt": [{"role": "user", "content": {"text": "1+1"}}]},
+    ],
+)
+def test_messages_that_are_more_than_text(tmp_path: Path, jsonl: Write, tokenizer: Any, change: dict[str, Any]):
+    """What encoded text would lose of a message is refused; with token ids the text is for people only."""
+    row = {"prompt": "1+1=", "completion": "2", "reward": 1} | change
+    with pytest.raises(
+        DataError, match=r":1: field '(prompt|completion)' holds .* and no token ids.* Export the token"
+    ):
+        import_files([jsonl([row])], tmp_path / "store", tokenizer=tokenizer)
+    ids = {"prompt_ids": [7], "completion_ids": [8]}
+    assert import_files([jsonl([row | ids])], tmp_path / "store", tokenizer=tokenizer).num_imported == 1
+
+
+@pytest.mark.parametrize(
     ("row", "wanted"),
     [
         (
@@ -572,6 +594,11 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"prompt": [{"role": "user", "content": "\udfff"}]}, r":2: field 'prompt' holds half of a surrogate pair"),
         ({"note": ["\ud800"]}, r":2: field 'note' holds half of a surrogate pair"),
         ({"answer": "\ud800"}, r":2: field 'answer' holds half of a surrogate pair"),
+        (
+            {"created_at": 1_700_000_000_000},
+            r":2: field 'created_at' must be seconds since 1970, got int 1700000000000",
+        ),
+        ({"prompt": [{"role": "user", "content": "a"}, "b"]}, r":2: field 'prompt' must be text or chat messages"),
         ({"prompt_ids": [], "completion_ids": [], "log_probs": None}, r":2: neither the prompt nor the completion"),
     ],
 )
