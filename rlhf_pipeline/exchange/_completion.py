@@ -253,6 +253,15 @@ def as_answer(value: Any, name: str) -> str | None:
     return json.dumps(value, ensure_ascii=True, default=str)
 
 
+def as_reason(value: Any, name: str) -> str:
+    """Return why a completion ended, as text: a word, or a number as vLLM gives for a stop token."""
+    if isinstance(value, float) and value != value:
+        return ""
+    if not isinstance(value, (str, int)):
+        raise DataError(f"field '{name}' must be text, got {shown(value)}.")
+    return check_text(str(value), name)
+
+
 VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "prompt": as_prompt,
     "completion": as_text,
@@ -264,7 +273,7 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "reward": as_reward,
     "advantage": as_advantage,
     "policy_version": as_int,
-    "finish_reason": lambda value, name: check_text(str(value), name),
+    "finish_reason": as_reason,
     "answer": as_answer,
     "created_at": as_time,
 }

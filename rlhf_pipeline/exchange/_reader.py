@@ -343,7 +343,7 @@ class Reader:
             given = given.get("instance_id")  # SkyRL's names of trajectories
         if given == ONE_ROW:
             return (ONE_ROW,)
-        if given is not None:
+        if given is not None and given == given:  # NaN, as pandas writes a missing number, names no group
             return ("group", made.policy_version if self.layout.parts is None else "", str(given))
         if self.layout.group_of and all(name in row for name in self.layout.group_of):
             return tuple(str(row[name]) for name in self.layout.group_of)

@@ -594,6 +594,7 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"prompt": [{"role": "user", "content": "\udfff"}]}, r":2: field 'prompt' holds half of a surrogate pair"),
         ({"note": ["\ud800"]}, r":2: field 'note' holds half of a surrogate pair"),
         ({"answer": "\ud800"}, r":2: field 'answer' holds half of a surrogate pair"),
+        ({"finish_reason": ["stop"]}, r":2: field 'finish_reason' must be text, got list \['stop'\]"),
         (
             {"created_at": 1_700_000_000_000},
             r":2: field 'created_at' must be seconds since 1970, got int 1700000000000",

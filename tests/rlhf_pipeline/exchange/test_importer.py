@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,16 @@ def test_groups_by_a_field(tmp_path: Path, jsonl: Write):
     import_files([file], tmp_path / "store", fields={"group": "prompt_ids"})
     with TrajectoryStore.open(tmp_path / "store") as store:
         assert store.read_scalars("group_id").tolist() == [0, 1, 0, 1]
+
+
+def test_a_group_that_is_nan(tmp_path: Path, jsonl: Write):
+    """A missing number names no group: rows that have it are grouped by their prompts, not all together."""
+    groups = [math.nan, math.nan, math.nan, math.nan, 1.0]
+    rows = [row(i, group_id=group, finish_reason=math.nan) for i, group in enumerate(groups)]
+    import_files([jsonl(rows)], tmp_path / "store")
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert store.read_scalars("group_id").tolist() == [0, 0, 1, 1, 2]
+        assert store.read(store.ids(), ["finish_reason"])["finish_reason"] == [""] * 5
 
 
 def test_fields_by_name(tmp_path: Path, jsonl: Write):
