@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._columns import batch_of
-from rlhf_pipeline.exchange._completion import Encoder, Messages, Rollout, Row, values_of
+from rlhf_pipeline.exchange._completion import Encoder, Messages, Rollout, Row, as_int, values_of
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
 from trajectory_store import StoreError
 
@@ -178,13 +178,13 @@ class TrajectoryRecorder:
             raise DataError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
-        now = time.time()
+        now, version = time.time(), as_int(_as_list(policy_version), "policy_version")
         rows: list[dict[str, Any]] = []
         for i in range(num):
             mine = {name: _as_list(values[i]) for name, values in given.items()}
             # TRL encodes a text prompt as it is; messages go through the template.
             about = {
-                "policy_version": policy_version,
+                "policy_version": version,
                 "created_at": now,
                 "as_chat": False,
                 "meta": mine.get("meta", {}),

@@ -163,6 +163,8 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
             odd: dict[str, Any] = wrong | {"prompt_ids": [[3]], name: values}
             with pytest.raises(DataError, match=r"field '\w+' must (be finite|hold log-probs)"):
                 recorder.record(**odd)
+        with pytest.raises(DataError, match=r"field 'policy_version' must be a whole number, got float 1\.5"):
+            recorder.record(**wrong | {"prompt_ids": [[3]], "policy_version": 1.5})  # it was stored as 1
         with pytest.raises(DataError, match=r"neither prompts nor prompt_ids"):
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
         with pytest.raises(DefinitionError, match=r"2 weights for 1 reward"):
