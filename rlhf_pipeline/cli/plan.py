@@ -208,7 +208,12 @@ def recorded_plan(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to continue it, "
             f"or {otherwise}."
         )
-    moved = f"name its new place: rlhf-pipeline run FILE.py:function --resume --out {typed(out)}"
+    forms = {
+        "run": f"run FILE.py:function --resume --out {typed(out)}",
+        "replay": f"replay --definition FILE.py:function --resume --out {typed(out)}",
+    }
+    place = forms.get(args.command, f"{args.command} FILE.py:function --run {typed(out)}")
+    moved = f"name its new place: rlhf-pipeline {place}"
     definition = definitions.find(named) if named else recorded_definition(out, moved)
     merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
     device = args.device or config.device
@@ -274,19 +279,31 @@ def _new_replay(args: argparse.Namespace) -> Plan:
         open_run_or_store(path)  # raises an error that names what is there instead
     out, first = _replay_folder(args), address_of(args.paths[0])
     preflight.check_new_folder(out, _replay_command(args))
-    definition, overrides, seed, device = definitions.find(args.definition or _DEFAULT_REPLAY), (), 0, "cpu"
-    if args.definition is None and is_run(first):
-        definition = recorded_definition(first, "name its new place: --definition FILE.py[:function]")
-        config = RunFolder.open(first).config
-        overrides, seed, device = _of_a_run(args, RunFolder.open(first)), config.seed, config.device
+    definition = definitions.find(args.definition) if args.definition else None
+    overrides, seed, device = (), 0, "cpu"
+    if is_run(first):
+        run = RunFolder.open(first)
+        if definition is None:
+            definition = recorded_definition(first, "name its new place: --definition FILE.py[:function]")
+        if args.definition is None or _is_started_with(run, definition):
+            overrides, seed, device = _of_a_run(args, run), run.config.seed, run.config.device
     return plan_of(
-        definition,
+        definition or definitions.find(_DEFAULT_REPLAY),
         (*overrides, *_typed_for_replay(args)),
         out,
         seed=seed if args.seed is None else args.seed,
         device=args.device or device,
         command=_replay_command(args),
     )
+
+
+def _is_started_with(run: RunFolder, definition: definitions.Definition) -> bool:
+    """Return whether a run was started with this definition, wherever its file was then."""
+    try:
+        run.check_unchanged(definition.pipeline(run.config.overrides), run.config.seed, inputs=False)
+    except (DefinitionError, RunMismatchError):
+        return False
+    return True
 
 
 def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:

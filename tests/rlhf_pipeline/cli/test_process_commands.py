@@ -95,6 +95,18 @@ def test_runs_in_one_and_in_several_processes_do_not_mix(cli: Cli):
     assert "is a run of several processes" in cli("run", "--out", "many", "--resume").err
 
 
+@pytest.mark.parametrize("command", ["collect", "learn"])
+def test_a_definition_that_has_moved_is_named_in_the_same_command(cli: Cli, command: str):
+    """What the message says to type is accepted; `run --resume` refuses a run of several processes."""
+    run_of_several("mine")
+    config = json.loads(Path("mine/config.json").read_text())
+    Path("mine/config.json").write_text(json.dumps(config | {"definition": "/gone.py:task"}))
+    shown = cli(command, "--run", "mine")
+    assert shown.err.rstrip().endswith(f"rlhf-pipeline {command} FILE.py:function --run mine")
+    made = plans.make_joining_plan(parse([command, "copy_digits", "--run", "mine"]))
+    assert made.definition == "copy_digits"
+
+
 def test_resume_has_as_many_collectors_as_before():
     """The number need not be typed again; a typed one counts."""
     run_of_several("many", collectors=3)

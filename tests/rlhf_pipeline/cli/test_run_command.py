@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import closing
 from rlhf_pipeline.cli import plan as plans
 from rlhf_pipeline.cli.parser import parse
@@ -209,6 +210,26 @@ def test_resume_when_the_definition_has_moved(cli: Cli, tmp_path: Path):
     moved = tmp_path / "moved.py"
     moved.write_text((Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text())
     assert plan(moved, "--resume", "--out", "runs/demo").definition == f"{moved}:copy_digits"
+
+
+def test_replay_when_the_definition_has_moved(tmp_path: Path):
+    """Named at its new place it is the run's own: overrides, seed and order are the recorded ones."""
+    write_run(Path("runs/demo"), overrides=(("learn.lr", "0.5"),))
+    replay = ["replay", "runs/demo", "--out", "again"]
+    wanted = plans.make_replay_plan(parse(replay))
+    moved, other = tmp_path / "moved.py", tmp_path / "other.py"
+    text = (Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text()
+    moved.write_text(text)
+    made = plans.make_replay_plan(parse([*replay, "--definition", str(moved)]))
+    assert (made.overrides, made.pipeline, made.seed) == (wanted.overrides, wanted.pipeline, wanted.seed)
+    recorded = Replay(stores=(str(tmp_path / "runs/demo"),), recorded_order=True)
+    assert wanted.pipeline.replay == recorded
+    other.write_text(text.replace("num_digits=4", "num_digits=5"))
+    made = plans.make_replay_plan(parse([*replay, "--definition", str(other)]))
+    assert (made.pipeline.learn.lr, made.pipeline.replay) == (
+        2e-3,
+        replace(wanted.pipeline.replay, recorded_order=False),
+    )
 
 
 def test_resume_under_another_definition(cli: Cli, tmp_path: Path):
