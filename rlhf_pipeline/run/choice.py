@@ -265,7 +265,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
 
 
 def _check_columns(store: TrajectoryStore) -> None:
-    lacking = [name for name in ("input_ids", "task_reward") if name not in store.schema]
+    lacking = [name for name in ("input_ids", "assistant_mask", "task_reward") if name not in store.schema]
     if lacking:
         raise DataError(f"{store.path} has no column {', '.join(lacking)}, so there is nothing to learn from.")
 
@@ -283,6 +283,11 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
         )
     looked_at = part.row[:: max(len(part.row) // _LOOKED_AT, 1)]
     check_vocabulary(store.read_ragged("input_ids", looked_at).values, limits, str(store.path))
+    if not store.read_ragged("assistant_mask", looked_at).values.any():
+        raise DataError(
+            f"{store.path}: the column assistant_mask, which marks the tokens that the policy produced, marks none, so "
+            "there is nothing to learn from. Were the rows stored without it?"
+        )
 
 
 def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> None:

@@ -16,6 +16,7 @@ from torchrl.envs.transforms import Compose
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.exchange import export_store, import_files
 from rlhf_pipeline.run import choice as sources
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.choice import Choice, Limits, choose
@@ -229,7 +230,7 @@ def test_columns_that_do_not_fit_are_named(tmp_path):
     ):
         columns = [column if known.name == column.name else known for known in trajectory_schema()]
         with TrajectoryStore.create(path, columns) as store:
-            store.append({"input_ids": [[1, 2]], "task_reward": [1.0]})
+            store.append({"input_ids": [[1, 2]], "assistant_mask": [[False, True]], "task_reward": [1.0]})
     with pytest.raises(DataError, match=r"'advantage' of .*second is float32 per token; learning needs float32 per tr"):
         gather_schema(choose(Replay(stores=(str(second),)), LIMITS))
     with pytest.raises(DataError, match=r"'kl_coef' is float32 per .* in .*first and float64 per .* in .*third"):
@@ -308,6 +309,18 @@ def test_a_policy_that_cannot_read_the_store_is_refused_before_anything_is_made(
         choose(replay, Limits(vocabulary=40, positions=5))
     policy = build_policy(offline(source), seed=0, device="cpu")
     assert limits_of(policy).vocabulary == VOCABULARY
+
+
+def test_a_store_that_does_not_say_what_the_policy_produced_is_refused(tmp_path):
+    """Without marked tokens the steps learned nothing, and the run ended well."""
+    unmarked = make_store(tmp_path / "unmarked", lacks=("assistant_mask",))
+    with pytest.raises(DataError, match=r"assistant_mask, .* marks none"):
+        choose(Replay(stores=(str(unmarked),)), LIMITS)
+    names = ["input_ids", "num_prompt_tokens", "task_reward"]
+    export_store(unmarked, tmp_path / "part.jsonl", columns=names)
+    import_files([tmp_path / "part.jsonl"], tmp_path / "part")
+    with pytest.raises(DataError, match="has no column assistant_mask"):
+        choose(Replay(stores=(str(tmp_path / "part"),)), LIMITS)
 
 
 def test_rows_that_were_left_out_of_their_group_stay_out(tmp_path):
