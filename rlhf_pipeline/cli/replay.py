@@ -12,6 +12,8 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rlhf_pipeline.cli.plan import Plan
     from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.report.diff_steps import StepsDifference
@@ -78,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         from rlhf_pipeline.cli.run import run_plan
 
         plan = sharded.joined(make_replay_plan(args))
-        return run_plan(plan, then=lambda view: _compare(plan, view))
+        return run_plan(plan, then=lambda view: compare(plan, view))
     from rlhf_pipeline.run.folder import is_run, not_found
     from rlhf_pipeline.run.medium import address_of
 
@@ -167,9 +169,9 @@ def _advice(run: RunFolder) -> str:
     )
 
 
-def _compare(plan: Plan, view: RunView) -> int:
+def compare(plan: Plan, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
-    from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
+    from rlhf_pipeline.report.diff_steps import STEP_VALUES, compare_figures, compare_weights
     from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
     from rlhf_pipeline.run.medium import address_of
 
@@ -182,13 +184,14 @@ def _compare(plan: Plan, view: RunView) -> int:
         return 0
     run, done = RunFolder.open(source), RunFolder.open(plan.out)
     # If the run dropped groups without spread, its mean reward cannot be computed from the store.
-    dropped = run.config.pipeline.get("write", {}).get("zero_variance") == "drop"
-    found = compare_figures(run, done, without=["task_reward"] if dropped else [])
+    without = {"task_reward"} if run.config.pipeline.get("write", {}).get("zero_variance") == "drop" else set[str]()
+    found = compare_figures(run, done, without=without)
     if not found.num_both:
         view.say(f"{source} has no metrics to compare with.")
         return 0
     weights = compare_weights(run, done)
-    view.say(_sentence(found, weights, source))
+    compared = [what for name, what in STEP_VALUES.items() if name not in without]
+    view.say(_sentence(found, compared, weights, source))
     if not found.differences and (weights is None or weights[1]):
         return 0
     reason = _what_was_changed(run, plan) or _why_not_exact(run)
@@ -198,12 +201,15 @@ def _compare(plan: Plan, view: RunView) -> int:
     return 1
 
 
-def _sentence(found: StepsDifference, weights: tuple[int, bool] | None, source: Address) -> str:
+def _sentence(
+    found: StepsDifference, compared: Sequence[str], weights: tuple[int, bool] | None, source: Address
+) -> str:
     if isinstance(source, Path) and source.is_relative_to(Path.cwd()):
         source = source.relative_to(Path.cwd())
     if not found.differences:
         steps = count(found.num_both, "step")
-        said = f"the same as {source}: loss, reward and gradient norm of {steps} are equal, bit for bit"
+        figures = f"{', '.join(compared[:-1])} and {compared[-1]}"
+        said = f"the same as {source}: {figures} of {steps} are equal, bit for bit"
     else:
         first = found.differences[0]
         said = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline import Replay
-from rlhf_pipeline.cli import closing
+from rlhf_pipeline.cli import closing, replay
 from rlhf_pipeline.cli import plan as plans
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
@@ -215,21 +215,38 @@ def test_resume_when_the_definition_has_moved(cli: Cli, tmp_path: Path):
 def test_replay_when_the_definition_has_moved(tmp_path: Path):
     """Named at its new place it is the run's own: overrides, seed and order are the recorded ones."""
     write_run(Path("runs/demo"), overrides=(("learn.lr", "0.5"),))
-    replay = ["replay", "runs/demo", "--out", "again"]
-    wanted = plans.make_replay_plan(parse(replay))
+    typed = ["replay", "runs/demo", "--out", "again"]
+    wanted = plans.make_replay_plan(parse(typed))
     moved, other = tmp_path / "moved.py", tmp_path / "other.py"
     text = (Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text()
     moved.write_text(text)
-    made = plans.make_replay_plan(parse([*replay, "--definition", str(moved)]))
+    made = plans.make_replay_plan(parse([*typed, "--definition", str(moved)]))
     assert (made.overrides, made.pipeline, made.seed) == (wanted.overrides, wanted.pipeline, wanted.seed)
     recorded = Replay(stores=(str(tmp_path / "runs/demo"),), recorded_order=True)
     assert wanted.pipeline.replay == recorded
     other.write_text(text.replace("num_digits=4", "num_digits=5"))
-    made = plans.make_replay_plan(parse([*replay, "--definition", str(other)]))
+    made = plans.make_replay_plan(parse([*typed, "--definition", str(other)]))
     assert (made.pipeline.learn.lr, made.pipeline.replay) == (
         2e-3,
         replace(wanted.pipeline.replay, recorded_order=False),
     )
+
+
+@pytest.mark.parametrize(
+    ("groups", "code", "said"),
+    [
+        ("keep", 1, "NOT the same as runs/demo: the reward differs from step 1 on"),
+        ("drop", 0, "the same as runs/demo: loss and gradient norm of 12 steps are equal, bit for bit."),
+    ],
+)
+def test_a_replay_says_what_it_compared(groups: str, code: int, said: str):
+    """The mean reward of a run that dropped groups is not compared, so it is not called equal."""
+    overrides, out = (("write.zero_variance", groups),), io.StringIO()
+    write_run(Path("runs/demo"), overrides=overrides)
+    made = plans.make_replay_plan(parse(["replay", "runs/demo", "--out", "again"]))
+    write_run(Path("again"), overrides=overrides, failed=1)
+    assert replay.compare(made, RunView(out, live=False)) == code
+    assert said in out.getvalue()
 
 
 def test_resume_under_another_definition(cli: Cli, tmp_path: Path):
