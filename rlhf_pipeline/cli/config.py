@@ -52,13 +52,15 @@ def execute(args: argparse.Namespace) -> int:
 
         say("\n".join(figures.page() if args.markdown else map(_figure, figures.figures().values())))
         return 0
+    if args.markdown and args.names:
+        raise DefinitionError("a reference page has all settings, or with `metrics` all figures; name nothing else.")
     if args.markdown:
         say("\n".join(page()))
         return 0
     known = dict(_all_paths())
     names = list(args.names)
     field = names.pop() if names and (names[-1] in known or len(names) > 1) else None
-    if len(names) > 1:
+    if len(names) > 1 or (names and names[0] in known):
         raise DefinitionError("name one definition and one field at most, for example: rlhf-pipeline config learn.lr")
     if field is not None and field not in known:
         raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, known)}")

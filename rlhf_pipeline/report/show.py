@@ -23,14 +23,15 @@ def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
         width: columns of the terminal; texts are cut to fit.
     """
     id_width = max([len(str(item.id)) for item in items] + [2])
-    room = max((width - id_width - 52) // 2, 12)
-    head = ("group", 6), ("version", 7), ("tokens", 6), ("reward", 7), ("advant.", 8)
+    group_width = max([len(_or_dash(item.group_id)) for item in items] + [6])
+    room = max((width - id_width - group_width - 46) // 2, 12)
+    head = ("group", group_width), ("version", 7), ("tokens", 6), ("reward", 7), ("advant.", 8)
     yield f"{'id':>{id_width}}  {' '.join(f'{name:>{space}}' for name, space in head)}  prompt -> completion"
     for item in items:
         texts = f"{one_line(item.prompt, room)} -> {one_line(item.completion, room)}"
         tail = "" if item.finish_reason in ("stop", "length", "") else f"  ({plain(item.finish_reason)})"
         yield (
-            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>6} {_or_dash(item.policy_version):>7} "
+            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>{group_width}} {_or_dash(item.policy_version):>7} "
             f"{sum(item.mask):>6} {number(item.reward):>7} {number(item.advantage):>8}  "
             f"{texts}{tail}"
         )

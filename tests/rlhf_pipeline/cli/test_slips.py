@@ -13,6 +13,8 @@ SLIPS = (
     ("compact runs/dmo", "Did you mean 'runs/demo'?"),
     ("compact runs", "there is no run or store at runs: the folder is not one"),
     ("compcat runs/demo", "Did you mean 'compact'?"),
+    ("config learn.lr buffer", "name one definition and one field at most"),
+    ("config learn --markdown", "a reference page has all settings"),
     ("copy runs/dmo --to x", "Did you mean 'runs/demo'?"),
     ("copy runs/demo --to runs/demo", "exists already. Name another with --to"),
     ("copy runs/demo --to x --filter rewrad>1", "Did you mean 'reward'?"),
