@@ -58,9 +58,8 @@ SAFETY = 0.03
 """How far above the goal the reward should be when the run is stopped for the last time."""
 MORE_S = 240.0
 """How much longer a run may work undisturbed that has not learned the task yet."""
-MOST_GROWTH = 0.10
+MOST_GROWTH = 0.05
 """Of a process's anonymous memory, from the first to the last quarter of its life."""
-SLACK_MB = 16.0
 WARM = 15
 """Rollouts or steps of a process's life from which on its memory counts: before, it allocates what it will keep."""
 
