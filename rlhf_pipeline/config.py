@@ -562,6 +562,11 @@ class Pipeline(Settings):
                 "policy.lora_rank=0, or collect.engine=slots.",
             ),
             (
+                self.replay is not None or self.collect.group_size > 1 or self.write.estimator == "reinforce_pp",
+                f"collect.group_size is 1, and write.estimator={self.write.estimator} compares the members of a group: "
+                "every advantage would be 0. Set collect.group_size to 2 or more, or write.estimator=reinforce_pp.",
+            ),
+            (
                 (self.write.min_group_size or 1) <= self.collect.group_size,
                 f"write.min_group_size is {self.write.min_group_size}, and a group has {self.collect.group_size} "
                 "members (collect.group_size). Set it to that at most.",

@@ -110,6 +110,14 @@ def test_two_updates_need_trajectories_that_may_be_used_again(pipeline):
     assert apply_overrides(pipeline, [*two, ("sample.max_uses", "2")]).sample.max_uses == 2
 
 
+def test_groups_of_one_have_nothing_to_compare(pipeline):
+    """Every advantage would be 0 and only an entropy bonus be learned; the batch as a baseline needs no groups."""
+    with pytest.raises(DefinitionError, match=r"Set collect\.group_size to 2 or more"):
+        override(pipeline, "collect.group_size", "1")
+    pairs = [("collect.group_size", "1"), ("write.estimator", "reinforce_pp")]
+    assert apply_overrides(pipeline, pairs).collect.group_size == 1
+
+
 def test_a_buffer_must_hold_one_rollout(pipeline):
     """A rollout that evicts its own first trajectories could never be learned from."""
     with pytest.raises(DefinitionError, match="one rollout has 256 trajectories"):

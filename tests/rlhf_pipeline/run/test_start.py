@@ -35,6 +35,10 @@ def fragile_reward(prompt, completion, answer, meta):
     return token_match(prompt, completion, answer, meta)
 
 
+def always_one(prompt, completion, answer, meta):
+    return 1.0
+
+
 tiny = functools.partial(small.tiny, reward=fragile_reward)
 
 
@@ -218,9 +222,9 @@ def test_a_ring_that_evicted_what_is_replayed(tmp_path):
 @pytest.mark.parametrize(("zero_variance", "strategy"), [("drop", "fresh"), ("mark", "uniform"), ("keep", "variance")])
 def test_a_rollout_without_spread_counts_as_a_step(tmp_path, zero_variance, strategy):
     """With nothing to learn from, the step is recorded, a notice says so, and the run goes on."""
-    changes = {"write__zero_variance": zero_variance, "sample__strategy": strategy, "collect__group_size": "1"}
+    pipeline = small.tiny(reward=always_one, write__zero_variance=zero_variance, sample__strategy=strategy)
     events: list[Event] = []
-    finished = run(tiny(**changes), run_dir=tmp_path / "run", on_event=events.append)
+    finished = run(pipeline, run_dir=tmp_path / "run", on_event=events.append)
     assert finished.steps == 6
     assert any("nothing to learn from" in event.message for event in events if isinstance(event, Notice))
     assert [row["row_ids"] for row in StepRows(tmp_path / "run" / "ledger.jsonl")] == [[]] * 6
