@@ -41,10 +41,6 @@ def copy_store(
     target = Path(to).expanduser()
     check_absent(target)
     with chosen(store, filters) as (opened, ids, left_out):
-        if left_out and not len(ids):
-            raise DefinitionError(
-                f"none of the {left_out:,} trajectories in {opened.path} meets {' and '.join(filters)}."
-            )
         schema = opened.schema
         with appearing_whole(target) as part, TrajectoryStore.create(part, schema, backend=backend) as made:
             copy_rows(opened, made, ids, on_rows=on_rows)

@@ -67,7 +67,8 @@ def export_store(
 
     Raises:
         RunExistsError: the target is there already.
-        DefinitionError: a filter or a column is not known, or pyarrow or datasets is not installed.
+        DefinitionError: a filter or a column is not known, nothing meets the filters, or pyarrow or datasets is not
+            installed.
         StoreError: the store cannot be read.
     """
     target = Path(to).expanduser()
@@ -93,6 +94,10 @@ def chosen(store: str | Path | TrajectoryStore, filters: Sequence[str]) -> Itera
     if isinstance(store, TrajectoryStore):
         there = store.ids()  # a store that others write to may change while it is read
         ids = select(store, filters, there)
+        if len(there) and not len(ids):
+            raise DefinitionError(
+                f"none of the {len(there):,} trajectories in {store.path} meets {' and '.join(filters)}."
+            )
         yield store, ids, len(there) - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()

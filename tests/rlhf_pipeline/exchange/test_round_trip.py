@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from rlhf_pipeline.exchange import export_store, import_files, select
+from rlhf_pipeline.exchange import copy_store, export_store, import_files, select
 from rlhf_pipeline.exchange._tables import Source
 from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
 
@@ -163,6 +163,14 @@ def test_what_the_store_was_not_given(tmp_path: Path, name: str):
     with TrajectoryStore.open(tmp_path / "a") as a, TrajectoryStore.open(tmp_path / "b") as b:
         for column in a.schema.optional:
             assert np.array_equal(a.present(column.name), b.present(column.name)), column.name
+
+
+@pytest.mark.parametrize("write", [export_store, copy_store])
+def test_a_filter_that_nothing_meets(tmp_path: Path, write: Any):
+    """It is refused, and nothing is made: the command that it would print to read it back would fail."""
+    with pytest.raises(DefinitionError, match=r"none of the 6 trajectories in .* meets reward>9"):
+        write(small(tmp_path / "a"), tmp_path / "out", filters=["reward>9"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_two_exports_of_one_store(tmp_path: Path):
