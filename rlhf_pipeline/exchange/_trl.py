@@ -52,8 +52,6 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
         output = sample(inputs)
         training = bool(trainer.model.training)
         if heard and (training or record_eval):
-            if recorder.group_size is None and training:
-                recorder.group_size = trainer.num_generations
             _record(recorder, trainer, heard, output, compute_log_probs)
         return output
 
@@ -113,6 +111,7 @@ def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], o
         finish_reasons=["stop" if row and row[-1] in ends else "length" for row in ids] if ends else None,
         metas=columns,
         policy_version=int(trainer.state.global_step),
+        group_size=trainer.num_generations if trainer.model.training else trainer.num_generations_eval,
         source=f"trl {type(trainer).__name__}",
     )
 

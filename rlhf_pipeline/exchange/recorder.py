@@ -117,6 +117,7 @@ class TrajectoryRecorder:
         finish_reasons: Sequence[str] | None = None,
         metas: Sequence[Mapping[str, Any]] | None = None,
         policy_version: int = 0,
+        group_size: int | None = None,
         source: str = "record",
     ) -> np.ndarray:
         """Write completions, the members of a group in turn, in one commit.
@@ -135,6 +136,8 @@ class TrajectoryRecorder:
             finish_reasons: `stop` or `length`.
             metas: more about each, JSON-ready.
             policy_version: the number of optimizer steps behind the weights.
+            group_size: members of each group of this call, which begins with a new one; None goes on as the recorder
+                was made.
             source: what `meta` says of where the rows come from.
 
         Returns:
@@ -161,14 +164,18 @@ class TrajectoryRecorder:
         }
         try:
             there = {name: values for name, values in given.items() if values is not None}
-            return self._write(len(completions), there, policy_version, source)
+            return self._write(len(completions), there, policy_version, group_size, source)
         except (DataError, DefinitionError, StoreError) as error:
             if self.on_error == "raise":
                 raise
             _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
             return np.empty(0, np.int64)
 
-    def _write(self, num: int, given: Mapping[str, Sequence[Any]], policy_version: int, source: str) -> np.ndarray:
+    def _write(
+        self, num: int, given: Mapping[str, Sequence[Any]], policy_version: int, group_size: int | None, source: str
+    ) -> np.ndarray:
+        if group_size is not None:
+            self._offset = -(-self._offset // group_size) * group_size
         # Also where this call fails: the other processes go on, and a group may have members in several of them.
         offset, self._offset = self._offset, self._offset + self.world_size * num
         for name, values in given.items():
@@ -199,7 +206,8 @@ class TrajectoryRecorder:
                 base, offset = self._retaken(step, rows, base, offset)
                 self._base, self._offset = base, offset + self.world_size * num
             places = np.arange(num) + offset + self.rank * num
-            for row, place, group in zip(rows, places.tolist(), self._groups(rows, places).tolist(), strict=True):
+            groups = self._groups(rows, places, group_size or self.group_size)
+            for row, place, group in zip(rows, places.tolist(), groups.tolist(), strict=True):
                 row |= {"trajectory_id": base + place, "group_id": base + group}
             ids = self.store.append_batch(batch_of(self.store.schema, rows))
             self._base = base
@@ -225,12 +233,13 @@ class TrajectoryRecorder:
                 return base, offset
         return before, start
 
-    def _groups(self, rows: Sequence[Row], places: np.ndarray) -> np.ndarray:
-        if self.group_size is not None:
-            return places // self.group_size
+    def _groups(self, rows: Sequence[Row], places: np.ndarray, size: int | None) -> np.ndarray:
+        """Return the group of each row, called after its first row: sizes may differ between calls."""
+        if size is not None:
+            return places // size * size
         prompts = [(row["prompt"], _prompt_of(row).tolist()) for row in rows]
         starts = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
-        return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]  # a group is called after its first row
+        return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]
 
     # -- reward functions --------------------------------------------------------------------------------------------
 

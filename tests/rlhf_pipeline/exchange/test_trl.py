@@ -58,7 +58,7 @@ def train(
     trl: Any, tokenizer: Any, folder: Path, funcs: list[Any], recorder: TrajectoryRecorder | None, **changes: Any
 ) -> Any:
     """Train two steps and return the trainer."""
-    resume = changes.pop("resume", None)
+    resume, evaluates = changes.pop("resume", None), changes.pop("evaluates", False)
     from datasets import Dataset
 
     rows = [{"prompt": f"{i}+{i}" + "=" * (1 + i % 2), "answer": str(2 * i)} for i in range(8)]
@@ -88,10 +88,11 @@ def train(
         reward_funcs=funcs,
         args=config,
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:3]) if evaluates else None,
         processing_class=tokenizer,
     )
     if recorder is not None:
-        recorder.attach(trainer)
+        recorder.attach(trainer, record_eval=evaluates)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -107,7 +108,7 @@ def test_attached_to_the_trainer(trl: Any, tmp_path: Path, tokenizer: Any, capsy
     with TrajectoryStore.open(tmp_path / "store") as store:
         rows = store.read(store.ids())
     assert len(rows["group_id"]) == 16
-    assert rows["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
+    assert rows["group_id"].tolist() == np.repeat(np.arange(0, 16, 4), 4).tolist()
     assert rows["policy_version"].tolist() == [0] * 8 + [1] * 8
     for i, text in enumerate(rows["prompt"]):
         start = rows["num_prompt_tokens"][i]
@@ -132,6 +133,20 @@ def test_attached_to_the_trainer(trl: Any, tmp_path: Path, tokenizer: Any, capsy
     assert not np.allclose(rows["log_probs"][8][rows["assistant_mask"][8]], 0)
 
 
+def test_evaluation_beside_training(trl: Any, tmp_path: Path, tokenizer: Any):
+    """Groups are as large as their mode says, and each has one prompt, whatever was recorded before."""
+    changes = {"evaluates": True, "num_generations_eval": 2, "per_device_eval_batch_size": 2}
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        train(trl, tokenizer, tmp_path, [right], recorder, eval_strategy="steps", eval_steps=1, **changes)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids(), ["group_id", "prompt"])
+    prompts: dict[int, list[str]] = {}
+    for group, prompt in zip(rows["group_id"].tolist(), rows["prompt"], strict=True):
+        prompts.setdefault(group, []).append(prompt)
+    assert {len(set(members)) for members in prompts.values()} == {1}
+    assert sorted(map(len, prompts.values())) == [2] * 6 + [4] * 4  # two evaluations of three prompts, two steps of two
+
+
 def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
     """Through the reward functions: the same trajectories with NaN log-probs, and TRL's table imports to the same."""
     with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=4) as recorder:
@@ -145,7 +160,7 @@ def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
     assert recorded["completion"] == imported["completion"]
     assert np.array_equal(recorded["task_reward"], imported["task_reward"])
     assert np.array_equal(recorded["policy_version"], imported["policy_version"])
-    assert recorded["group_id"].tolist() == np.repeat(np.arange(4), 4).tolist()
+    assert recorded["group_id"].tolist() == np.repeat(np.arange(0, 16, 4), 4).tolist()
     assert all(np.isnan(row).all() for row in recorded["log_probs"])
     assert recorded["policy_version"].tolist() == [0] * 8 + [1] * 8
 
