@@ -61,8 +61,12 @@ def machine() -> dict[str, str]:
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        found = re.findall(r"^(?:vendor_id|cpu family|model|model name)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
-        model = " ".join(found[:4])
+        first = cpuinfo.read_text().split("\n\n")[0]
+        found = re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|cache size)\s*:\s*(.*)$", first, re.M)
+        flags = re.findall(
+            r"^flags\s*:\s*(.*)$", first, re.M
+        )  # a virtual machine may hide instructions of its processor
+        model = " ".join([*found, *map(digest_of, flags)])
     return {
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
