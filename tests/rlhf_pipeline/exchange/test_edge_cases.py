@@ -99,7 +99,7 @@ def test_a_call_that_was_not_recorded_keeps_the_ranks_in_step(tmp_path: Path):
     with TrajectoryStore.open(tmp_path / "s") as store:
         groups, tokens = store.read_scalars("group_id"), store.read_ragged("input_ids").values[::2]
         assert len(np.unique(store.read_scalars("trajectory_id"))) == len(store) == 6
-        assert sorted(zip(groups.tolist(), tokens.tolist(), strict=True)) == [(0, 1)] * 2 + [(1, 2)] * 4
+        assert sorted(zip(groups.tolist(), tokens.tolist(), strict=True)) == [(0, 1)] * 2 + [(4, 2)] * 4
 
 
 def test_two_trainings_at_once(tmp_path: Path):
