@@ -52,7 +52,8 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
         output = sample(inputs)
         training = bool(trainer.model.training)
         if heard and (training or record_eval):
-            _record(recorder, trainer, heard, output, compute_log_probs)
+            size = trainer.num_generations if training else trainer.num_generations_eval
+            _record(recorder, trainer, heard, output, compute_log_probs, size)
         return output
 
     setattr(trainer, _GRADES, graded)
@@ -82,7 +83,9 @@ def _check_server(trainer: Any) -> None:
         )
 
 
-def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, compute: bool) -> None:
+def _record(
+    recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], output: Any, compute: bool, group_size: int
+) -> None:
     ids: Sequence[Sequence[int]] = heard["completion_ids"]
     num = len(ids)
     mine = slice(recorder.rank * num, (recorder.rank + 1) * num)
@@ -111,7 +114,7 @@ def _record(recorder: TrajectoryRecorder, trainer: Any, heard: dict[str, Any], o
         finish_reasons=["stop" if row and row[-1] in ends else "length" for row in ids] if ends else None,
         metas=columns,
         policy_version=int(trainer.state.global_step),
-        group_size=trainer.num_generations if trainer.model.training else trainer.num_generations_eval,
+        group_size=group_size,
         source=f"trl {type(trainer).__name__}",
     )
 

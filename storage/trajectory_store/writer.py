@@ -78,9 +78,8 @@ class Stream:
             writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
             while writer is None:
                 writer = self._writer_for(batch, schema)
-                now = max(
-                    time.time_ns(), self._catalog.newest_ns + 1
-                )  # after all seen commits, whatever the clock says
+                # After every commit that this process has seen, whatever the clock says.
+                now = max(time.time_ns(), self._catalog.newest_ns + 1)
                 try:
                     first = writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
                 except SealedError:  # another process ended the segment: the rows go to a new one

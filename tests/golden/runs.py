@@ -63,9 +63,8 @@ def machine() -> dict[str, str]:
     if cpuinfo.is_file():
         first = cpuinfo.read_text().split("\n\n")[0]
         found = re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|cache size)\s*:\s*(.*)$", first, re.M)
-        flags = re.findall(
-            r"^flags\s*:\s*(.*)$", first, re.M
-        )  # a virtual machine may hide instructions of its processor
+        # A virtual machine may hide instructions of its processor.
+        flags = re.findall(r"^flags\s*:\s*(.*)$", first, re.M)
         model = " ".join([*found, *map(digest_of, flags)])
     return {
         "torch": torch.__version__,
