@@ -50,7 +50,8 @@ class Source:
             if self.container == "parquet":
                 with need("pyarrow.parquet").ParquetFile(self.path) as file:
                     yield from file.iter_batches(batch_size=ROWS_PER_READ)
-            else:
+            elif json.loads((self.path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+                # datasets itself cannot load what it saved without rows
                 found = need("datasets").load_from_disk(str(self.path))
                 for table in found.with_format("arrow").iter(batch_size=ROWS_PER_READ):
                     yield from table.to_batches()

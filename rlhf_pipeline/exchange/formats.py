@@ -34,6 +34,14 @@ def _of(row: Any, name: str) -> Any:
     return row[name]
 
 
+def _part(row: Any, name: str) -> Mapping[str, Any]:
+    """Return a field that holds fields itself; empty if it is not there."""
+    found = row.get(name) if isinstance(row, Mapping) else row
+    if not isinstance(found, Mapping | None):
+        raise DataError(f"field '{name}' must hold fields by name, got {shown(found)}.")
+    return found or {}
+
+
 # -- graded solutions of GSM8K: a row is one group; the reward is 1 where a solution is correct ------------------------
 
 
@@ -64,23 +72,23 @@ def _episode(row: Row) -> Iterator[Row | None]:
     if "nodes" in row:
         task = json.dumps(row.get("task"), sort_keys=True, default=str)
         row = {"traces": [row], "group": {"id": task}, "env": {"id": row.get("env_id")}}
-    work, env = (row.get("run") or {}).get("work") or {}, row.get("env") or {}
+    work, env = _part(_part(row, "run"), "work"), _part(row, "env")
     for trace in as_list(_of(row, "traces"), "traces"):
-        agent = trace.get("agent") or {}
+        agent = _part(trace, "agent")
         if not trace.get("ok") or not agent.get("trainable", True):
             yield None
             continue
         calls = [call for call in trace.get("calls") or [] if call.get("finish_reason")]
-        rewards = [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
+        rewards = [reward for reward in _part(trace, "rewards").values() if reward is not None]
         for path in _paths(_of(trace, "nodes")):
             yield {
                 **_NOTHING,
                 **_branch(path),
                 "reward": sum(map(_weighed, rewards)) if rewards else math.nan,
-                "group": (row.get("group") or {}).get("id", ONE_ROW),
-                "policy_version": (work.get("policy") or {}).get("start", work.get("step", 0)),
+                "group": _part(row, "group").get("id", ONE_ROW),
+                "policy_version": _part(work, "policy").get("start", work.get("step", 0)),
                 "finish_reason": calls[-1]["finish_reason"] if calls else None,
-                "answer": ((trace.get("task") or {}).get("data") or {}).get("answer"),
+                "answer": _part(_part(trace, "task"), "data").get("answer"),
                 "env": env.get("name") or env.get("id"),
                 "agent": agent.get("name"),
                 "trace": trace.get("id"),
@@ -123,7 +131,7 @@ def _branch(path: Sequence[Row]) -> dict[str, Any]:
                 raise DataError(f"a node has {sum(mask)} sampled tokens and {len(scores)} {name}.")
             values = iter(scores)
             made[target] += [next(values, None) if on else None for on in mask]
-    said = [message_text(node.get("message") or {}) for node in path]
+    said = [message_text(_part(node, "message")) for node in path]
     first = next((i for i, node in enumerate(path) if any(node.get("mask") or [])), len(path))
     return {
         **made,
@@ -159,7 +167,7 @@ def tinker_samples(rewards: Rewards, row: Row) -> Iterator[Row | None]:
     if row.get("kind", "sample") != "sample" or row.get("status") == "error":
         yield None
         return
-    scope = row.get("scope") or {}
+    scope = _part(row, "scope")
     split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
     for i, sample in enumerate(as_list(_of(row, "samples"), "samples")):
         known = rewards.get((iteration, group, i if traj is None else traj), {})

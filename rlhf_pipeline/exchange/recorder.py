@@ -71,12 +71,10 @@ class TrajectoryRecorder:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if group_size is not None and group_size < 1:
-            raise DefinitionError(f"group_size is {group_size}; it must be at least 1, or None.")
         if on_error not in ("raise", "log"):
             raise DefinitionError(f"on_error is {on_error!r}; it must be 'raise' or 'log'.")
         self.path = Path(store).expanduser()
-        self.group_size = group_size
+        self.group_size = None if group_size is None else _size(group_size)
         self.on_error = on_error
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -175,7 +173,7 @@ class TrajectoryRecorder:
         self, num: int, given: Mapping[str, Sequence[Any]], policy_version: int, group_size: int | None, source: str
     ) -> np.ndarray:
         if group_size is not None:
-            self._offset = -(-self._offset // group_size) * group_size
+            self._offset = -(-self._offset // _size(group_size)) * group_size
         # Also where this call fails: the other processes go on, and a group may have members in several of them.
         offset, self._offset = self._offset, self._offset + self.world_size * num
         for name, values in given.items():
@@ -364,6 +362,13 @@ class TrajectoryRecorder:
 def _as_list(value: Any) -> Any:
     """Return an array, a tensor or a tuple as a list, and anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+def _size(group: int) -> int:
+    """Return the members of a group, checked."""
+    if group < 1:
+        raise DefinitionError(f"group_size is {group}; it must be at least 1, or None.")
+    return group
 
 
 def _prompt_of(row: Row) -> np.ndarray:

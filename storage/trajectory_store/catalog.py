@@ -124,8 +124,9 @@ class ArrivalOrder:
         times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))
         if not len(times):
             return
-        order = np.lexsort((firsts, times))
-        times, firsts, counts = times[order], firsts[order], counts[order]
+        if len(times) > 1:
+            order = np.lexsort((firsts, times))
+            times, firsts, counts = times[order], firsts[order], counts[order]
         if (int(times[0]), int(firsts[0])) < self._last:
             self.reset()
             self.update(segments)
@@ -171,6 +172,8 @@ def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
     >>> expand(np.array([10, 20]), np.array([2, 3])).tolist()
     [10, 11, 20, 21, 22]
     """
+    if len(firsts) == 1:
+        return int(firsts[0]) + np.arange(counts[0], dtype=np.int64)
     firsts, counts = firsts[counts > 0], counts[counts > 0]
     steps = np.ones(int(counts.sum()), np.int64)
     if len(firsts):

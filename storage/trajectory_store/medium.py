@@ -241,6 +241,9 @@ class Segment(ABC):
             new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
             starts = np.flatnonzero(new)
             return times[starts], ids[starts], np.diff(np.append(starts, len(ids)))
+        if self.records == records + 1 and self.rows > rows:  # one commit, as after each append: known without a read
+            run = (self.newest_ns, (self.ordinal << ORDINAL_SHIFT) + rows, self.rows - rows)
+            return tuple(np.array(run, np.int64)[:, None])
         table = self.commits(records)
         counts = table["n_rows"].astype(np.int64)
         firsts = table["rows_end"].astype(np.int64) - counts + (self.ordinal << ORDINAL_SHIFT)

@@ -436,6 +436,11 @@ def test_prime_rl_episodes(tmp_path: Path, jsonl: Write):
     assert rows["policy_version"].tolist() == [8, 8, 8]
     assert rows["finish_reason"] == ["stop"] * 3
     assert json.loads(rows["meta"][0])["answer"] == "2"
+    for name, odd in (("rewards", [1.0]), ("agent", "solver"), ("task", "sums")):
+        wrong = episode("g", 1.0)
+        wrong["traces"][0][name] = odd
+        with pytest.raises(DataError, match=rf"field '{name}' must hold fields by name"):  # it was an AttributeError
+            import_files([jsonl([wrong])], tmp_path / "other")
 
 
 def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):

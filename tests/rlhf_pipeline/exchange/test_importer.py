@@ -171,6 +171,11 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     nothing.write_text("\n")
     with pytest.raises(DataError, match=r"no rows to import"):
         import_files([nothing], tmp_path / "store")
+    (tmp_path / "saved").mkdir()
+    for name, about in (("dataset_info.json", {}), ("state.json", {"_data_files": []})):  # as datasets writes them
+        (tmp_path / "saved" / name).write_text(json.dumps(about))
+    with pytest.raises(DataError, match=r"no rows to import"):
+        import_files([tmp_path / "saved"], tmp_path / "store")
     (tmp_path / "tiny-model").mkdir()
     with pytest.raises(MissingPathError, match=r"no tokenizer folder at .* Did you mean 'tiny-model'"):
         import_files([tmp_path / "rollouts.jsonl"], tmp_path / "store", tokenizer=str(tmp_path / "tiny-modl"))

@@ -167,6 +167,8 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
             recorder.record(**wrong | {"prompt_ids": [[3]], "policy_version": 1.5})  # it was stored as 1
         with pytest.raises(DataError, match=r"neither prompts nor prompt_ids"):
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
+        with pytest.raises(DefinitionError, match=r"group_size is 0; it must be at least 1"):
+            recorder.record(**wrong | {"prompt_ids": [[3]], "group_size": 0})  # a ZeroDivisionError ended the training
         with pytest.raises(DefinitionError, match=r"2 weights for 1 reward"):
             recorder.reward_funcs(right, weights=[1.0, 2.0])
         assert recorder.num_recorded == 0
