@@ -24,6 +24,7 @@ from trajectory_store import (
     TrajectoryStore,
     WriteFailedError,
     bucket,
+    fs,
     upkeep,
 )
 from trajectory_store.bucket import FolderBucket
@@ -474,6 +475,23 @@ def test_a_damaged_object_costs_the_reads_of_its_rows_only(tmp_path, monkeypatch
         assert [reader.scalars(schema["n"]).tolist() for reader in begun[:2]] == [[1, 1], [3, 3]]
         with pytest.raises(CorruptionError):
             begun[2].scalars(schema["n"])
+
+
+def test_the_order_is_that_of_the_commits_that_survived_a_power_loss(tmp_path, monkeypatch):
+    """The time of a commit that was torn is not taken for that of the one before it."""
+    schema = Schema([Column("a", "int32")])
+    with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as one:
+        first = one.append({"a": [1]})
+        with TrajectoryStore.open(tmp_path / "s", mode="a") as two:
+            second = two.append({"a": [2]})
+        one.append({"a": [3, 4]})
+    torn = tmp_path / "s" / "seg-00000000" / "00000001.zip"
+    torn.write_bytes(bytes(torn.stat().st_size))
+    monkeypatch.setattr(fs, "boot_id", lambda: "another")
+    with pytest.warns(RuntimeWarning, match="has 1 rows; the catalog says 3"):
+        store = TrajectoryStore.open(tmp_path / "s")
+    with store:
+        assert store.ids().tolist() == [*first.tolist(), *second.tolist()]
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 0])

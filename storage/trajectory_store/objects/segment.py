@@ -471,7 +471,8 @@ class ObjectSegment(Segment):
         """Count only the first commits: the machine went down before the others were safe."""
         self.history = self.history[:records]
         self.records = records
-        self.rows = self.history[-1].rows_end if self.history else 0
+        last = self.history[-1] if self.history else None
+        self.rows, self.newest_ns = (last.rows_end, last.time_ns) if last is not None else (0, 0)
         self.finished = self.trusted = True
 
     def values_in(
