@@ -490,8 +490,8 @@ class LocalSegment(Segment):
             end, self.finished = min(end, self.limit), True
         if end == self.records:
             return
-        self.records = end
         last = self.log.get(end - 1)
+        self.records = end  # only now: if that read fails, the next refresh finds these records again
         if last is not None:
             self.rows = last.rows_end
             self.newest_ns = last.time_ns
