@@ -346,7 +346,7 @@ class FolderBucket(Bucket):
         except OSError as error:
             if isinstance(error, (StoreError, *_ABSENT)):
                 raise
-            raise ReadFailedError(error.errno, f"reading failed: {error.strerror}", f"{self.where}/{key}") from error
+            raise fs.unreadable(error, f"{self.where}/{key}") from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -362,6 +362,8 @@ class FolderBucket(Bucket):
                 there = sorted((entry.name, entry.is_dir()) for entry in entries)
         except _ABSENT:
             return found
+        except OSError as error:
+            raise fs.unreadable(error, f"{self.where}/{folder}") from error
         for name, is_folder in there:
             key = f"{folder}/{name}" if folder else name
             if not name.startswith(start) or PARTIAL in name:

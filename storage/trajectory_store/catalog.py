@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import Entry, Journal, State
@@ -219,16 +220,21 @@ class Catalog:
         self._lock = threading.RLock()
         self._known: dict[int, Entry] = {}
         self._failed: dict[int, Entry] = {}
+        self._unread: set[int] = set()
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
-        self._take_state()
+        self._take_state(opening=True)
 
     # Following
 
     def refresh(self) -> None:
-        """Read new commits, new segments and removals."""
+        """Read new commits, new segments and removals.
+
+        Raises:
+            ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
+        """
         with self._lock:
             local = self.medium.bucket.local
             if local:
@@ -239,7 +245,7 @@ class Catalog:
                     self._read_commits()
                 followed.result()
             changed = self.journal.state.number != self.state.number
-            if changed:
+            if changed or self._unread:
                 self._take_state()
             if changed or local:
                 self._read_commits()  # a writer that began a new segment may have added to its previous one first
@@ -278,18 +284,24 @@ class Catalog:
             self.refresh_segment(segment.ordinal)  # its writer may have committed just before it ended
         return True
 
-    def _take_state(self) -> None:
-        """Apply the newest record: open the segments that are new in it, and forget those that it no longer names."""
+    def _take_state(self, *, opening: bool = False) -> None:
+        """Apply the newest record: open the segments that are new in it, and forget those that it no longer names.
+
+        What the file system fails to deliver while a store is opened costs that segment only, until a refresh can read
+        it. Later it is an error: rows that were there must not disappear because their merged segment cannot be read.
+        """
         opened: dict[int, Segment | Exception] = {}
         while True:  # once the catalog stands still, no segment was removed while it was opened
             state = self.journal.state
-            new = [e for e in state.entries if self._known.get(e.ordinal) is None and e != self._failed.get(e.ordinal)]
+            new = [e for e in state.entries if e.ordinal not in self._known and self._may_open(e)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
             if not new or not self.journal.follow():
                 break
         for entry in new:
             found = opened[entry.ordinal]
+            if isinstance(found, OSError) and not opening and entry.ordinal not in self._unread:
+                raise fs.unreadable(found, found.filename or self.medium.where) from found
             if isinstance(found, Segment) and found.schema != state.schema.only(found.schema.names):
                 opened[entry.ordinal] = CorruptionError(
                     f"its columns are not those of the store: {found.schema.names}."
@@ -297,6 +309,9 @@ class Catalog:
             elif isinstance(found, Segment) and entry.rows is not None and found.rows < entry.rows:
                 self.medium.refresh([found])  # its writer ended it after it was opened
         self._follow_to(state, {entry: opened[entry.ordinal] for entry in new})
+
+    def _may_open(self, entry: Entry) -> bool:
+        return entry != self._failed.get(entry.ordinal) or entry.ordinal in self._unread
 
     def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
         """Switch to a record. Nothing is read here, so nothing fails halfway."""
@@ -310,12 +325,16 @@ class Catalog:
         self._homes = homes  # in one assignment: another thread sees the rows before or after the change
         for ordinal in gone:
             self._forget(ordinal)
+        self._unread &= {entry.ordinal for entry in state.entries}
         self.newest_ns = max(self.newest_ns, state.time_ns)
         if new or gone:
             self.generation += 1
         for entry, found in new.items():
+            self._unread.discard(entry.ordinal)
             if not isinstance(found, Segment):
                 self._failed[entry.ordinal] = entry
+                if isinstance(found, OSError):
+                    self._unread.add(entry.ordinal)
                 self._note(f"{entry.name}: cannot be opened: {found}")
             elif entry.rows is not None and found.rows < entry.rows:
                 self._note(f"{found.name}: has {found.rows} rows; the catalog says {entry.rows}.")

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy.typing as npt
 
-from trajectory_store.errors import CorruptionError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -42,6 +42,19 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
         f"these rows are not in the store. {way_out}."
     )
     return WriteFailedError(error.errno, message, str(path))
+
+
+def unreadable(error: OSError, path: Path | str) -> StoreError:
+    """Turn an OSError into a ReadFailedError that says why and what to do; errors of the store are returned."""
+    if isinstance(error, StoreError):
+        return error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        why = "too many files are open. Raise `ulimit -n`, or run compact"
+    elif error.errno == errno.ENOMEM:
+        why = "the address space or memory is exhausted. Raise `ulimit -v`, or free memory"
+    else:
+        why = f"reading failed: {os.strerror(error.errno or 0)}. Check the disk, then open the store again"
+    return ReadFailedError(error.errno, why, str(path))
 
 
 @contextmanager

@@ -216,8 +216,9 @@ class Journal:
         stamp = self._bucket.stamp(record_key(self._top + 1))
         if stamp is not None and stamp == self._stamp:
             return False
-        self._stamp = stamp
-        return self._read_newest()
+        newer = self._read_newest()
+        self._stamp = stamp  # only now: if reading failed, the next call reads again
+        return newer
 
     def _numbers(self, after: int = -1) -> list[int]:
         """Return the numbers of the existing records above `after`, ascending."""

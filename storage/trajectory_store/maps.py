@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
-from trajectory_store.errors import CorruptionError, ReadFailedError
+from trajectory_store.errors import CorruptionError
 
 Io = Literal["mmap", "pread"]
 NETWORK_TYPES = frozenset(
@@ -131,11 +131,7 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
         try:
             part = os.pread(fd, stop - start - len(data), start + len(data))
         except OSError as error:
-            raise ReadFailedError(
-                error.errno,
-                f"reading failed: {error.strerror}. Check the mount, then open the store again",
-                str(path),
-            ) from error
+            raise fs.unreadable(error, path) from error
         if not part:
             raise CorruptionError(f"{path} ends at byte {start + len(data)}, before byte {stop}.")
         data = data + part if data else part

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
-from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
+from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.format import (
     COMMITS,
     KIND_END,
@@ -583,9 +583,7 @@ class LocalSegment(Segment):
                 "Call refresh() and take ids from ids()."
             ) from None
         except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise ReadFailedError(error.errno, _why(error), str(path)) from None
+            raise fs.unreadable(error, path) from None
 
     def _used(self, spec: ArraySpec) -> int | None:
         """Return the bytes of an array that hold values, or None while more may be added."""
@@ -637,15 +635,6 @@ class LocalSegment(Segment):
     def is_live(self) -> bool:
         """Return whether a living process may still append."""
         return not self.finished and fs.is_locked(commits_path(self.folder))
-
-
-def _why(error: OSError) -> str:
-    """Say why a file could not be opened, and what to do."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many files are open. Raise `ulimit -n`, or run compact"
-    if error.errno == errno.ENOMEM:
-        return "the address space or memory is exhausted. Raise `ulimit -v`, or free memory"
-    return f"opening failed: {os.strerror(error.errno or 0)}. Check the disk, then open the store again"
 
 
 # Checking

@@ -153,13 +153,13 @@ class Stream:
         medium = self._catalog.medium
         self._writer = writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
         self._made += 1
-        self._catalog.refresh()
-        if self.on_begin is not None:
-            try:
+        try:
+            self._catalog.refresh()
+            if self.on_begin is not None:
                 self.on_begin(writer.ordinal)
-            except BaseException:
-                self._give_up()
-                raise
+        except BaseException:
+            self._give_up()
+            raise
         return writer
 
     def _claim(self, ordinal: int, salt: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trajectory_store import Column, CorruptionError, ReadFailedError, Schema, TrajectoryStore
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
 from trajectory_store.maps import PreadBytes, choose, file_system
 
 MOUNTS = """\
@@ -84,44 +82,6 @@ assert all(len(v) == 80 for v in store.read(store.ids()).values())
 open(sys.argv[1] + "/../note", "w").close()
 print(store.verify().ok)
 """
-
-
-def test_a_refresh_that_fails_is_repeated_by_the_next(tmp_path, monkeypatch):
-    """Whichever of its reads fails, none of the rows that it was to find is missing or doubled later."""
-    with (
-        TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")])) as store,
-        TrajectoryStore.open(tmp_path / "s", mode="a") as other,
-    ):
-        store.append({"n": [0, 1]})
-        other.append({"n": [4]})
-        reads, failing = 0, None
-        real = PreadBytes.read
-
-        def read(self, start, stop):
-            nonlocal reads
-            reads += 1
-            if reads == failing:
-                raise ReadFailedError(errno.EIO, "reading failed", "commits")
-            return real(self, start, stop)
-
-        monkeypatch.setattr(PreadBytes, "read", read)
-        with TrajectoryStore.open(tmp_path / "s", io="pread") as reader:
-            while failing is None or reads >= failing:
-                failing, reads = (failing or 0) + 1, 0
-                store.append({"n": [0, 1]})
-                reads = 0
-                with contextlib.suppress(ReadFailedError):
-                    reader.refresh()
-                    reader.ids()
-                done, failing = (failing, reads), None
-                for writer in (other, store):
-                    writer.append({"n": [2, 3]})
-                    reader.refresh()
-                    store.refresh()
-                    assert reader.ids().tolist() == store.ids().tolist()
-                    assert reader.read_scalars("n", reader.ids()).tolist() == store.read_scalars("n").tolist()
-                failing, reads = done
-        assert failing > 3
 
 
 @pytest.mark.parametrize(("hard", "io"), [(4096, "mmap"), (128, "mmap"), (128, "pread")])

@@ -132,18 +132,29 @@ class ObjectMedium(Medium):
                 out.append(self._open(entry, raw))
             except StoreError as error:
                 out.append(error)
+        found = [s for s in out if isinstance(s, ObjectSegment)]
         try:
-            found = [s for s in out if isinstance(s, ObjectSegment)]
-            self.refresh([s for s in found if s.ordinal in self._own])
-            self._catch_up([s for s in found if not s.finished and s.ordinal not in self._own], opening=True)
-            if self.bucket.local:
-                for segment in found:
-                    self._trust_after_reboot(segment)
+            self._read_all(found)
         except StoreError as error:
             if isinstance(error, ReadFailedError) and not self.bucket.local:
                 raise  # the next try may succeed
-            out = [error if isinstance(s, Segment) and not s.records else s for s in out]
-        return out
+            return [self._alone(s) if isinstance(s, ObjectSegment) else s for s in out]
+        return list(out)
+
+    def _read_all(self, segments: Sequence[ObjectSegment]) -> None:
+        self.refresh([s for s in segments if s.ordinal in self._own])
+        self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
+        if self.bucket.local:
+            for segment in segments:
+                self._trust_after_reboot(segment)
+
+    def _alone(self, segment: ObjectSegment) -> Segment | Exception:
+        """Read a segment by itself, so that an error costs no other; half of it, unchecked, is never used."""
+        try:
+            self._read_all([segment])
+        except StoreError as error:
+            return error if isinstance(error, ReadFailedError) or not segment.records else segment
+        return segment
 
     def _open(self, entry: Entry, raw: bytes | None) -> ObjectSegment:
         name = entry.name

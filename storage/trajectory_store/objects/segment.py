@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -322,8 +322,11 @@ class ObjectSegment(Segment):
             return super().raw(name)
 
     def _open(self, name: str) -> memoryview | PreadBytes:
-        spec = self.specs[name]
-        return open_file(self._cached(name), spec.capacity * spec.itemsize, "mmap")
+        spec, path = self.specs[name], self._cached(name)
+        try:
+            return open_file(path, spec.capacity * spec.itemsize, "mmap")
+        except OSError as error:
+            raise fs.unreadable(error, path) from error
 
     def _file(self, name: str) -> Path:
         """Return the cached file of an array, laid out like the chunk of a local segment."""
@@ -332,7 +335,12 @@ class ObjectSegment(Segment):
             self._fetched.pop(name, None)
             os.makedirs(path.parent, 0o700, exist_ok=True)
             spec = self.specs[name]
-            fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
+            try:
+                fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
+            except OSError:
+                with suppress(OSError):  # a file that is too short would be taken for a damaged one
+                    fs.remove_file(path)
+                raise
         return path
 
     def _cached(self, name: str) -> Path:
