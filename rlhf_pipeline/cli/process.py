@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
@@ -53,7 +52,9 @@ def attend(
         with signals_seen(seen):
             if device is not None:
                 import_torch(device)
-                definitions.share_with_workers()
+                from rlhf_pipeline.definitions import share_with_workers  # help does without definitions
+
+                share_with_workers()
             finished = work()
     except KeyboardInterrupt:
         view.say(stopped())
