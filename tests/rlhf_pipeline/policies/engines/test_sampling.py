@@ -36,12 +36,11 @@ def test_the_inverse_cdf_in_float64(vocab: int, temperature: float) -> None:
     distance = (cdf - u[:, None]).abs().amin(-1)
     assert bool((distance[differ] < 1e-6).all())
     assert int(differ.sum()) <= 1
-    # As exact as torch's own float32 is on this processor: 2e-6 to 5e-6, where scaled logits reach 20.
-    float32 = torch.log_softmax(logits / temperature, -1)
-    most = float((float32.double() - exact).abs().max())
-    torch.testing.assert_close(
-        log_probs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=most, rtol=0, check_dtype=False
-    )
+    chosen = exact.gather(1, tokens[:, None])[:, 0]
+    # Where scaled logits reach 20, torch's own float32 is off by 2.6e-6 on some processors.
+    float32 = torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0]
+    most = max(2e-6, 1.1 * float((float32.double() - chosen).abs().max()))
+    torch.testing.assert_close(log_probs.double(), chosen, atol=most, rtol=0, check_dtype=False)
     assert log_probs.dtype == torch.float32
 
 
