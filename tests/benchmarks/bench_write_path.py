@@ -65,7 +65,7 @@ def bench_advantage(table: Table, quick: bool) -> None:
                     for part in parts:
                         transform.inv(part)
 
-                blocks, block = (2, 4) if quick else (4, 8)
+                blocks, block = (2, 2) if quick else (4, 8)
                 calls = {
                     "ours": lambda t=ours, p=given: call(t, p),
                     "TorchRL's": lambda t=peer, p=batches: call(t, p),
@@ -152,7 +152,7 @@ def main() -> int:
                 table,
                 f"16 prompts x 16, {new} new tokens",
                 Path(name) / str(new),
-                rollouts=4 if options.quick else 10,
+                rollouts=2 if options.quick else 10,
                 prompts_per_rollout=16,
                 group_size=16,
                 max_new_tokens=new,
