@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,11 +19,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.cli.parser import COMMANDS, module_of, parse
+from rlhf_pipeline.run.folder import RunFolder
+from tests.crash._s3 import missing, serve
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-ENV = os.environ | {
+ENV = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -104,10 +107,10 @@ def make_folder(folder: Path) -> Path:
 
 def start(line: str, folder: Path) -> subprocess.Popen[str]:
     """Start a line as a shell in that folder would, in a process group of its own."""
-    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{ENV['PATH']}"
+    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", "-c", f"exec {line}"],
-        cwd=folder, env=ENV | {"PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=folder, env=os.environ | ENV | {"PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
 
@@ -273,3 +276,52 @@ def test_long_running(folder: Path):
                 os.killpg(process.pid, signal.SIGKILL)
     steps = len(rewards(mine))
     interrupt(start(by_hand[3], folder), lambda: len(rewards(mine)) > steps, by_hand[3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray")
+@pytest.mark.filterwarnings("ignore")  # what Ray warns of is about itself
+def test_many_machines(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each line and block of docs/many_machines.md, with an S3 server on loopback and a Ray cluster of one node."""
+    from ray.cluster_utils import Cluster
+
+    terminals, on_ray = (
+        [line for line in block if not line.startswith("pip ")] for block in blocks("docs/many_machines.md")
+    )
+    (block,) = blocks("docs/many_machines.md", "python")
+    (folder / "block.py").write_text("\n".join(block))
+    monkeypatch.setenv("RLHF_PIPELINE_CACHE", str(folder / "copies"))
+    begun: list[tuple[str, subprocess.Popen[str]]] = []
+    small = {"num_cpus": 8, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=small)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with serve(folder, faults={}) as rig:
+            rig.calm()
+            for line in terminals:
+                begun.append((line, start(line, folder)))
+                while not RunFolder("s3://bucket/run").is_recorded:
+                    assert begun[0][1].poll() is None, begun[0][1].communicate()
+                    time.sleep(0.2)
+            shown = interrupt(begun[2][1], lambda: has_printed(begun[2][1]), terminals[2])
+            assert "completion" in shown, shown
+            for line, process in begun[1::-1]:
+                interrupt(process, lambda: has_learned("s3://bucket/run"), line)
+            run(f"{sys.executable} block.py", folder)
+            for line in on_ray:
+                out = line.partition(" --out ")[2].split()[0] if "--out" in line else folder / "runs" / "long_running"
+                begun.append((line, start(line, folder)))
+                interrupt(begun[-1][1], lambda out=out: has_learned(out), line)
+    finally:
+        for _, process in begun:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        cluster.shutdown()
+
+
+def has_learned(address: str | Path) -> bool:
+    """Return whether a run, at a URL or in a folder, has taken a step."""
+    run = RunFolder(address)
+    return run.is_recorded and run.metrics.last_step > 0

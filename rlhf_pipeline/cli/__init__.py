@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 is success, 1 a finding (damage, a difference, a problem), 2 a user error, 3 a failure that a retry may overcome
-    (`collect`, `learn`), 130 and 143 a run that was stopped by SIGINT or SIGTERM and saved.
+    (`collect`, `learn`), 130, 143 and 129 a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved.
     """
     debug = False
     try:

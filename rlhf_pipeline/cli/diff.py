@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
 from rlhf_pipeline.report.words import count, one_line
+from rlhf_pipeline.run import filenames
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.diff import Comparison, RowsDifference
@@ -82,7 +83,7 @@ def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
     yield f"left   {found.left}: {count(sizes[0], 'trajectory')}"
     yield f"right  {found.right}: {count(sizes[1], 'trajectory')}"
     if found.config:
-        yield "config.json"
+        yield filenames.CONFIG
         width = max(len(field.name) for field in found.config[:_FIELDS])
         for field in found.config[:_FIELDS]:
             yield f"  {field.name:<{width}}  {_shown(field.left)} | {_shown(field.right)}"

@@ -63,10 +63,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Import the files and report the result and the next commands."""
     from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.run import filenames
     from rlhf_pipeline.run.folder import is_run
 
     into = Path(args.into).expanduser()
-    run = into.resolve().parent if into.resolve().name == "store" else into
+    run = into.resolve().parent if into.resolve().name == filenames.STORE else into
     if is_run(run):
         raise DefinitionError(
             f"{run} is a run, whose store is its own. Name a new folder: --into {run.parent / 'imported'}"

@@ -15,6 +15,7 @@ from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
 from rlhf_pipeline.run.signals import STOPPING
 
@@ -69,7 +70,7 @@ def attend(
     return finished, stopped_code(seen) if finished.reason == "interrupted" else 0
 
 
-def view_of_stdout(log_name: str = "log.txt") -> RunView:
+def view_of_stdout(log_name: str = filenames.LOG) -> RunView:
     """Return a view that draws one line in place in a terminal, and prints lines elsewhere."""
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return RunView(sys.stdout, live=live, log_name=log_name)

@@ -12,6 +12,7 @@ from typing import TextIO
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
@@ -41,7 +42,7 @@ class RunView:
         live: bool,
         clock: Callable[[], float] = time.monotonic,
         columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
-        log_name: str = "log.txt",
+        log_name: str = filenames.LOG,
     ) -> None:
         self._out = out
         self._live = live

@@ -12,6 +12,7 @@ from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import RunFinished
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
         hang_timeout_s=args.hang_timeout,
         progress_timeout_s=args.progress_timeout,
     )
-    view = view_of_stdout("supervisor.log")
+    view = view_of_stdout(filenames.SUPERVISOR_LOG)
     view.say(
         f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and "
         f"{'a learner' if plan.learners == 1 else f'{plan.learners} learners'}, seed {plan.seed}, "
@@ -189,5 +190,5 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     )
     if finished is not None:
         finish(finished, plan, view)
-        view.say(f"the log of the processes: {below(plan.out, 'supervisor.log')}")
+        view.say(f"the log of the processes: {below(plan.out, filenames.SUPERVISOR_LOG)}")
     return code

@@ -162,13 +162,9 @@ def _common_starts(ids: np.ndarray, used: np.ndarray) -> np.ndarray:
 
 
 def _runs(common: np.ndarray) -> list[tuple[int, int, int]]:
-    """Cut rows into runs with a common prefix, saving the most tokens.
+    """Cut rows into runs with a common prefix, saving the most tokens, given `_common_starts`.
 
-    Args:
-        common: from `_common_starts`.
-
-    Returns:
-        `(first row, row after the last, shared tokens)` of each run of two or more rows.
+    Returns `(first row, row after the last, shared tokens)` of each run of two or more rows.
     """
     common = np.where(common >= MIN_SHARED_TOKENS, common, 0)
     count = len(common) + 1

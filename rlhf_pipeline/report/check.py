@@ -14,7 +14,7 @@ from rlhf_pipeline.run.choice import Choice
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.medium import Address
-from rlhf_pipeline.run.processes.weights import read_published, weights_problem
+from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError
 
@@ -162,11 +162,24 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
     if not run.is_of_several:
         return
     published = read_published(run)
-    if published is None:
-        yield Finding(part="weights", ok=True, text="nothing is published yet")
-        return
-    problem = weights_problem(run, published)
-    text = f"the newest are of step {published.version}: every checksum holds"
+    problem = (published and weights_problem(run, published)) or _weights_misfit(run, published)
+    which = "" if published is None else f"the newest, of step {published.version}: "
     if problem is not None:
-        text = f"the newest, of step {published.version}: {problem}. The learner publishes them again when it starts"
+        text = f"{which}{problem}. The learner publishes them again when it starts"
+    elif published is None:
+        text = "nothing is published yet"
+    else:
+        text = f"the newest are of step {published.version}: every checksum holds"
     yield Finding(part="weights", ok=problem is None, text=text)
+
+
+def _weights_misfit(run: RunFolder, published: Published | None) -> str | None:
+    """Compare the published weights with the steps that were taken: the first are published before the first step."""
+    try:
+        if published is None:
+            taken = run.metrics.last_step
+            return f"none are published, and {count(taken, 'step')} were taken" if taken else None
+        known = not published.version or run.ledger.place_of(published.version) is not None
+        return None if known else "the ledger has no such step"
+    except DataError:
+        return None  # the check of the rows has reported it

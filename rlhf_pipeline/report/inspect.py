@@ -192,17 +192,9 @@ def inspect_store(
 
 
 def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids, before: Floats) -> Floats:
-    """Grade trajectories again, and record in the check how they differ from their stored rewards.
+    """Grade trajectories again, and record in the check how they differ from `before`, their stored rewards.
 
-    Args:
-        check: the check to fill in.
-        stored: the open store.
-        reward: the definition's reward function.
-        ids: of the trajectories, [n].
-        before: their stored rewards, [n]; NaN where the call failed.
-
-    Returns:
-        The function's results now, [n]; NaN where it failed now or during the run.
+    Returns the function's results now, [n]; NaN where it failed now or, as `before` says with NaN, during the run.
     """
     texts = stored.texts("prompt", ids), stored.texts("completion", ids)
     found, errors = grade_again(reward, *texts, stored.contexts(ids))
@@ -243,11 +235,7 @@ def grade_again(
 def _check_curve(check: RewardCheck, run: RunFolder, groups: Ids, of_groups: Floats) -> None:
     """Compare each rollout's mean with its line of `metrics.jsonl`; a group's id is its prompt's number in the run.
 
-    Args:
-        check: the check to fill in.
-        run: the run with its `metrics.jsonl`.
-        groups: the groups' ids, ascending, [G].
-        of_groups: per group, the number of trajectories, the sum of their rewards now, and how many have one, [3, G].
+    `of_groups`, [3, G], has per group the number of trajectories, the sum of their rewards now, and how many have one.
     """
     collect = run.config.pipeline.get("collect", {})
     prompts, group_size = collect.get("prompts_per_rollout"), collect.get("group_size")

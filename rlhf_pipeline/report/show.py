@@ -164,7 +164,7 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
     row = run.ledger.of_step(step)
     if row is None:
         known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
-        raise DataError(f"the ledger {run.path / 'ledger.jsonl'} has no step {step}; it has {known}.")
+        raise DataError(f"the ledger {run.ledger_file} has no step {step}; it has {known}.")
     wanted = np.array(row.get("row_ids", []), np.int64)
     if not len(wanted):
         raise DataError(

@@ -12,7 +12,8 @@
     group.json                   where the processes of a supervised learner meet
     lock, setup.lock             which process uses the folder
 
-No other module spells these names. If the run is at a URL, they are this process's copy; see `run.medium`.
+Their names are in `run.filenames`, and no other module spells them. If the run is at a URL, they are this process's
+copy; see `run.medium`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from rlhf_pipeline.errors import (
     plain,
     typed,
 )
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
@@ -73,10 +75,16 @@ MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
 """Fields that may differ from the recorded definition, each with its side effect, if any. They decide when to stop and
 save and how much fits in memory, but not what is learned."""
 
-_CONFIG: Final = "config.json"
-_STORE: Final = "store"
-_GROUP: Final = "group.json"
-_BEFORE_THE_RECORD: Final = frozenset({"lock", "setup.lock", "processes", "log.txt", _GROUP, f".{_CONFIG}.tmp"})
+_BEFORE_THE_RECORD: Final = frozenset(
+    {
+        filenames.LOCK,
+        filenames.SETUP_LOCK,
+        filenames.PROCESSES,
+        filenames.LOG,
+        filenames.GROUP,
+        f".{filenames.CONFIG}.tmp",
+    }
+)
 """Names that may exist without a run's `config.json`: a start that was killed at that point left no run to resume."""
 
 
@@ -123,25 +131,25 @@ class RunFolder:
         """Where the run is."""
         self.path = self.medium.root
         """Where this process has the run's files: the folder itself, or a copy."""
-        self.store_path: Address = below(self.address, _STORE)
-        self.checkpoints = self.path / "checkpoints"
-        self.metrics_file = self.path / "metrics.jsonl"
-        self.ledger_file = self.path / "ledger.jsonl"
-        self.config_file = self.path / _CONFIG
-        self.log_file = self.path / "log.txt"
-        self.supervisor_log = self.path / "supervisor.log"
-        self.logger_files = self.path / "logs"
-        self.curve_file = self.path / "reward.svg"
-        self.report_file = self.path / "report.html"
-        self.choice_file = self.path / "gather.json"
-        self.choice_table = self.path / "gather.npy"
-        self.recorded_ledger = self.path / "recorded_ledger.jsonl"
+        self.store_path: Address = below(self.address, filenames.STORE)
+        self.checkpoints = self.path / filenames.CHECKPOINTS
+        self.metrics_file = self.path / filenames.METRICS
+        self.ledger_file = self.path / filenames.LEDGER
+        self.config_file = self.path / filenames.CONFIG
+        self.log_file = self.path / filenames.LOG
+        self.supervisor_log = self.path / filenames.SUPERVISOR_LOG
+        self.logger_files = self.path / filenames.LOGS
+        self.curve_file = self.path / filenames.CURVE
+        self.report_file = self.path / filenames.REPORT
+        self.choice_file = self.path / filenames.CHOICE
+        self.choice_table = self.path / filenames.CHOICE_TABLE
+        self.recorded_ledger = self.path / filenames.RECORDED_LEDGER
         """A copy of the replayed run's ledger, if its store alone does not give the order."""
-        self.rollouts = self.path / "rollouts"
-        self.weights = self.path / "weights"
-        self.claims = self.path / "claims"
-        self.processes = self.path / "processes"
-        self.group_file = self.path / _GROUP
+        self.rollouts = self.path / filenames.ROLLOUTS
+        self.weights = self.path / filenames.WEIGHTS
+        self.claims = self.path / filenames.CLAIMS
+        self.processes = self.path / filenames.PROCESSES
+        self.group_file = self.path / filenames.GROUP
 
     @classmethod
     def open(cls, path: Address) -> RunFolder:
@@ -233,7 +241,7 @@ class RunFolder:
     def is_recorded(self) -> bool:
         """Whether a run was started here."""
         if not self.config_file.is_file():
-            self.medium.bring(_CONFIG)
+            self.medium.bring(filenames.CONFIG)
         return self.config_file.is_file()
 
     @property
@@ -305,7 +313,7 @@ class RunFolder:
             return
         for folder in (
             self.checkpoints,
-            self.path / _STORE,
+            self.path / filenames.STORE,
             self.rollouts,
             self.weights,
             self.claims,
@@ -366,7 +374,7 @@ class RunFolder:
                 f"{self.address} is a run of several processes. Go on with it: add --collectors N, for example "
                 "--collectors 1."
             )
-        if several and self.medium.has(_STORE) and not self.is_of_several:
+        if several and self.medium.has(filenames.STORE) and not self.is_of_several:
             raise RunMismatchError(
                 f"{self.address} is a run in one process. Go on with it: "
                 f"rlhf-pipeline run --resume --out {typed(self.address)}, or "
@@ -469,7 +477,7 @@ class RunFolder:
             stored = (
                 (self.gathered() or {"trajectories": 0})["trajectories"] if row is None else row.get("watermark", 0)
             )
-            yield from self._missing_rows(_STORE, stored, "trajectories")
+            yield from self._missing_rows(filenames.STORE, stored, "trajectories")
         if (taken or saved) and self.is_of_several:
             begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
             yield from self._missing_rows(self.rollouts.name, begun, "rollouts")
@@ -511,8 +519,8 @@ class RunFolder:
             ) from error
         write_atomically(self.config_file, text.encode())
         if not again:
-            return self.medium.keep_first(_CONFIG)
-        self.medium.keep(_CONFIG)
+            return self.medium.keep_first(filenames.CONFIG)
+        self.medium.keep(filenames.CONFIG)
         return True
 
     def _recorded(self) -> dict[str, Any]:
@@ -551,7 +559,7 @@ class RunFolder:
             RunExistsError: another live process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a+", encoding="utf-8") as file:
+        with (self.path / filenames.LOCK).open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -568,7 +576,7 @@ class RunFolder:
     @contextmanager
     def setup_lock(self) -> Iterator[None]:
         """Hold the lock under which only one process of the run sets up the folder."""
-        with (self.path / "setup.lock").open("a", encoding="utf-8") as file:
+        with (self.path / filenames.SETUP_LOCK).open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -661,7 +669,7 @@ def run_of_store(store: Address) -> Address | None:
         name, parent = store.name, store.resolve().parent
     else:
         parent, _, name = store.rpartition("/")
-    return parent if name == _STORE and is_run(parent) else None
+    return parent if name == filenames.STORE and is_run(parent) else None
 
 
 def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
@@ -697,8 +705,8 @@ def not_found(path: Address, wanted: str = "run") -> MissingPathError:
             f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
         )
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
-    if is_store(path.parent / _STORE):
-        runs.append(path.parent / _STORE)
+    if is_store(path.parent / filenames.STORE):
+        runs.append(path.parent / filenames.STORE)
     if not runs:
         hint = " Make one: rlhf-pipeline run copy_digits"
     else:
@@ -709,7 +717,7 @@ def not_found(path: Address, wanted: str = "run") -> MissingPathError:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    found = [RunFolder(config.parent) for config in folder.glob(f"*/{_CONFIG}")]
+    found = [RunFolder(config.parent) for config in folder.glob(f"*/{filenames.CONFIG}")]
     return [run.path for run in found if run.metrics_file.is_file()]
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store.bucket import Bucket, Traffic
@@ -68,7 +69,7 @@ class RunMedium:
     root: Path
     address: Address
     patience_s = 0.1
-    stores: Collection[str] = ("store", "rollouts")
+    stores: Collection[str] = (filenames.STORE, filenames.ROLLOUTS)
 
     def __init__(self, path: Path) -> None:
         self.root = path
@@ -133,15 +134,15 @@ class RunMedium:
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process of this name is working on the run."""
-        return is_alive(self.root / "processes", name)
+        return is_alive(self.root / filenames.PROCESSES, name)
 
     def living(self) -> set[str]:
         """Return the names of the processes that are working on the run."""
-        return {file.stem for file in (self.root / "processes").glob("*.lock") if self.is_alive(file.stem)}
+        return {file.stem for file in (self.root / filenames.PROCESSES).glob("*.lock") if self.is_alive(file.stem)}
 
     def said(self, name: str) -> dict[str, Any]:
         """Return the last report of a process about itself; empty if there is none."""
-        return read_heartbeat(self.root / "processes", name)
+        return read_heartbeat(self.root / filenames.PROCESSES, name)
 
     def flush(self) -> None:
         """Wait until everything that this process keeps is stored."""

@@ -1,4 +1,4 @@
-"""The start of every run in one process: all checks before the folder is made, then the lock and the record."""
+"""The start of every run: all checks before the folder is made; in one process, then the lock and the record."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.build import Models, build_models
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
@@ -46,6 +47,18 @@ def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandl
         folder.record(setup)
         yield
         folder.medium.flush()
+
+
+def checked_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
+    """Build the models of a run that samples, and check that they have room for its prompts.
+
+    Raises:
+        MissingPathError: the model's folder does not exist.
+        DataError: a prompt is too long for the model.
+    """
+    models = build_models(pipeline, seed=seed, device=device)
+    check_prompts(pipeline, models.policy, seed)
+    return models
 
 
 def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int) -> None:

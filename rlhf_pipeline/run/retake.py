@@ -1,4 +1,7 @@
-"""Take the optimizer steps of a finished run again, from its store, ledger and checkpoints, and compare."""
+"""Take the optimizer steps of a finished run again, from its store, ledger and checkpoints, and compare.
+
+This is no run: nothing is written, saved or gone on with, so `run.loop` has no part in it.
+"""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.build import build_models, build_parts
+from rlhf_pipeline.run.build import build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.medium import Address
-from rlhf_pipeline.run.prologue import begun, check_prompts, check_start, sampling_notices
+from rlhf_pipeline.run.prologue import begun, check_start, checked_models, sampling_notices
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import MadeHere
@@ -72,8 +72,7 @@ def run(
     started, folder = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
     check_start(folder, setup, resume=resume)
-    models = build_models(pipeline, seed=seed, device=device)
-    check_prompts(pipeline, models.policy, seed)
+    models = checked_models(pipeline, seed=seed, device=device)
     with (
         begun(folder, setup, resume=resume, on_event=on_event),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,

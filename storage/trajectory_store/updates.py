@@ -37,10 +37,7 @@ def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
 def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:
     """Return whether a merged segment still has every update of a snapshot that its sources had.
 
-    Args:
-        segment: the merged segment.
-        owners: the segment that each of its updates in the snapshot was written to.
-        limits: updates of the snapshot per segment.
+    The snapshot has `limits` updates per segment; `owners` names the segment that each of those here was written to.
     """
     left = dict(zip(*(n.tolist() for n in np.unique(owners, return_counts=True)), strict=True))
     return all(left.get(o, 0) == limits.get(o, 0) for a, b in segment.owners for o in range(a, b + 1))

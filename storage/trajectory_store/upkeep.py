@@ -92,11 +92,8 @@ def evict(catalog: Catalog, root: Root) -> int:
 def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int]:
     """Take segments out of the catalog and remove them; return those that this process took out.
 
-    Args:
-        catalog: where they are.
-        ordinals: the segments.
-        rows: the number of rows of each segment whose rows are lost for good. Unless the catalog still names all of
-            these, nothing is removed: a segment merged since has its rows elsewhere, and their updates must stay.
+    `rows` has the number of rows of each segment whose rows are lost for good. Unless the catalog still names all of
+    these, nothing is removed: a segment merged since has its rows elsewhere, and their updates must stay.
     """
     taken: dict[int, Entry] = {}
 
@@ -278,12 +275,10 @@ def _sound(catalog: Catalog, group: list[Segment]) -> bool:
 
 
 def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) -> bool:
-    """Merge some segments into one that takes their place; return whether that was done.
+    """Merge segments of one kind into one that takes their place; return whether that was done.
 
-    Args:
-        catalog: where they are.
-        group: segments of one kind; of updates, with the same columns.
-        superseded: leave out updates that a newer one supersedes, and those of rows that are gone.
+    Updates must have the same columns; `superseded` leaves out those of them that a newer one supersedes, and those of
+    rows that are gone.
     """
     if not _sound(catalog, group):
         return False

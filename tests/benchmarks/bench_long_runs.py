@@ -203,6 +203,16 @@ def made(source: str, folder: Path, *more: str) -> Path:
     return folder
 
 
+def started(several: Path, folder: Path, steps: int) -> Iterator[tuple[str, Cost]]:
+    """Yield what a learner and then a collector take until they work on a run of so many steps, which is removed."""
+    run = prolonged(several, folder, steps)
+    for what in ("learn", "collect"):
+        if what == "collect":  # with the weights that the learner has published
+            shutil.rmtree(run / "claims", ignore_errors=True)
+        yield f"{what}, start", cost(sys.executable, "-c", PROCESS, run, what)
+    shutil.rmtree(run)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Make the runs, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,12 +228,8 @@ def main(arguments: Sequence[str]) -> int:
             for what, found in [*linear_costs(run), *flat_costs(run, steps), ("resume", resumed(run, steps))]:
                 table.setdefault(what, []).append(found)
             shutil.rmtree(run)
-            run = prolonged(several, folder / f"several-{steps}", steps)
-            for what in ("learn", "collect"):
-                if what == "collect":  # with the weights that the learner has published
-                    shutil.rmtree(run / "claims", ignore_errors=True)
-                table.setdefault(f"{what}, start", []).append(cost(sys.executable, "-c", PROCESS, run, what))
-            shutil.rmtree(run)
+            for what, found in started(several, folder / f"several-{steps}", steps):
+                table.setdefault(what, []).append(found)
     print(f"{'':<20}" + "".join(f"{steps:>20,}" for steps in args.steps) + f"{'time x':>10}{'memory x':>10}")
     missed = 0
     for what, found in table.items():

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-BUCKET = "trajectories"
+BUCKET = "bucket"
 DELAY_S = 0.02
 LATE_S = 0.5
 FAULTS = {"503": 0.015, "cut": 0.015, "lost": 0.02, "late": 0.01, "503 after": 0.01}

@@ -21,11 +21,13 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -62,8 +64,10 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import calculator, talker
@@ -416,7 +420,15 @@ def sweep_learner(children: Children, folder: Path, few: int | None) -> str:
     return _sweep(children, learning, folder, few, make=lambda run_dir: shutil.copytree(waiting, run_dir))
 
 
-def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make: Callable[[Path], object]) -> str:
+def _sweep(
+    children: Children,
+    act: Act,
+    folder: Path,
+    few: int | None,
+    *,
+    make: Callable[[Path], object],
+    judge: Callable[[Path, Path], Iterator[str]] | None = None,
+) -> str:
     straight, before = folder / "straight", children.num_kills
     make(straight)
     calls = folder / "calls"
@@ -433,7 +445,7 @@ def _sweep(children: Children, act: Act, folder: Path, few: int | None, *, make:
             said = children.live(act, run_dir, again) or children.live(act, run_dir)
         assert said is not None, (at, again)
         assert said[1] == steps, (at, again)
-        _judge_at(children, run_dir, lambda run_dir: differences(run_dir, straight), (at, again))
+        _judge_at(children, run_dir, lambda run_dir: (judge or differences)(run_dir, straight), (at, again))
     return f"{len(chosen)} of {total} calls, {children.num_kills - before} kills"
 
 
@@ -478,6 +490,77 @@ def _stop_at(kind: type, number: int) -> Callable[[Event], None]:
                 os.kill(os.getpid(), 15)
 
     return look
+
+
+class Fork:
+    """A process of a supervised run, forked from the supervisor: a `launch.Process` that need not import anything."""
+
+    def __init__(self, act: Callable[[], object], log: Path) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            self._live(act, log, parent)
+        self._code: int | None = None
+
+    @staticmethod
+    def _live(act: Callable[[], object], log: Path, parent: int) -> None:
+        code = 1
+        try:
+            ctypes.CDLL(os.environ["LD_PRELOAD"]).kill_at_call(b"", 0)  # only the supervisor's own calls count
+            os.setpgid(0, 0)
+            for number in STOPPING:
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            if os.getppid() == parent:
+                act()
+            code = 0
+        except BaseException:  # noqa: BLE001 - it must not go on as its parent
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """Return the exit code, if it has ended."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait until it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+
+def supervising(run_dir: Path) -> int:
+    """A supervisor with two collectors and a learner, which end when it is gone."""
+    parent = os.getpid()
+
+    def launch(name: str, _command: Sequence[str], log: Path, _environment: Mapping[str, str]) -> Fork:
+        if name == "learner":
+            return Fork(lambda: learn(SWEPT, run_dir=run_dir, parent=parent), log)
+        return Fork(lambda: collect(SWEPT, run_dir=run_dir, name=name, parent=parent), log)
+
+    config = SupervisorConfig(collectors=2, first_delay_s=0.1)
+    return supervise(SWEPT, run_dir=run_dir, config=config, definition="", launch=launch).steps
+
+
+def sweep_supervised(children: Children, folder: Path, few: int | None) -> str:
+    """A supervisor that is killed and started again, while its processes notice that it is gone."""
+    return _sweep(
+        children, supervising, folder, few, make=lambda run_dir: None, judge=lambda run_dir, _: one_of_several(run_dir)
+    )
 
 
 def sweep_several(children: Children, folder: Path, few: int | None) -> str:
@@ -563,6 +646,7 @@ SWEEPS: dict[str, Callable[[Children, Path, int | None], str]] = {
     "one": sweep_one,
     "learner": sweep_learner,
     "several": sweep_several,
+    "supervised": sweep_supervised,
 }
 
 

@@ -22,5 +22,5 @@ def test_a_killed_run_ends_like_the_straight_one(capfd):
 
 
 def test_a_kill_at_any_call_is_gone_on_from(capfd):
-    """A run, a learner, and a learner beside two collectors, some killed again when they go on: nothing is lost."""
+    """A run, a learner, one with two collectors, and their supervisor, some killed twice: nothing is lost."""
     assert main(["sweep", "--points", "4"]) == 0, capfd.readouterr()

@@ -239,15 +239,10 @@ class _Ragged(Rollout):
         return both[0].astype(np.int64), both[1].astype(np.float32)
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
-        """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed.
+        """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed; return each slot's row.
 
-        Args:
-            old: the number of rows that hold slots now; they come first.
-            new: the completions without a slot, which follow them.
-            done: whether each row has finished, bool `[old + len(new)]`.
-
-        Returns:
-            The row that now owns each slot, int64 `[k]`.
+        The `old` rows that hold slots now come first, then `new`, the completions without one; `done` tells of all of
+        them whether they have finished.
         """
         going = np.flatnonzero(~done)
         total = len(going)

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.admission import may_start
@@ -80,12 +81,9 @@ class Claims(ABC):
         return self._done
 
     def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
-        """Return whether another rollout may start beside those that are done or in flight.
+        """Return whether another rollout may start beside those done or in flight, which `begun` counts.
 
-        Args:
-            published: the newest weights, with which it would be sampled.
-            begun: how many rollouts are done or in flight.
-            oldest: the version of the oldest weights in flight.
+        It would be sampled with the `published` weights; `oldest` is the version of the oldest weights in flight.
         """
         return may_start(
             version=published.version,
@@ -119,7 +117,7 @@ class FolderClaims(Claims):
 
     def claim(self, published: Published) -> int | None:
         """Take the lowest free rollout, or None if it may not start yet."""
-        with (self._run.claims / "lock").open("a", encoding="utf-8") as file:
+        with (self._run.claims / filenames.LOCK).open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             claimed = self._claimed()
             done = self._read_done()  # after the claims: if that of a finished rollout is gone, its record is here

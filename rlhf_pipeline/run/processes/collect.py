@@ -14,7 +14,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
@@ -24,6 +24,7 @@ from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
 from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
+from rlhf_pipeline.run.prologue import checked_models, sampling_notices
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 
 _TRIES = 20
@@ -65,36 +66,35 @@ def collect(
     Raises:
         RunExistsError: the name is taken, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed.
+        DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RewardError: every reward call of a rollout failed; the rollout is free for the next try.
         StoreError: the store could not take a rollout; nothing of it was acknowledged.
     """
     run = RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    with (
-        stop_on_signals(parent) as stop,
-        shared_run(run, setup, on_event=on_event),
-        at_work(run, name) as heartbeat,
-        run.log(),
-    ):
-        heartbeat.beat("starting")
-        models = build_models(pipeline, seed=seed, device=device)
-        with (
-            chosen_engine(pipeline, models.policy, run=run, device=device),
-            build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
-            open_rollouts(run, adds=True) as rollouts,
-        ):
-            flow = Flow(
-                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
-            )
-            claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
-            try:
-                every = pipeline.collect.refresh_weights_every
-                traffic = run.medium.meter(parts.buffer.store)
-                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
-                reason = worker.work(stop)
-            finally:
-                claims.close()
-        heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
+    with stop_on_signals(parent) as stop:
+        models = checked_models(pipeline, seed=seed, device=device)
+        with shared_run(run, setup, on_event=on_event), at_work(run, name) as heartbeat, run.log():
+            heartbeat.beat("starting")
+            for notice in sampling_notices(pipeline, models.policy):
+                tell(on_event, notice)
+            with (
+                chosen_engine(pipeline, models.policy, run=run, device=device),
+                build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
+                open_rollouts(run, adds=True) as rollouts,
+            ):
+                flow = Flow(
+                    updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+                )
+                claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
+                try:
+                    every = pipeline.collect.refresh_weights_every
+                    traffic = run.medium.meter(parts.buffer.store)
+                    worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
+                    reason = worker.work(stop)
+                finally:
+                    claims.close()
+            heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
     finished = CollectorFinished(
         run_dir=run.address,
         collector=heartbeat.name,

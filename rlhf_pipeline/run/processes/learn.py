@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.build import Parts, build_models, build_parts
+from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
+from rlhf_pipeline.run.prologue import checked_models
 from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import Arrivals
@@ -49,31 +51,34 @@ def learn(
     Raises:
         RunExistsError: the run has a live learner, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed.
+        DefinitionError: the library of `learn.logger` is not installed.
+        DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RunStorageError: the disk is full; everything acknowledged is still there.
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    with (
-        stop_on_signals(parent) as stop,
-        shared_run(run, setup, on_event=on_event, record_again=True),
-        at_work(run, "learner") as heartbeat,
-        run.log(),
-    ):
-        heartbeat.beat("starting")
-        run.medium.write_rows()
+    check_logger(pipeline.learn.logger)
+    with stop_on_signals(parent) as stop:
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = replace(build_models(pipeline, seed=seed, device=device), reference=None)
-        with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
-            source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
-            publisher = _Publisher(pipeline, parts, source, run, on_event)
-            after = publisher.publish
-            loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
-            loop.restore()
-            heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
-            reason = loop.run()
-            parts.buffer.refresh()
-            finished = loop.finished(reason, len(parts.buffer.store))
-        heartbeat.beat("ended", reason=reason, step=finished.steps)
+        models = replace(checked_models(pipeline, seed=seed, device=device), reference=None)
+        with (
+            shared_run(run, setup, on_event=on_event, record_again=True),
+            at_work(run, "learner") as heartbeat,
+            run.log(),
+        ):
+            heartbeat.beat("starting")
+            run.medium.write_rows()
+            with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
+                source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
+                publisher = _Publisher(pipeline, parts, source, run, on_event)
+                after = publisher.publish
+                loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
+                loop.restore()
+                heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
+                reason = loop.run()
+                parts.buffer.refresh()
+                finished = loop.finished(reason, len(parts.buffer.store))
+            heartbeat.beat("ended", reason=reason, step=finished.steps)
     on_event(finished)
     return finished
 

@@ -18,6 +18,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError, typed
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
@@ -65,10 +66,12 @@ def supervise(
     Raises:
         RunExistsError: the run has a live supervisor, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
+        DefinitionError: the library of `learn.logger` is not installed.
         ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    check_logger(pipeline.learn.logger)
     with (
         stop_on_signals() as stop,
         shared_run(run, setup, on_event=on_event, record_again=True, make_stores=False),

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import (
     folder_digest,
     folder_problem,
@@ -23,7 +24,6 @@ from rlhf_pipeline.run.files import (
 )
 from rlhf_pipeline.run.folder import RunFolder
 
-_POINTER = "latest.json"
 _KEPT = 3
 """Versions that are kept, including the newest."""
 _VERSION = re.compile(r"version-(\d{8})(-[0-9a-f]{16})?")
@@ -73,8 +73,8 @@ def publish(
     target = weights_folder(run, published)
     if save is not None:
         run.keep(target)
-    write_atomically(folder / _POINTER, json.dumps(asdict(published)).encode(), sync=sync)
-    run.keep(folder / _POINTER)
+    write_atomically(folder / filenames.NEWEST_WEIGHTS, json.dumps(asdict(published)).encode(), sync=sync)
+    run.keep(folder / filenames.NEWEST_WEIGHTS)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
     kept = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
     for other in earlier:
@@ -102,7 +102,7 @@ def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bo
 def read_published(run: RunFolder) -> Published | None:
     """Return what was published last, or None if there is nothing (a power loss may take what was not synced)."""
     try:
-        return Published(**json.loads(run.bring(run.weights / _POINTER).read_text(encoding="utf-8")))
+        return Published(**json.loads(run.bring(run.weights / filenames.NEWEST_WEIGHTS).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
 

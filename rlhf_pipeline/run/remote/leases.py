@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError, RunExistsError
+from rlhf_pipeline.run import filenames
 from trajectory_store import StoreError
 from trajectory_store.bucket import number_from
 from trajectory_store.objects.remote import ObstoreBucket
@@ -115,7 +116,7 @@ class Leases:
         with contextlib.suppress(StoreError):
             found = self._bucket.tagged(self._key(name))
             if found is not None and found.tag == tag:
-                self._bucket.put(f"processes/{name}.json", json.dumps(last).encode())
+                self._bucket.put(f"{filenames.PROCESSES}/{name}.json", json.dumps(last).encode())
                 self._bucket.delete([self._key(name)])
 
     def living(self) -> set[str]:
@@ -123,9 +124,10 @@ class Leases:
         now = time.monotonic()
         if now - self._looked >= self.seconds / _LOOKS:
             late = now - self._looked > self.seconds / 2
-            tags = self._bucket.tags("processes/")
+            folder = f"{filenames.PROCESSES}/"
+            tags = self._bucket.tags(folder)
             leases = {key: tag for key, tag in tags.items() if key.endswith(".lease")}
-            names = {key.removeprefix("processes/").removesuffix(".lease"): tag for key, tag in leases.items()}
+            names = {key.removeprefix(folder).removesuffix(".lease"): tag for key, tag in leases.items()}
             before, self._seen = self._seen, {}
             for name, tag in names.items():
                 known = before.get(name)
@@ -135,7 +137,7 @@ class Leases:
 
     @staticmethod
     def _key(name: str) -> str:
-        return f"processes/{name}.lease"
+        return f"{filenames.PROCESSES}/{name}.lease"
 
     @staticmethod
     def _content(life: str, beat: int, said: Mapping[str, Any]) -> bytes:

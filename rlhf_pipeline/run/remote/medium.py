@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.medium import BESIDE, RunMedium, TrafficMeter
 from rlhf_pipeline.run.processes.heartbeat import Pause, read_heartbeat
@@ -26,11 +27,11 @@ from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
 T = TypeVar("T")
 
-_POINTER: Final = "weights/latest.json"
+_POINTER: Final = f"{filenames.WEIGHTS}/{filenames.NEWEST_WEIGHTS}"
 CLAIMS: Final = "claims.json"
 """Which collector works on which rollout."""
-_LOGS: Final = ("ledger.jsonl", "metrics.jsonl")
-_CHOSEN: Final = ("gather.npy", "recorded_ledger.jsonl")
+_LOGS: Final = (filenames.LEDGER, filenames.METRICS)
+_CHOSEN: Final = (filenames.CHOICE_TABLE, filenames.RECORDED_LEDGER)
 """The files that a run over stores writes before its choice counts."""
 
 
@@ -45,7 +46,7 @@ class BucketMedium(RunMedium):
     """
 
     patience_s = 2.0
-    stores = ("store",)
+    stores = (filenames.STORE,)
 
     def __init__(self, url: str) -> None:
         self.address = url
@@ -66,13 +67,13 @@ class BucketMedium(RunMedium):
     def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
         """The folder of the copy."""
         folder = new_copy(self)
-        (folder / "weights").mkdir()
-        (folder / "checkpoints").mkdir()
+        for name in SEALED:
+            (folder / name).mkdir()
         beside = os.environ.get(BESIDE)
         if beside:
-            (folder / "processes").symlink_to(beside, target_is_directory=True)
+            (folder / filenames.PROCESSES).symlink_to(beside, target_is_directory=True)
         else:
-            (folder / "processes").mkdir()
+            (folder / filenames.PROCESSES).mkdir()
         return folder
 
     @functools.cached_property
@@ -114,7 +115,7 @@ class BucketMedium(RunMedium):
 
     def is_blank(self, besides: Collection[str]) -> bool:
         """Return whether no run has been recorded."""
-        return self.bucket.get("config.json") is None
+        return self.bucket.get(filenames.CONFIG) is None
 
     def bring(self, name: str) -> None:
         """Fetch the current state of a file or a sealed folder."""
@@ -162,7 +163,7 @@ class BucketMedium(RunMedium):
     def keep_log(self, path: Path) -> None:
         """Put a log; a name with this process's id keeps the logs of several processes apart."""
         with suppress(StoreError, OSError):
-            own = path.name if path.name == "supervisor.log" else f"logs/{self.life}-{path.name}"
+            own = path.name if path.name == filenames.SUPERVISOR_LOG else f"{filenames.LOGS}/{self.life}-{path.name}"
             self.bucket.put(own, path.read_bytes())
 
     def drop(self, name: str) -> None:
@@ -185,10 +186,10 @@ class BucketMedium(RunMedium):
     def clear(self) -> None:
         """Delete all objects of a failed start, except those of live processes."""
         self.flush()
-        for name in ("store", "rollouts", PACKS, *SEALED, *_LOGS):
+        for name in (filenames.STORE, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
         self.bucket.delete([CLAIMS, *_CHOSEN])
-        self.bucket.delete(["config.json"])
+        self.bucket.delete([filenames.CONFIG])
         self._tags.clear()
         self._rows.clear()
 
@@ -215,7 +216,11 @@ class BucketMedium(RunMedium):
         """Hold the lease of a name."""
 
         def said() -> Mapping[str, Any]:
-            return {key: value for key, value in read_heartbeat(self.root / "processes", name).items() if key != "pid"}
+            return {
+                key: value
+                for key, value in read_heartbeat(self.root / filenames.PROCESSES, name).items()
+                if key != "pid"
+            }
 
         return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
 
@@ -229,7 +234,7 @@ class BucketMedium(RunMedium):
 
     def said(self, name: str) -> dict[str, Any]:
         """Return the last report in the lease of a process; empty if there is none."""
-        for key in (f"processes/{name}.lease", f"processes/{name}.json"):
+        for key in (f"{filenames.PROCESSES}/{name}.lease", f"{filenames.PROCESSES}/{name}.json"):
             raw = self.bucket.get(key)
             if raw is not None:
                 return json.loads(raw)

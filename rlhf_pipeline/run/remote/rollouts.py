@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.processes.claims import Claims, Flow, lowest_free
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.processes.weights import Published
@@ -16,8 +17,7 @@ from rlhf_pipeline.run.remote.medium import CLAIMS, BucketMedium
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
-FOLDER: Final = "rollouts"
-_BEGUN: Final = f"{FOLDER}/begun"
+_BEGUN: Final = f"{filenames.ROLLOUTS}/begun"
 _PAUSE_S: Final = 0.02
 NO_OWNER: Final = ""
 """The owner of claims that were given back."""
@@ -49,7 +49,7 @@ class BucketRollouts(Rollouts):
     def new(self, known: RolloutSet) -> list[int]:
         """List the rollouts after the known ones."""
         first = max(known.lowest_missing, self._told.lowest_missing)
-        keys = self._bucket.keys(f"{FOLDER}/", _key(first - 1) if first else "")
+        keys = self._bucket.keys(f"{filenames.ROLLOUTS}/", _key(first - 1) if first else "")
         numbers = [int(key.rpartition("/")[2][:-5]) for key in keys if key.endswith(".json")]
         found = [number for number in numbers if number not in known and number not in self._told]
         for number in found:
@@ -172,4 +172,4 @@ class LeasedClaims(Claims):
 
 
 def _key(rollout: int) -> str:
-    return f"{FOLDER}/{rollout:012d}.json"
+    return f"{filenames.ROLLOUTS}/{rollout:012d}.json"

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import folder_problem
 from trajectory_store.objects.remote import ObstoreBucket
 
 PACKS: Final = "packs"
-SEALED: Final = ("weights", "checkpoints")
+SEALED: Final = (filenames.WEIGHTS, filenames.CHECKPOINTS)
 """Where the sealed folders are."""
 _PACK_BYTES: Final = 1 << 26
 _AT_ONCE: Final = 8
@@ -106,7 +107,7 @@ class SealedFolders:
     def names(self, parent: str) -> list[str]:
         """Return the names of the folders in a folder."""
         keys = (key.removeprefix(f"{parent}/") for key in self._bucket.keys(f"{parent}/"))
-        return [key.removesuffix(".json") for key in keys if key.endswith(".json") and key != "latest.json"]
+        return [key.removesuffix(".json") for key in keys if key.endswith(".json") and key != filenames.NEWEST_WEIGHTS]
 
     def bring(self, name: str) -> None:
         """Fetch a folder, damaged or not; the local copy of a removed folder stays.

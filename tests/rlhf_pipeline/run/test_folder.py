@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline import Pipeline, scratch_policy
+from rlhf_pipeline import Pipeline, PretrainedPolicy, scratch_policy
 from rlhf_pipeline.data.prompts import JsonlPrompts
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 from rlhf_pipeline.run.prologue import check_prompts, sampling_notices
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny
@@ -122,16 +127,22 @@ def test_a_start_that_came_to_nothing_is_taken_over(tmp_path):
         run(other, run_dir=tmp_path / "run", seed=3)
 
 
-def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_path, monkeypatch):
+def supervised(pipeline: Pipeline, *, run_dir: Path) -> object:
+    return supervise(pipeline, run_dir=run_dir, config=SupervisorConfig(), definition="")
+
+
+@pytest.mark.parametrize("start", [run, learn, supervised])
+def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_path, monkeypatch, start):
     """Nothing is made, so the command can be typed again once it is there."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     wanted = dataclasses.replace(PIPELINE, learn=dataclasses.replace(PIPELINE.learn, logger="mlflow"))
     with pytest.raises(DefinitionError, match="pip install mlflow"):
-        run(wanted, run_dir=tmp_path / "run")
+        start(wanted, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prompt_that_fills_the_context_is_found_before_the_folder_is_made(tmp_path):
+@pytest.mark.parametrize("start", [run, learn, collect])
+def test_a_prompt_that_fills_the_context_is_found_before_the_folder_is_made(tmp_path, start):
     """The line, its tokens and the limit are named; a very long line is not encoded to its end."""
     file = tmp_path / "prompts.jsonl"
     lines = [{"question": "12", "answer": "12"}, {"question": "1" * 700, "answer": "1"}]
@@ -140,12 +151,12 @@ def test_a_prompt_that_fills_the_context_is_found_before_the_folder_is_made(tmp_
     with pytest.raises(
         DataError, match=r"the prompt of line 2 of .*prompts\.jsonl has 700 tokens, and .* context is 512"
     ):
-        run(asked, run_dir=tmp_path / "run")
+        start(asked, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     file.write_text(json.dumps({"question": "1" * 10_000_000, "answer": "1"}) + "\n")
     longest = dataclasses.replace(PIPELINE, prompts=JsonlPrompts(path=str(file), as_chat=False, limit=1))
     with pytest.raises(DataError, match="at least 512 tokens"):
-        run(longest, run_dir=tmp_path / "run")
+        start(longest, run_dir=tmp_path / "run")
 
 
 def test_a_tokenizer_without_an_end_or_a_template_is_said_at_the_start():
@@ -159,3 +170,22 @@ def test_a_tokenizer_without_an_end_or_a_template_is_said_at_the_start():
     assert "no end token: every completion runs to collect.max_new_tokens=3" in first
     assert "prompts.as_chat" in second
     check_prompts(PIPELINE, policy, 0)
+
+
+@pytest.mark.parametrize("start", [run, collect])
+def test_whatever_samples_says_that_the_tokenizer_has_no_end(tmp_path, start):
+    """A run in one process and a collector, at their start."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    assert policy.tokenizer is not None
+    policy.tokenizer.eos_token = None
+    policy.save_pretrained(tmp_path / "model")
+    endless = dataclasses.replace(PIPELINE, policy=PretrainedPolicy(path=str(tmp_path / "model")))
+    said: list[str] = []
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Notice) and "end token" in event.message:
+            said.append(event.message)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    start(endless, run_dir=tmp_path / "run", on_event=stop)
+    assert len(said) == 1

@@ -17,6 +17,7 @@ from tests.benchmarks.bench_long_runs import (
     made,
     prolonged,
     resumed,
+    started,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,3 +63,9 @@ def test_going_on_costs_the_same(runs):
     """A resume in one process: the checks, the checkpoint, and in the first a rollout and a step."""
     assert_flat(lambda steps: {"resume": resumed(runs[steps], steps)})
     assert RunFolder(runs[LONG]).metrics.last_step == LONG + 1
+
+
+def test_processes_of_a_long_run_start_as_those_of_a_short_one(tmp_path):
+    """A learner, which reads ledger and metrics, and a collector, which looks for the next rollout."""
+    several = made("long_running", tmp_path / "several", "--collectors", "1")
+    assert_flat(lambda steps: dict(started(several, tmp_path / str(steps), steps)))

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,35 @@ def test_damaged_weights_are_named_refused_and_published_again(run):
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
     assert published(run) == before
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: shutil.rmtree(run.weights), "none are published, and 2 steps were taken"),
+        (lambda run: (run.weights / "latest.json").unlink(), "none are published, and 2 steps were taken"),
+        (lambda run: reissue(run, version=50), "the newest, of step 50: the ledger has no such step"),
+    ],
+    ids=["no folder", "no pointer", "another run's"],
+)
+def test_weights_that_are_absent_or_of_no_step_are_named_and_published_again(run, damage, said):
+    """`verify` does not call a run whole whose collectors have no weights, or those of steps it has not taken."""
+    before = published(run)
+    damage(run)
+    assert [finding.text for finding in check_run(run) if not finding.ok] == [
+        f"{said}. The learner publishes them again when it starts"
+    ]
+    learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
+    assert published(run) == before
+    assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+def reissue(run: RunFolder, *, version: int) -> None:
+    """Publish the newest weights again under another number."""
+    said = read_published(run)
+    assert said is not None
+    weights = weights_folder(run, said) / "model.safetensors"
+    publish(run, replace(said, version=version), save=lambda new: shutil.copy(weights, new))
 
 
 def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
