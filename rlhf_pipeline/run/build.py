@@ -97,7 +97,10 @@ def _sharded(
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None, None
     from rlhf_pipeline.learner.distributed import shard_policy
+    from rlhf_pipeline.learner.group import send
 
+    if mirror is not None:
+        send({"what": "build"})  # the others wait for it: they must not wait for a process that has failed
     trained = build_policy(pipeline, seed=seed, device=device)
     shards = shard_policy(trained)
     shards.check(pipeline.learn)
@@ -106,11 +109,16 @@ def _sharded(
 
 
 def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> None:
-    """Take part in the steps of a group's first process, which runs the pipeline, until it is done."""
+    """Take part in the steps of a group's first process, which runs the pipeline, until it is done or has failed."""
+    from rlhf_pipeline.learner.group import receive
+
+    if receive()["what"] == "stop":
+        return
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
     if trained is None or shards is None:
         raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
-    shards.barrier()  # the first process has made the store
+    if receive()["what"] == "stop":
+        return
     run = RunFolder(run_dir)
 
     def own(folder: Path) -> Path:
@@ -261,7 +269,7 @@ def build_parts(
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
     with closing(open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)) as storage:
         if models.shards is not None:
-            models.shards.barrier()  # the following processes open the store now
+            models.shards.tell("ready")  # the following processes open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         yield Parts(
             policy=models.policy,

@@ -1,4 +1,4 @@
-"""The start of every run: all checks before the folder is made; in one process, then the lock and the record."""
+"""The start of every run: checks of what a definition names; in one process, then the lock and the record."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandl
         folder.medium.flush()
 
 
-def checked_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
-    """Build the models of a run that samples, and check that they have room for its prompts.
+def checked_models(pipeline: Pipeline, *, run: RunFolder, seed: int, device: str) -> Models:
+    """Build the models of a run that samples; before its first rollout, check that they have room for its prompts.
 
     Raises:
         MissingPathError: the model's folder does not exist.
         DataError: a prompt is too long for the model.
     """
     models = build_models(pipeline, seed=seed, device=device)
-    check_prompts(pipeline, models.policy, seed)
+    if run.is_free:  # later, the prompts are those of its record
+        check_prompts(pipeline, models.policy, seed)
     return models
 
 

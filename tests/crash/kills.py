@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import io
+import logging
 import math
 import multiprocessing
 import os
@@ -506,8 +507,13 @@ class Fork:
     def _live(act: Callable[[], object], log: Path, parent: int) -> None:
         code = 1
         try:
-            ctypes.CDLL(os.environ["LD_PRELOAD"]).kill_at_call(b"", 0)  # only the supervisor's own calls count
+            hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
+            hook.kill_at_call(b"", 0)  # only the supervisor's own calls count
+            hook.tell_calls(-1)
             os.setpgid(0, 0)
+            for handler in list(logging.getLogger("rlhf_pipeline").handlers):
+                logging.getLogger("rlhf_pipeline").removeHandler(handler)
+            os.closerange(3, 4096)  # as an exec would: else it held the locks of a supervisor that is gone
             for number in STOPPING:
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)

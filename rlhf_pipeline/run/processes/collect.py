@@ -72,29 +72,33 @@ def collect(
     """
     run = RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    with stop_on_signals(parent) as stop:
-        models = checked_models(pipeline, seed=seed, device=device)
-        with shared_run(run, setup, on_event=on_event), at_work(run, name) as heartbeat, run.log():
-            heartbeat.beat("starting")
-            for notice in sampling_notices(pipeline, models.policy):
-                tell(on_event, notice)
-            with (
-                chosen_engine(pipeline, models.policy, run=run, device=device),
-                build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
-                open_rollouts(run, adds=True) as rollouts,
-            ):
-                flow = Flow(
-                    updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
-                )
-                claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
-                try:
-                    every = pipeline.collect.refresh_weights_every
-                    traffic = run.medium.meter(parts.buffer.store)
-                    worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
-                    reason = worker.work(stop)
-                finally:
-                    claims.close()
-            heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
+    with (
+        stop_on_signals(parent) as stop,
+        shared_run(run, setup, on_event=on_event),
+        at_work(run, name) as heartbeat,
+        run.log(),
+    ):
+        heartbeat.beat("starting")
+        models = checked_models(pipeline, run=run, seed=seed, device=device)
+        for notice in sampling_notices(pipeline, models.policy):
+            tell(on_event, notice)
+        with (
+            chosen_engine(pipeline, models.policy, run=run, device=device),
+            build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
+            open_rollouts(run, adds=True) as rollouts,
+        ):
+            flow = Flow(
+                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+            )
+            claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
+            try:
+                every = pipeline.collect.refresh_weights_every
+                traffic = run.medium.meter(parts.buffer.store)
+                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
+                reason = worker.work(stop)
+            finally:
+                claims.close()
+        heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
     finished = CollectorFinished(
         run_dir=run.address,
         collector=heartbeat.name,

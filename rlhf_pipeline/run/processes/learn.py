@@ -10,7 +10,6 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
-from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
@@ -57,28 +56,27 @@ def learn(
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    check_logger(pipeline.learn.logger)
-    with stop_on_signals(parent) as stop:
+    with (
+        stop_on_signals(parent) as stop,
+        shared_run(run, setup, on_event=on_event, record_again=True),
+        at_work(run, "learner") as heartbeat,
+        run.log(),
+    ):
+        heartbeat.beat("starting")
+        run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = replace(checked_models(pipeline, seed=seed, device=device), reference=None)
-        with (
-            shared_run(run, setup, on_event=on_event, record_again=True),
-            at_work(run, "learner") as heartbeat,
-            run.log(),
-        ):
-            heartbeat.beat("starting")
-            run.medium.write_rows()
-            with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
-                source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
-                publisher = _Publisher(pipeline, parts, source, run, on_event)
-                after = publisher.publish
-                loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
-                loop.restore()
-                heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
-                reason = loop.run()
-                parts.buffer.refresh()
-                finished = loop.finished(reason, len(parts.buffer.store))
-            heartbeat.beat("ended", reason=reason, step=finished.steps)
+        models = replace(checked_models(pipeline, run=run, seed=seed, device=device), reference=None)
+        with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
+            source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
+            publisher = _Publisher(pipeline, parts, source, run, on_event)
+            after = publisher.publish
+            loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
+            loop.restore()
+            heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
+            reason = loop.run()
+            parts.buffer.refresh()
+            finished = loop.finished(reason, len(parts.buffer.store))
+        heartbeat.beat("ended", reason=reason, step=finished.steps)
     on_event(finished)
     return finished
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import RunExistsError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
@@ -35,6 +36,8 @@ def shared_run(
 ) -> Iterator[None]:
     """Take part in a run as one of its processes; make the folder, its record and its stores if they are missing.
 
+    If what this process has begun then turns out to be wrong, before anything is stored, the run is removed again.
+
     Args:
         folder: the run folder.
         setup: the settings of this process.
@@ -45,11 +48,14 @@ def shared_run(
     Raises:
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
+        DefinitionError: the library of `learn.logger` is not installed, if `record_again`.
         DataError: parts of the run are missing or damaged.
         RunStorageError: the folder cannot be written, now or later in the block.
     """
-    pipeline, seed = setup.pipeline, setup.seed
-    with folder.named_disk_errors():
+    pipeline, seed, begins = setup.pipeline, setup.seed, False
+    if record_again:
+        check_logger(pipeline.learn.logger)
+    with folder.named_disk_errors(), _removed_if_wrong(folder, lambda: begins):
         if record_again and folder.came_to_nothing:
             try:
                 folder.check_unchanged(pipeline, seed)
@@ -59,6 +65,7 @@ def shared_run(
         with folder.lock(shared=True):
             with folder.setup_lock():
                 again = folder.is_recorded
+                begins = not again
                 folder.check_free_or_recorded(resume=again)
                 if again:
                     folder.check_processes(several=True)
@@ -71,6 +78,18 @@ def shared_run(
                 if make_stores:
                     _make_stores(folder, pipeline)
             yield
+
+
+@contextmanager
+def _removed_if_wrong(folder: RunFolder, begins: Callable[[], bool]) -> Iterator[None]:
+    """Remove a run that this process has begun, if a check fails before anything is stored and no other works on it."""
+    try:
+        yield
+    except (DataError, DefinitionError):
+        if begins():
+            with suppress(RunExistsError), folder.lock():
+                folder.clear()
+        raise
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import ProcessFailedError, typed
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup
-from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
@@ -71,7 +70,6 @@ def supervise(
     """
     started, run = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    check_logger(pipeline.learn.logger)
     with (
         stop_on_signals() as stop,
         shared_run(run, setup, on_event=on_event, record_again=True, make_stores=False),

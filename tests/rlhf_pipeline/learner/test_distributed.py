@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -235,6 +236,29 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     assert [finding.text for finding in check_run(RunFolder.open(tmp_path / "two")) if not finding.ok] == []
     assert {row["processes"] for row in two} == {2}
     assert main(["replay", str(tmp_path / "two"), "--from-step", str(steps + 1)]) == 0  # in one, up to rounding
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("learn.logger=mlflow", "pip install mlflow"), ("prompts.num_digits=600", "model's context is 512")],
+    ids=["before the models", "before the store"],
+)
+def test_a_start_that_fails_ends_all_processes(tmp_path, setting, said):
+    """The others wait for the first one's word, not for a process that is gone: its message is printed at once."""
+    if importlib.util.find_spec("mlflow") and "mlflow" in said:
+        pytest.skip("mlflow is installed")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "rlhf_pipeline", "run", "copy_digits", "--set", setting, "--out", "run"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def is_running(pid: str) -> bool:

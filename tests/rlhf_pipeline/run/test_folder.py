@@ -142,8 +142,8 @@ def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_p
 
 
 @pytest.mark.parametrize("start", [run, learn, collect])
-def test_a_prompt_that_fills_the_context_is_found_before_the_folder_is_made(tmp_path, start):
-    """The line, its tokens and the limit are named; a very long line is not encoded to its end."""
+def test_a_prompt_that_fills_the_context_is_found_before_anything_is_stored(tmp_path, start):
+    """The line, its tokens and the limit are named, and no run is left; a very long line is not encoded to its end."""
     file = tmp_path / "prompts.jsonl"
     lines = [{"question": "12", "answer": "12"}, {"question": "1" * 700, "answer": "1"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -152,7 +152,9 @@ def test_a_prompt_that_fills_the_context_is_found_before_the_folder_is_made(tmp_
         DataError, match=r"the prompt of line 2 of .*prompts\.jsonl has 700 tokens, and .* context is 512"
     ):
         start(asked, run_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert RunFolder(tmp_path / "run").is_free
+    assert not RunFolder(tmp_path / "run").is_recorded
+    assert start is not run or not (tmp_path / "run").exists()
     file.write_text(json.dumps({"question": "1" * 10_000_000, "answer": "1"}) + "\n")
     longest = dataclasses.replace(PIPELINE, prompts=JsonlPrompts(path=str(file), as_chat=False, limit=1))
     with pytest.raises(DataError, match="at least 512 tokens"):
