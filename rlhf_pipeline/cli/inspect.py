@@ -85,7 +85,10 @@ def lines(found: Inspection) -> Iterator[str]:
     about = f": {found.definition}, {count(found.num_steps or 0, 'optimizer step')}" if found.definition else ""
     yield f"{found.path}{about}"
     yield _row("trajectories", f"{found.num_trajectories:,} in {_group_text(found)}")
-    yield _row("tokens", f"{found.num_prompt_tokens:,} of prompts, {found.num_completion_tokens:,} of completions")
+    if found.num_prompt_tokens is None:
+        yield _row("tokens", f"{found.num_completion_tokens:,}; where prompts end is not stored (num_prompt_tokens)")
+    else:
+        yield _row("tokens", f"{found.num_prompt_tokens:,} of prompts, {found.num_completion_tokens:,} of completions")
     if found.policy_versions:
         first, last, num = found.policy_versions
         yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")

@@ -92,7 +92,8 @@ class Inspection:
     num_groups: int
     group_sizes: dict[int, int]
     """Number of groups by size."""
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
+    """None if the store does not say where prompts end."""
     num_completion_tokens: int
     completion_lengths: tuple[tuple[int, int, int], ...]
     """Histogram: smallest length, largest length, trajectories."""
@@ -143,9 +144,8 @@ def inspect_store(
         reasons.update(texts)
         if first_failed is None and "failed" in texts:
             first_failed = int(rows[texts.index("failed")])
-        prompts = stored.scalars("num_prompt_tokens", rows)
-        prompts = np.zeros(len(rows), np.int64) if prompts is None else prompts.astype(np.int64)
-        prompt_tokens += int(prompts.sum())
+        if (prompts := stored.scalars("num_prompt_tokens", rows)) is not None:
+            prompt_tokens += int(prompts.sum(dtype=np.int64))
         lengths.add(num_completion_tokens(stored.store, rows))
         if (policies := stored.scalars("policy_version", rows)) is not None:
             versions.add(policies)
@@ -173,7 +173,7 @@ def inspect_store(
         num_trajectories=num,
         num_groups=len(group_ids),
         group_sizes=dict(sorted(Counter(of_groups[0].astype(np.int64).tolist()).items())),
-        num_prompt_tokens=prompt_tokens,
+        num_prompt_tokens=prompt_tokens if "num_prompt_tokens" in stored.columns else None,
         num_completion_tokens=int((completions * times).sum()),
         completion_lengths=histogram(completions, times.astype(np.int64)),
         policy_versions=(int(known_versions[0]), int(known_versions[-1]), len(known_versions))

@@ -81,6 +81,7 @@ _BEFORE_THE_RECORD: Final = frozenset(
         filenames.SETUP_LOCK,
         filenames.PROCESSES,
         filenames.LOG,
+        filenames.SUPERVISOR_LOG,
         filenames.GROUP,
         f".{filenames.CONFIG}.tmp",
     }

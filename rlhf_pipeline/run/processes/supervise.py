@@ -247,7 +247,10 @@ class Supervisor:
     def _advice(self, ended: Exit) -> str:
         said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
         again = f"rlhf-pipeline run --resume --out {typed(self.run_dir)}"
-        return f"{said}More is in {ended.log}. What was stored and learned is kept: fix it, then continue: {again}"
+        kept = f"What was stored and learned is kept: fix it, then continue: {again}"
+        if self.run.came_to_nothing:
+            kept = "Nothing was stored: fix it, then type the same command again."
+        return f"{said}More is in {ended.log}. {kept}"
 
     def _wind_down(self, number: int | None) -> None:
         """Wait until all processes have left, except those that hang or take too long."""

@@ -13,13 +13,14 @@ import pytest
 
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.cli.inspect import lines
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import Inspection, Tally, histogram, inspect_store
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tail import Tail
 from rlhf_pipeline.run.folder import RunFolder
-from trajectory_store import TrajectoryStore
+from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
 
@@ -101,6 +102,16 @@ def test_tokens_of_replies_are_no_completion(tmp_path: Path):
             fields = next(Tail(stored).newest(1))[0].fields
             assert select(stored.store, [f"num_completion_tokens == {expected}"]).tolist() == [0]
         assert (found.num_completion_tokens, fields[4]) == (expected, str(expected))
+
+
+def test_a_store_that_does_not_say_where_prompts_end(tmp_path: Path):
+    """Its prompts' tokens are not 0: they are not known, in the text and in JSON."""
+    with TrajectoryStore.create(tmp_path / "store", Schema([Column("input_ids", "int32", ragged=True)])) as store:
+        store.append({"input_ids": [[1, 2, 3], [4, 5]]})
+    with Stored(tmp_path / "store") as stored:
+        found = inspect_store(stored, run=None, reward=None)
+    assert found.to_json()["num_prompt_tokens"] is None
+    assert "5; where prompts end is not stored" in "\n".join(lines(found))
 
 
 def test_reward_that_raises_now(run_dir: Path):

@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from rlhf_pipeline import Pipeline, PretrainedPolicy, scratch_policy
-from rlhf_pipeline.data.prompts import JsonlPrompts
-from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
+from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
+from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError, RunExistsError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
@@ -139,6 +142,20 @@ def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_p
     with pytest.raises(DefinitionError, match="pip install mlflow"):
         start(wanted, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_supervised_start_that_came_to_nothing_is_taken_over(tmp_path):
+    """What its supervisor wrote is not in the way of the same command with another definition."""
+
+    def fails(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with log.open("ab") as errors:
+            return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(2)"], stderr=errors)
+
+    for pipeline in (PIPELINE, dataclasses.replace(PIPELINE, prompts=CopyDigits(num_digits=2))):
+        with pytest.raises(ProcessFailedError, match="Nothing was stored: fix it, then type the same command again"):
+            supervise(pipeline, run_dir=tmp_path / "run", config=SupervisorConfig(), definition="", launch=fails)
+        assert RunFolder(tmp_path / "run").is_free
+    assert RunFolder(tmp_path / "run").config.pipeline["prompts"]["num_digits"] == 2
 
 
 @pytest.mark.parametrize("start", [run, learn, collect])
