@@ -82,12 +82,6 @@ def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
             stack.enter_context(held(store, refusal=refusal))
         if run is not None:
             stack.enter_context(run.lock(advice="Stop that first."))
-            at_work = run.medium.living() - {"run"}
-            if at_work:
-                raise RunExistsError(
-                    f"the run {run.address} is in use by its own processes ({', '.join(sorted(at_work))}). Stop them "
-                    "first. (At a URL a killed process counts as running until its lease ends.)"
-                )
         yield
 
 

@@ -93,7 +93,7 @@ def follow(args: argparse.Namespace) -> int:
         meeting = None
         if run is not None and joins and args.parent is not None:  # a supervisor watches this process
             heartbeat = stack.enter_context(Heartbeat(run.processes, f"learner-{os.environ['RANK']}"))
-            heartbeat.beat("following")
+            heartbeat.beat("waiting for the first process")
             meeting = meeting_of(run, StopRequest(args.parent))
         device = join_group(device, meeting)
         plan = receive()

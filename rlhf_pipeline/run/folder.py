@@ -63,6 +63,9 @@ logger = logging.getLogger(__name__)
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
 
+_OWNER: Final = "run"
+"""The name under which a process has the run for itself."""
+
 _LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
 
 MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
@@ -571,8 +574,20 @@ class RunFolder:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-            with nullcontext() if shared else self.medium.lease("run"):
+            with nullcontext() if shared else self._alone(advice):
                 yield
+
+    @contextmanager
+    def _alone(self, advice: str) -> Iterator[None]:
+        """Hold the run where others share no lock with this process: at a URL they have leases."""
+        with self.medium.lease(_OWNER):
+            at_work = self.medium.living() - {_OWNER}
+            if at_work:
+                raise RunExistsError(
+                    f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
+                    "(At a URL a killed process counts as running until its lease ends.)"
+                )
+            yield
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:

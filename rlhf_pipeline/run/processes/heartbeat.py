@@ -153,11 +153,15 @@ def holder(folder: Path, name: str) -> int | None:
 
 def is_alive(folder: Path, name: str) -> bool:
     """Return True if a process of this name holds its lock."""
+    path = folder / f"{name}.lock"
     try:
-        with (folder / f"{name}.lock").open("r+", encoding="utf-8") as file:
-            return not try_lock(file)
+        file = path.open("r+", encoding="utf-8")  # which NFS wants for a lock
     except FileNotFoundError:
         return False
+    except OSError:  # another user's run, or a disk that may only be read
+        file = path.open(encoding="utf-8")
+    with file:
+        return not try_lock(file)
 
 
 def try_lock(file: IO[str]) -> bool:

@@ -16,7 +16,7 @@ from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
-from trajectory_store import TrajectoryStore
+from trajectory_store import StoreError, TrajectoryStore
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.medium import BucketMedium
@@ -36,7 +36,7 @@ def shared_run(
 ) -> Iterator[None]:
     """Take part in a run as one of its processes; make the folder, its record and its stores if they are missing.
 
-    If what this process has begun then turns out to be wrong, before anything is stored, the run is removed again.
+    If what this process has begun in a folder turns out to be wrong before anything is stored, it is removed again.
 
     Args:
         folder: the run folder.
@@ -74,7 +74,8 @@ def shared_run(
                     for notice in folder.notices(pipeline, device=setup.device if record_again else None):
                         tell(on_event, notice)
                 if (record_again or not again) and not folder.record(setup):
-                    folder.check_unchanged(pipeline, seed)  # another machine's process was first
+                    begins = False  # another machine's process was first
+                    folder.check_unchanged(pipeline, seed)
                 if make_stores:
                     _make_stores(folder, pipeline)
             yield
@@ -82,12 +83,12 @@ def shared_run(
 
 @contextmanager
 def _removed_if_wrong(folder: RunFolder, begins: Callable[[], bool]) -> Iterator[None]:
-    """Remove a run that this process has begun, if a check fails before anything is stored and no other works on it."""
+    """Remove a run that this process has begun in a folder, if a check fails before anything is stored."""
     try:
         yield
     except (DataError, DefinitionError):
-        if begins():
-            with suppress(RunExistsError), folder.lock():
+        if begins() and not is_url(folder.address):  # there, a process that joins may not be seen yet
+            with suppress(OSError, StoreError, RunExistsError), folder.lock():
                 folder.clear()
         raise
 

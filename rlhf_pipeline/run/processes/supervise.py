@@ -11,11 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import ProcessFailedError, typed
+from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.medium import BESIDE, Address
@@ -26,7 +27,7 @@ from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
 from rlhf_pipeline.run.rows import NewRows
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
-from trajectory_store import StoreNotFoundError, TrajectoryStore
+from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
 __all__ = ["Supervisor", "SupervisorConfig", "supervise"]
 
@@ -195,7 +196,7 @@ class Supervisor:
         except ProcessFailedError as error:
             logger.error("supervisor: giving up: %s", error)
             self._wind_down(signal.SIGTERM)
-            raise
+            raise ProcessFailedError(f"{error} {self._way_on()}") from None
         finally:
             for child in self.children.values():
                 if child.lives:
@@ -246,11 +247,14 @@ class Supervisor:
 
     def _advice(self, ended: Exit) -> str:
         said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
+        return f"{said}More is in {ended.log}."
+
+    def _way_on(self) -> str:
+        with suppress(StoreError, DataError):
+            if RunFolder(self.run_dir).came_to_nothing:
+                return "Nothing was stored: fix it, then type the same command again."
         again = f"rlhf-pipeline run --resume --out {typed(self.run_dir)}"
-        kept = f"What was stored and learned is kept: fix it, then continue: {again}"
-        if self.run.came_to_nothing:
-            kept = "Nothing was stored: fix it, then type the same command again."
-        return f"{said}More is in {ended.log}. {kept}"
+        return f"What was stored and learned is kept: fix it, then continue: {again}"
 
     def _wind_down(self, number: int | None) -> None:
         """Wait until all processes have left, except those that hang or take too long."""

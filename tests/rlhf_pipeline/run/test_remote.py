@@ -295,6 +295,18 @@ def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
         assert time.monotonic() - started >= 0.4
 
 
+def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, short, monkeypatch):
+    """At a URL they share no lock: what would remove or compact the run looks at the leases."""
+    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    run, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
+    with run.medium.lease("learner"):
+        alone = other.lock(advice="Wait.")
+        with pytest.raises(RunExistsError, match=r"its own processes \(learner\)\. Wait\."), alone:
+            pass
+    with RunFolder("s3://memory/run").lock():
+        pass
+
+
 def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, BucketMedium]:
     monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
     medium = BucketMedium("s3://memory/run")

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -108,6 +109,20 @@ def test_weights_that_are_absent_or_of_no_step_are_named_and_published_again(run
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
     assert published(run) == before
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_whose_run_it_is_does_not_matter_to_verify(run):
+    """Another user's run, which may only be read, is checked as any other: asking who is alive writes nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = shutil.copytree(run.path, Path(name) / "run")
+        for path in (Path(name), folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        os.seteuid(65534)
+        try:
+            assert [finding.text for finding in check_run(RunFolder(folder)) if not finding.ok] == []
+        finally:
+            os.seteuid(0)
 
 
 def reissue(run: RunFolder, *, version: int) -> None:
