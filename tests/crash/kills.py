@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -497,56 +496,42 @@ class Fork:
     """A process of a supervised run, forked from the supervisor: a `launch.Process` that need not import anything."""
 
     def __init__(self, act: Callable[[], object], log: Path) -> None:
-        parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            self._live(act, log, parent)
-        self._code: int | None = None
-
-    @staticmethod
-    def _live(act: Callable[[], object], log: Path, parent: int) -> None:
-        code = 1
-        try:
-            hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
-            hook.kill_at_call(b"", 0)  # only the supervisor's own calls count
-            hook.tell_calls(-1)
-            os.setpgid(0, 0)
-            for handler in list(logging.getLogger("rlhf_pipeline").handlers):
-                logging.getLogger("rlhf_pipeline").removeHandler(handler)
-            os.closerange(3, 4096)  # as an exec would: else it held the locks of a supervisor that is gone
-            for number in STOPPING:
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            if os.getppid() == parent:
-                act()
-            code = 0
-        except BaseException:  # noqa: BLE001 - it must not go on as its parent
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+        self._process = multiprocessing.get_context("fork").Process(target=_forked, args=(act, log, os.getpid()))
+        self._process.start()
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """Return the exit code, if it has ended."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        return self._process.exitcode
 
     def send_signal(self, sig: int, /) -> None:
         """Send it a signal, unless it has ended."""
-        if self.poll() is None:
+        if self.poll() is None and self.pid is not None:
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
         """Kill it."""
-        self.send_signal(signal.SIGKILL)
+        self._process.kill()
 
     def wait(self) -> int:
         """Wait until it has ended."""
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
+        self._process.join()
+        return self._process.exitcode or 0
+
+
+def _forked(act: Callable[[], object], log: Path, parent: int) -> None:
+    hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    hook.kill_at_call(b"", 0)  # only the supervisor's own calls count
+    hook.tell_calls(-1)
+    os.setpgid(0, 0)
+    for handler in list(logging.getLogger("rlhf_pipeline").handlers):
+        logging.getLogger("rlhf_pipeline").removeHandler(handler)
+    os.closerange(3, 4096)  # as an exec would: else it held the locks of a supervisor that is gone
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if os.getppid() == parent:
+        act()
 
 
 def supervising(run_dir: Path) -> int:

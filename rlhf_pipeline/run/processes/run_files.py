@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
@@ -55,42 +55,36 @@ def shared_run(
     pipeline, seed, begins = setup.pipeline, setup.seed, False
     if record_again:
         check_logger(pipeline.learn.logger)
-    with folder.named_disk_errors(), _removed_if_wrong(folder, lambda: begins):
+    with folder.named_disk_errors():
         if record_again and folder.came_to_nothing:
             try:
                 folder.check_unchanged(pipeline, seed)
             except RunMismatchError:
                 with suppress(RunExistsError), folder.lock():  # no other process is working on it
                     folder.clear()
-        with folder.lock(shared=True):
-            with folder.setup_lock():
-                again = folder.is_recorded
-                begins = not again
-                folder.check_free_or_recorded(resume=again)
-                if again:
-                    folder.check_processes(several=True)
-                    folder.check_unchanged(pipeline, seed)
-                    folder.check_parts()
-                    for notice in folder.notices(pipeline, device=setup.device if record_again else None):
-                        tell(on_event, notice)
-                if (record_again or not again) and not folder.record(setup):
-                    begins = False  # another machine's process was first
-                    folder.check_unchanged(pipeline, seed)
-                if make_stores:
-                    _make_stores(folder, pipeline)
-            yield
-
-
-@contextmanager
-def _removed_if_wrong(folder: RunFolder, begins: Callable[[], bool]) -> Iterator[None]:
-    """Remove a run that this process has begun in a folder, if a check fails before anything is stored."""
-    try:
-        yield
-    except (DataError, DefinitionError):
-        if begins() and not is_url(folder.address):  # there, a process that joins may not be seen yet
-            with suppress(OSError, StoreError, RunExistsError), folder.lock():
-                folder.clear()
-        raise
+        try:
+            with folder.lock(shared=True):
+                with folder.setup_lock():
+                    again = folder.is_recorded
+                    begins = not again
+                    folder.check_free_or_recorded(resume=again)
+                    if again:
+                        folder.check_processes(several=True)
+                        folder.check_unchanged(pipeline, seed)
+                        folder.check_parts()
+                        for notice in folder.notices(pipeline, device=setup.device if record_again else None):
+                            tell(on_event, notice)
+                    if (record_again or not again) and not folder.record(setup):
+                        begins = False  # another machine's process was first
+                        folder.check_unchanged(pipeline, seed)
+                    if make_stores:
+                        _make_stores(folder, pipeline)
+                yield
+        except (DataError, DefinitionError):
+            if begins and not is_url(folder.address):  # there, a process that joins may not be seen yet
+                with suppress(OSError, StoreError, RunExistsError), folder.lock():
+                    folder.clear()
+            raise
 
 
 @contextmanager

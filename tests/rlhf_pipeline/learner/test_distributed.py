@@ -31,6 +31,8 @@ from tests.rlhf_pipeline.small import drawn_trajectory
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "storage")]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -177,11 +179,9 @@ def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "learner.md").read_text(), flags=re.DOTALL)
     (tmp_path / "program.py").write_text(block)
     scratch_policy("0123456789", hidden_size=16, num_layers=2, num_heads=2, seed=0).save_pretrained(tmp_path / "model")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "program.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=500
+        command, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
@@ -202,14 +202,11 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     )
     options = ["copy_digits", *(word for size in sizes for word in ("--set", size))]
     assert main(["run", *options, "--steps", "4", "--out", str(tmp_path / "one")]) == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "rlhf_pipeline", "run", "--out", "two"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "-m", "rlhf_pipeline", "run", "--out", "two"]
     run = RunFolder(tmp_path / "two")
     with (tmp_path / "out").open("w") as out:
         killed = subprocess.Popen(
-            [*command, *options, "--steps", "100000"], cwd=tmp_path, env=environment, stdout=out, stderr=out
+            [*command, *options, "--steps", "100000"], cwd=tmp_path, env=os.environ | PATHS, stdout=out, stderr=out
         )
         while len(StepRows(run.metrics_file)) < 4 and killed.poll() is None:
             time.sleep(0.1)
@@ -223,7 +220,7 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     assert (run.checkpoints / f"step-{steps:08d}").is_dir(), (tmp_path / "out").read_text()
     done = subprocess.run(
         [*command, "--resume", "--steps", str(steps + 1)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written:") == 1  # one process speaks
@@ -249,12 +246,9 @@ def test_a_start_that_fails_ends_all_processes(tmp_path, setting, said):
     """The others wait for the first one's word, not for a process that is gone: its message is printed at once."""
     if importlib.util.find_spec("mlflow") and "mlflow" in said:
         pytest.skip("mlflow is installed")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "rlhf_pipeline", "run", "copy_digits", "--set", setting, "--out", "run"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "storage")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "-m", "rlhf_pipeline", "run", "copy_digits", "--set", setting, "--out", "run"]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+        command, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False, timeout=200
     )
     assert ended.returncode != 0
     assert said in ended.stderr
