@@ -140,7 +140,7 @@ class Collect(Settings):
         help="For a collector beside a learner: sampled tokens of each slot between two checks for newer weights, "
         "with which sampling continues in the middle of completions; 0 loads them between rollouts only. Each "
         "log-prob is that of the weights that sampled its token; the caches of the prompt and of earlier tokens "
-        "are recomputed with the new ones. Engines other than `slots` check twice a second.",
+        "are recomputed with the new ones. A server at an address checks twice a second instead.",
     )
 
     @property

@@ -365,7 +365,8 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
     """Return how far the log-probs of a few rows are from those of the same rows padded, and the tolerance."""
     present = np.flatnonzero(batch.scored.any(1))
     picked = np.unique(np.linspace(0, len(present) - 1, _CHECKED_ROWS).round().astype(np.int64))
-    worst, weight = 0.0, parts.head.weight
+    weight = parts.head.weight
+    gaps: list[float] = []
     of_row = found.rows.cpu().numpy()
     for row in present[picked]:
         at = torch.from_numpy(np.flatnonzero(of_row == row)[-_CHECKED_TOKENS:]).to(weight.device)
@@ -374,8 +375,8 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
             token_log_probs(hidden.detach(), Head(weight, parts.head.bias, soft_cap=parts.soft_cap), found.targets[at])
             for hidden in (found.hidden[at], alone.hidden[-len(at) :])
         )
-        worst = max(worst, float((one - other).abs().mean()))
-    return worst, rounding(weight, fine=2e-5, coarse=2e-2)
+        gaps.append(float((one - other).abs().mean()))
+    return float(np.max(gaps, initial=0.0)), rounding(weight, fine=2e-5, coarse=2e-2)
 
 
 def _packable_config(parts: ModelParts) -> Any:

@@ -50,6 +50,8 @@ PATIENCE_S = 300.0
 
 _CONNECTIONS = 64
 _HEALTH_EVERY_S = 10.0
+_LOADING = "loading"
+"""Stands for the version in the label of weights that are not whole yet."""
 _REPLY_S = 600.0
 """The longest wait for a reply that is not a completion; loading weights takes longest."""
 _ID_PREFIX = "generate-tokens-"
@@ -109,6 +111,7 @@ class HTTPEngine:
         self._known: _Server | None = None
         self._label: str | None = None
         self._given: tuple[Path, int] | None = None
+        self._paused = False
         self._lock = threading.RLock()
         self._calls: set[_Call] = set()
 
@@ -121,7 +124,8 @@ class HTTPEngine:
         server = self._server()
         positions = min((n for n in (self._max_positions, server.max_model_len) if n is not None), default=None)
         limits = request.limits(vocab=self._vocab, positions=positions, positions_by=f"at {self.name}")
-        call = _Call(self, jobs_of(request, limits, most=server.max_num_seqs), request.deadline_s)
+        jobs = jobs_of(request, limits, most=server.max_num_seqs)
+        call = _Call(self, jobs, request.deadline_s, versioned=self.version is not None)
         with self._lock:
             self._calls.add(call)
         try:
@@ -129,14 +133,16 @@ class HTTPEngine:
         finally:
             with self._lock:
                 self._calls.discard(call)
-        return collected(request, rows, versioned=self.version is not None)
+        return collected(request, rows, versioned=call.versioned)
 
     def pause(self) -> None:
         """Stop the server's sampling for all its clients; see `Engine.pause`."""
+        self._paused = True
         self._ask("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
         """Go on after `pause`."""
+        self._paused = False
         self._ask("POST", "/resume", {})
 
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -157,8 +163,7 @@ class HTTPEngine:
                 self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
             self._given = None
             return
-        with (weights.parent / ".engine.lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with _turn(weights):
             self._give(weights, version, tag=_folder_tag(weights))
         self._given = (weights, version)
 
@@ -205,6 +210,8 @@ class HTTPEngine:
         self._server()
         if self._ask("GET", "/weight_info").get("weight_version") != label:
             self._ask("POST", "/pause?mode=keep", {})
+            # Until the new weights are whole, the label is no version's: after a kill here, the next one loads them.
+            self._ask("POST", "/update_weight_version", {"new_version": f"{self._owner}:{_LOADING}"})
             status, reply = self._reload(folder)
             if status == 200:
                 # Caches, those of requests in progress included, were computed with other weights.
@@ -216,10 +223,11 @@ class HTTPEngine:
                     raise DataError(f"the weights {folder} are gone.")
                 raise EngineError(
                     f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). It "
-                    "must see that folder under the same path. It is paused now: start it again before the run goes on "
-                    "with --resume."
+                    "must see that folder under the same path. It is paused now, until it gets whole weights: type the "
+                    "same command with --resume."
                 )
             self._ask("POST", "/update_weight_version", {"new_version": label})
+        if not self._paused:  # whoever has loaded these weights may have been killed before this call
             self._ask("POST", "/resume", {})
         self.version, self._label = version, label
 
@@ -229,19 +237,33 @@ class HTTPEngine:
             return self._ask_status("POST", "/collective_rpc", order)
 
     def _restore(self) -> None:
-        """After a connection broke, check the server again, and reload the weights if it was restarted."""
+        """Give the server its weights again if it was restarted, or if the process that was loading them was killed."""
         self._known = None
         self._server()
-        if self._label is None:
+        if self._label is None or self._has_weights():
             return
-        if self._ask("GET", "/weight_info").get("weight_version", "").startswith(f"{self._owner}:"):
-            return
-        if self._given is None or not self._given[0].is_dir():
-            raise EngineError(
-                f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Type "
-                "the same command with --resume, which loads them."
-            )
-        self.load_weights(*self._given)
+        if self._given is not None:
+            folder, version = self._given
+            with _turn(folder):
+                if self._has_weights():
+                    return
+                if folder.is_dir():
+                    self._give(folder, version, tag=_folder_tag(folder))
+                    return
+        raise EngineError(
+            f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Type "
+            "the same command with --resume, which loads them."
+        )
+
+    def _has_weights(self) -> bool:
+        """Return whether the server has weights of this run, of any version."""
+        return self._number(self._ask("GET", "/weight_info").get("weight_version", "")) is not None
+
+    def _number(self, label: str) -> int | None:
+        """Return the version in a label of this run's weights, or None if it is not one."""
+        owner, _, rest = label.partition(":")
+        number = rest.partition(":")[0]
+        return int(number) if owner == self._owner and number.isdigit() else None
 
     def version_of(self, label: str) -> int:
         """Return the version in a label of this run's weights.
@@ -249,14 +271,13 @@ class HTTPEngine:
         Raises:
             EngineError: the label is not this run's.
         """
-        owner, _, rest = label.partition(":")
-        number = rest.partition(":")[0]
-        if owner != self._owner or not number.isdigit():
+        number = self._number(label)
+        if number is None:
             raise EngineError(
                 f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not give it. "
                 "Does another run use it, or was it started again? Give each run a server of its own."
             )
-        return int(number)
+        return number
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Make a call that must succeed, and return its reply."""
@@ -319,11 +340,15 @@ class HTTPEngine:
 
 
 class _Call:
-    """One call of `generate`: its jobs run in parallel, each until its reply is complete."""
+    """One call of `generate`: its jobs run in parallel, each until its reply is complete.
 
-    def __init__(self, engine: HTTPEngine, jobs: list[Job], deadline_s: float | None) -> None:
+    `versioned` tells whether the server's weights had a version when the call began.
+    """
+
+    def __init__(self, engine: HTTPEngine, jobs: list[Job], deadline_s: float | None, *, versioned: bool) -> None:
         self._engine = engine
         self._jobs = jobs
+        self.versioned = versioned
         self._deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self._lock = threading.Lock()
         self._open: set[str] = set()
@@ -373,6 +398,8 @@ class _Call:
                 with contextlib.suppress(_Unreachable):
                     if engine._exchange("GET", "/health", None, timeout=_HEALTH_EVERY_S)[0] == 200:
                         heard = time.monotonic()
+                        with engine._lock:
+                            engine._restore()
                 if now - heard > engine._patience_s:
                     raise engine._gone(TimeoutError("it does not answer /health"))
 
@@ -459,7 +486,7 @@ class _Call:
         if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
             raise ValueError(f"{len(tokens)} tokens, at most {limit}, with the finish reason {reason!r}")
         versions: list[int] = []
-        if self._engine.version is not None and tokens:
+        if self.versioned and tokens:
             said = choice["weight_versions"]
             starts = [int(span["start"]) for span in said]
             if not starts or starts[0] != 0 or starts != sorted(set(starts)) or said[-1]["end"] != len(tokens):
@@ -467,6 +494,14 @@ class _Call:
             for span, start, end in zip(said, starts, [*starts[1:], len(tokens)], strict=True):
                 versions += [self._engine.version_of(span["version"])] * (end - start)
         return Row(tokens, [entry["logprob"] for entry in content], versions, reason)
+
+
+@contextlib.contextmanager
+def _turn(weights: Path) -> Iterator[None]:
+    """Wait until no other process of this run gives the server weights, and hold the others back meanwhile."""
+    with (weights.parent / ".engine.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _folder_tag(folder: Path) -> str:

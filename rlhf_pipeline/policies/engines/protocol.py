@@ -284,8 +284,8 @@ class WeightRefresh:
 
     Attributes:
         load: makes the engine load the newest weights, if they are newer than its own, and returns their version.
-        every: sampled tokens of each slot between two calls. An engine that does not see single tokens checks about
-            twice a second.
+        every: sampled tokens of each slot between two calls. A server, which does not see single tokens go by, checks
+            about twice a second.
         version: of the weights in use.
     """
 

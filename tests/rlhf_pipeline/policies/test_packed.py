@@ -252,17 +252,23 @@ def test_one_layer_with_its_own_attention_is_enough_to_fall_back(make_model):
     assert "2 of its 3 layers" in policy.layout_notices()[0]
 
 
-def test_a_layer_that_sees_across_rows_is_found_by_the_first_batch(make_model):
-    """A running mean over the tokens is causal in padded rows and leaks between packed ones; rows are padded then."""
+def running_mean(x):
+    """Causal in padded rows; it leaks between packed ones."""
+    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+def nan_in_long_rows(x):
+    """Overflows where the rows of a batch stand behind one another."""
+    return torch.full_like(x, float("nan") if x.shape[1] > 60 else 0.0)
+
+
+@pytest.mark.parametrize("added", [running_mean, nan_in_long_rows])
+def test_a_layer_that_differs_in_packed_rows_is_found_by_the_first_batch(make_model, added):
+    """Rows are padded then, and a notice says why."""
     model = make_model("qwen2")
     mlp = model.model.layers[0].mlp
     plain = type(mlp).forward
-
-    def leaking(self, x):
-        steps = torch.arange(1, x.shape[1] + 1)[:, None]
-        return plain(self, x) + x.cumsum(1) / steps
-
-    mlp.forward = MethodType(leaking, mlp)
+    mlp.forward = MethodType(lambda self, x: plain(self, x) + added(x), mlp)
     policy = compared_with_padded_rows(model, "packed", groups())
     notice = policy.layout_notices()[0]
     assert "log-probs differ from padded rows" in notice

@@ -25,6 +25,8 @@ from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 PREFIX = "generate-tokens-"
+ASKED = {"top_p": 1.0, "top_k": -1, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+"""What every request must say: where one is silent, vLLM takes the model's generation config or its own defaults."""
 
 
 class FakeVLLM:
@@ -51,6 +53,7 @@ class FakeVLLM:
         self.broken: list[str | int] = []
         self.nan_every = 0
         self.labels = ["default"]
+        self.stale = False
         self.paused = False
         self.engines: dict[str, SlotEngine] = {}
         self.lock = threading.RLock()
@@ -179,6 +182,8 @@ class FakeVLLM:
             case "POST", "/pause" if query.get("mode") == "keep":
                 self.set_paused(True)
                 return 200, {"status": "paused"}
+            case "POST", "/resume" if self.stale:  # vLLM would go on with caches of the old weights
+                return 500, _error("resumed after a reload without /reset_prefix_cache", "InternalServerError", 500)
             case "POST", "/resume":
                 self.set_paused(False)
                 return 200, {"status": "resumed"}
@@ -187,8 +192,10 @@ class FakeVLLM:
                 if not folder.is_dir():
                     return 500, _error(f"Call to collective_rpc method failed: {folder}", "InternalServerError", 500)
                 self.load(folder)
+                self.stale = True
                 return 200, {"results": [None]}
-            case "POST", "/reset_prefix_cache":
+            case "POST", "/reset_prefix_cache" if query.get("reset_running_requests") == "true":
+                self.stale = False
                 return 200, {"success": True}
             case "POST", "/update_weight_version":
                 self.label(body["new_version"])
@@ -228,6 +235,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         asked, most = body["sampling_params"], self.fake.max_num_seqs
+        if wrong := {name: asked.get(name) for name, value in ASKED.items() if asked.get(name) != value}:
+            self._send(400, _error(f"{wrong}: vLLM would sample from another distribution", "BadRequestError", 400))
+            return
         if asked["n"] > most or (asked["n"] > 1 and asked["temperature"] == 0):
             self._send(400, _error(f"n must be at most {most}, and 1 when greedy", "BadRequestError", 400))
             return

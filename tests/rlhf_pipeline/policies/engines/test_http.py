@@ -19,8 +19,18 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import EngineError
 from rlhf_pipeline.policies.engines.http import HTTPEngine
+from rlhf_pipeline.policies.engines.jobs import jobs_of
 from rlhf_pipeline.policies.engines.protocol import Request
-from tests.rlhf_pipeline.policies.engines.contract import POSITIONS, PROMPTS, VOCAB, Bench, EngineContract, InThread
+from tests.rlhf_pipeline.policies.engines.contract import (
+    CLOSE,
+    POSITIONS,
+    PROMPTS,
+    VOCAB,
+    Bench,
+    EngineContract,
+    InThread,
+    until,
+)
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 
 SHAPES = Path(__file__).parent / "vllm_shapes.json"
@@ -118,6 +128,85 @@ def test_a_restarted_server_gets_its_weights_back(label: str, folders: dict[int,
         again = engine.generate(Request(prompts=[[5]], max_new_tokens=20, seed=1))
     assert again.token_ids.tolist() == straight.token_ids.tolist()
     assert fake.log.count(("POST", "/collective_rpc")) == 2
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it runs but the release of locks."""
+
+
+def cut_after(engine: HTTPEngine, calls: int) -> None:
+    """Let an engine die after so many calls that change the server."""
+    exchange, left = engine._exchange, calls
+
+    def counted(method: str, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        reply = exchange(method, *args, **options)
+        left -= method == "POST"
+        if left == 0:
+            raise Killed
+        return reply
+
+    engine._exchange = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_a_hand_over_that_is_killed_is_done_again(calls: int, wanted: int, fake: FakeVLLM, folders: dict[int, Path]):
+    """After any of its calls: the next process gets the version that it asks for, labelled as such, and samples."""
+    engine_for(fake.address).load_weights(folders[1], 1)
+    killed = engine_for(fake.address)
+    cut_after(killed, calls)
+    with pytest.raises(Killed):
+        killed.load_weights(folders[2], 2)
+    engine = engine_for(fake.address)
+    engine.load_weights(folders[wanted], wanted)
+    found = InThread(engine, Request(prompts=PROMPTS, max_new_tokens=4, seed=1)).result(20)
+    assert found.spans is not None
+    assert found.spans.lists() == [[(0, wanted)]] * 3
+    assert Bench(engine, folders).worst(found, PROMPTS, 1.0) < CLOSE
+
+
+def test_who_waits_loads_weights_whose_loader_was_killed(
+    fake: FakeVLLM, folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """The server is paused until somebody does; what it was sampling goes on."""
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.http._HEALTH_EVERY_S", 0.1)
+    fake.delay_s = 0.002
+    engine = engine_for(fake.address)
+    engine.load_weights(folders[1], 1)
+    going = InThread(engine, Request(prompts=PROMPTS, max_new_tokens=150, seed=1))
+    until(lambda: len(fake.engines) == 3)
+    killed = engine_for(fake.address)
+    cut_after(killed, 3)
+    with pytest.raises(Killed):
+        killed.load_weights(folders[2], 2)
+    found = going.result(30)
+    assert found.spans is not None
+    assert {version for spans in found.spans.lists() for _, version in spans} == {1}
+    assert Bench(engine, folders).worst(found, PROMPTS, 1.0) < CLOSE
+
+
+def test_weights_that_arrive_during_a_pause_do_not_end_it(fake: FakeVLLM, folders: dict[int, Path]):
+    """Whoever paused the engine resumes it."""
+    engine = engine_for(fake.address)
+    engine.load_weights(folders[1], 1)
+    engine.pause()
+    engine.load_weights(folders[2], 2)
+    assert fake.paused
+    engine.resume()
+    assert not fake.paused
+
+
+def test_weights_that_arrive_first_during_a_call(fake: FakeVLLM, folders: dict[int, Path]):
+    """Its tokens have no versions, since some of them were sampled with weights that nobody knows."""
+    fake.delay_s = 0.002
+    engine = engine_for(fake.address)
+    going = InThread(engine, Request(prompts=PROMPTS, max_new_tokens=[3, 100, 100], seed=1))
+    until(lambda: len(fake.engines) == 2)
+    engine.load_weights(folders[2], 2)
+    found = going.result()
+    assert found.spans is None
+    assert found.lengths.tolist() == [3, 100, 100]
 
 
 def test_a_server_out_of_reach_is_named(fake: FakeVLLM, folders: dict[int, Path]):
@@ -233,9 +322,12 @@ def exchanges(address: str, folders: dict[int, Path]) -> dict[str, Any]:
         out[name] = {"request": f"{method} {path}", "body": shape(body), "status": status, "reply": shape(reply)}
         return reply
 
-    params = {"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_tokens": 3, "stop_token_ids": [1]}
-    params |= {"ignore_eos": True, "logprobs": 0, "detokenize": False, "seed": 3}
-    completions = {"request_id": "a", "token_ids": [5, 6], "sampling_params": params}
+    asked = Request(
+        prompts=[[5, 6]], group_size=2, max_new_tokens=3, temperature=0.7, end_token_ids=[1], stream_ids=[3]
+    )
+    (job,) = jobs_of(asked, asked.limits(), most=None)
+    params = job.sampling
+    completions = {"request_id": "a", "token_ids": job.tokens, "sampling_params": params}
     everything = {**completions, "sampling_params": {**params, "stop_token_ids": list(range(VOCAB))}}
     note("health", "GET", "/health")
     note("server info", "GET", "/server_info?config_format=json")

@@ -26,6 +26,7 @@ def _worst_gap(model: PreTrainedModel, oracle: Oracle, completions: list[Complet
     gaps = []
     for c in completions:
         exact = oracle(model, PROMPTS[c.prompt_index] + c.token_ids, temperature)
+        assert torch.isfinite(c.log_probs).all()
         gaps.append(float((exact[-len(c.token_ids) :] - c.log_probs).abs().max()))
     return max(gaps)
 
