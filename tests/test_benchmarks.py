@@ -12,9 +12,9 @@ HERE = Path(__file__).parent / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_replay", "bench_write_path", "bench_memory"])
+@pytest.mark.parametrize("name", ["bench_replay", "bench_write_path", "bench_memory", "bench_learner_h200"])
 def test_a_benchmark_prints_its_figures(name):
-    """Each prints a table; how fast the machine is does not matter here."""
+    """Each prints a table; how fast the machine is does not matter here. That for a GPU runs a tiny model."""
     command = [sys.executable, str(HERE / f"{name}.py"), "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -15,7 +15,9 @@ keeps the logits of the completions, and computes log-probs and entropies by TRL
 
 Every path must give the same loss and gradient norm; the deviation from the first stands in the table. MFU is
 `ModelCost.flops` (real tokens, causal attention, the head on completions only) over the *measured* peak of large
-matmuls in the same run.
+matmuls in the same run. Decoding is timed without the prompts: what a call with one new token each takes is
+subtracted. The exit code is 1 if a path fails or computes something else; a missed goal does not change it, nor does a
+peer that is not installed.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,6 +71,10 @@ SHAPES = {
 GOAL_AGAINST_TRL = 4.0
 GOAL_DECODE = 60_000.0
 GOAL_OF_VLLM = 0.7
+MOST_OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""How far loss and gradient norm of a path may be from those of the first, as a share of them: rounding."""
+NOT_INSTALLED = "not installed"
+REPS = 3
 LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 BETA, LOW, HIGH, TRL_ROWS = 0.04, 0.2, 0.28, 8
 
@@ -401,7 +410,11 @@ def step_section(
         try:
             with tempfile.TemporaryDirectory() as folder:
                 result = _run_variant(variant, name, sizes, rows, device, Path(folder))
-        except (torch.cuda.OutOfMemoryError, RuntimeError, ImportError) as error:
+        except ModuleNotFoundError as error:
+            found[variant] = {NOT_INSTALLED: str(error.name)}
+            print(f"  {variant:36} {NOT_INSTALLED}: {error.name}")
+            continue
+        except RuntimeError as error:  # out of memory is one
             found[variant] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
             print(f"  {variant:36} failed: {found[variant]['failed']}")
             _free(device)
@@ -412,6 +425,8 @@ def step_section(
         result["mfu"] = cost.flops(lengths, scored) / (result["seconds"] * peak_flops)
         off = [abs(result[key] - first[key]) / max(abs(first[key]), 1e-12) for key in ("loss", "norm")]
         found[variant] = result | {"loss_off": off[0], "norm_off": off[1]}
+        if not max(off) <= MOST_OFF[torch.bfloat16 if device.type == "cuda" else torch.float32]:
+            found[variant]["failed"] = "loss or gradient norm differ from the first path's"
         peak = f"{result['peak'] / 1e9:8.2f}" if result["peak"] else f"{'-':>8}"
         print(
             f"  {variant:36} {result['seconds']:8.3f} {result['tokens_per_s']:10,.0f} {result['mfu']:6.1%} "
@@ -481,7 +496,7 @@ def _verdict(shape: Shape, found: dict[str, dict[str, Any]]) -> None:
 def decode_section(name: str, device: torch.device, slots: list[int], context: int, new: int) -> dict[str, Any]:
     """Print sampled tokens per second of our engine, of vLLM where it is installed, and of `model.generate`.
 
-    Ours and vLLM's with log-probs, through the same interface and in the same process; completions of one length, and
+    Beside the rate of decoding alone stands that of the whole call, prompts included. Ours and vLLM's with log-probs, through the same interface and in the same process; completions of one length, and
     of log-normal ones up to four times that.
     """
     from rlhf_pipeline.policies.engines.protocol import Engine, Request
@@ -489,7 +504,7 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
     shape = SHAPES[name]
     policy = make_policy(shape, device)
     print(f"\ndecode, {name}: prompts of {context} tokens, {new} new tokens each, or log-normal around that")
-    print(f"  {'engine':28} {'lengths':>8} {'slots':>6} {'tokens/s':>10}")
+    print(f"  {'engine':28} {'lengths':>8} {'slots':>6} {'tokens/s':>10} {'whole call':>11}")
     found: dict[str, Any] = {}
     rng = torch.Generator().manual_seed(2)
     for number in slots:
@@ -517,13 +532,19 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
                 for engine, call in calls.items():
                     if lengths == "ragged" and call.func is static:
                         continue  # it has one limit for all
-                    call(limits)
-                    _free(device)
-                    started = time.perf_counter()
+                    seconds: dict[bool, list[float]] = {True: [], False: []}
                     tokens = call(limits)
-                    rate = tokens / (time.perf_counter() - started)
+                    for _ in range(REPS):
+                        for whole in (True, False):
+                            _free(device)
+                            started = time.perf_counter()
+                            call(limits if whole else [1] * number)
+                            seconds[whole].append(time.perf_counter() - started)
+                    both, prompts_alone = (statistics.median(seconds[whole]) for whole in (True, False))
+                    rate, of_call = (tokens - number) / (both - prompts_alone), tokens / both
                     found[f"{engine}, {lengths}, {number}"] = rate
-                    print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f}", flush=True)
+                    found[f"{engine}, {lengths}, {number}, whole call"] = of_call
+                    print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f} {of_call:11,.0f}", flush=True)
     best, peer = (found.get(f"{engine}, equal, 256") for engine in ("ours: slots", "vLLM"))
     if best is not None and name == "0.5b":
         print(f"  ours at 256 slots: {best:,.0f}, goal {GOAL_DECODE:,g}: {'met' if best >= GOAL_DECODE else 'missed'}")
@@ -610,10 +631,11 @@ def main() -> int:
     variants = [f"ours, {layout}" for layout in LAYOUTS]
     variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
     variants += ["Liger loss", "Liger loss, padding-free"]
+    libraries = ("torch", "transformers", "torchrl", "vllm", "liger-kernel", "flash-attn")
     results: dict[str, Any] = {
         "hardware": hardware,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | _versions(libraries),
         "peak_flops": peak,
         "sizes": dataclasses.asdict(sizes),
     }
@@ -626,7 +648,16 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"\nwritten: {args.json}")
-    return 0
+    paths = [row for name in models for row in results.get(f"step {name}", {}).values()]
+    return 1 if any("failed" in row for row in paths) else 0
+
+
+def _versions(libraries: tuple[str, ...]) -> dict[str, str]:
+    installed = {}
+    for library in libraries:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[library] = importlib.metadata.version(library)
+    return installed
 
 
 if __name__ == "__main__":
