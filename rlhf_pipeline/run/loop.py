@@ -17,6 +17,7 @@ from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newe
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -156,7 +157,7 @@ class Loop:
 
     def run(self) -> Reason:
         """Take steps until the end, the target or a signal."""
-        progress = self.progress
+        progress, freed = self.progress, FreedMemory()
         self.on_event(
             RunStarted(
                 run_dir=self.folder.address,
@@ -175,6 +176,7 @@ class Loop:
                 break
             self._step(batch)
             self.after(progress.step, None)
+            freed.give_back()
             if progress.step % self.learn.checkpoint_every == 0:
                 self._save()
         self._save()

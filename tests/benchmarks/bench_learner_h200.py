@@ -496,8 +496,9 @@ def _verdict(shape: Shape, found: dict[str, dict[str, Any]]) -> None:
 def decode_section(name: str, device: torch.device, slots: list[int], context: int, new: int) -> dict[str, Any]:
     """Print sampled tokens per second of our engine, of vLLM where it is installed, and of `model.generate`.
 
-    Beside the rate of decoding alone stands that of the whole call, prompts included. Ours and vLLM's with log-probs, through the same interface and in the same process; completions of one length, and
-    of log-normal ones up to four times that.
+    Beside the rate of decoding alone stands that of the whole call, prompts included. Ours and vLLM's with log-probs,
+    through the same interface and in the same process; completions of one length, and of log-normal ones up to four
+    times that.
     """
     from rlhf_pipeline.policies.engines.protocol import Engine, Request
 

@@ -18,6 +18,7 @@ from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.medium import Address, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
@@ -120,6 +121,7 @@ class _Worker:
     on_event: EventHandler
     traffic: TrafficMeter | None
     refresh_weights_every: int = 0
+    freed: FreedMemory = field(default_factory=FreedMemory)
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
     """Of the weights used for this rollout, by version."""
@@ -184,6 +186,7 @@ class _Worker:
         )
         self.num_rollouts += 1
         self.num_trajectories += done.num_trajectories
+        self.freed.give_back()
         self.on_event(
             RolloutDone(
                 collector=self.heartbeat.name,
