@@ -48,14 +48,19 @@ class Ledger:
         (a trajectory that was evicted and sampled again is the same trajectory in another row). If both have `ages`,
         these must be the same, too: lost trajectories that other weights sampled again may have the same ids.
         """
-        before = self.planned(row["step"])
+        step = row["step"]
+        # A power loss may take the ledger's rows and leave the metrics of the same steps, which are dropped below.
+        if step > self.rows.last_step and (self.metrics is None or step > self.metrics.last_step):
+            self.rows.append(row)
+            return True
+        before = self.planned(step)
         as_old = before is not None and before.get("ages", row.get("ages")) == row.get("ages", before.get("ages"))
         if before is not None and as_old and before["row_ids"] == row["row_ids"]:
             return True
         # Later rows were planned from this one.
         if self.metrics is not None:
-            self.metrics.drop_from(row["step"])
-        self.rows.drop_from(row["step"])
+            self.metrics.drop_from(step)
+        self.rows.drop_from(step)
         self.rows.append(row)
         if before is None:
             return True

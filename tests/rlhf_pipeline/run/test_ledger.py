@@ -54,6 +54,16 @@ def test_a_kill_while_a_step_is_replaced_leaves_no_figures_of_what_did_not_happe
     assert (StepRows(tmp_path / "metrics.jsonl").last_step, ledger.rows.last_step) == (1, 2)
 
 
+def test_a_power_loss_that_takes_the_ledger_alone_leaves_no_figures_of_other_steps(tmp_path):
+    """A step that the ledger does not have, and whose figures are on file, is not taken for a new one."""
+    metrics = StepRows(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        metrics.append({"step": step, "loss": 0.5})
+    ledger = Ledger(tmp_path / "ledger.jsonl", metrics=metrics)
+    assert ledger.record(row(2, [2]))
+    assert (StepRows(tmp_path / "metrics.jsonl").last_step, ledger.rows.last_step) == (1, 2)
+
+
 def test_the_same_trajectories_in_other_rows_are_the_same_step(tmp_path):
     """What a ring lost and a resume sampled again has new row ids and the old trajectory ids."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
