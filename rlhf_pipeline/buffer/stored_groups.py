@@ -68,6 +68,20 @@ class StoredGroups:
         groups = self._store.read_scalars("group_id", ids)
         return ids[(groups >= first) & (groups <= last)]
 
+    def largest(self) -> int:
+        """Return the largest group of which a row is in the store, or was since this object was made; -1 without rows.
+
+        >>> import tempfile
+        >>> from trajectory_store import Column, Schema
+        >>> store = TrajectoryStore.create(tempfile.mkdtemp() + "/store", Schema([Column("group_id", "int64")]))
+        >>> found = StoredGroups(store)
+        >>> found.largest(), len(store.append({"group_id": [5, 7, 6]})), found.largest()
+        (-1, 3, 7)
+        >>> store.close()
+        """
+        self._read_new()
+        return int(self._blocks[:, 3].max(initial=-1))
+
     def _read_new(self) -> None:
         new = self._new.take()
         for at in range(0, len(new), _READ_ROWS):

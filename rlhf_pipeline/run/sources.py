@@ -51,7 +51,7 @@ class _Collected(Source):
 
 
 class MadeHere(_Collected):
-    """Rollouts that this process collects.
+    """Rollouts that this process collects, in order; no other process writes to its store.
 
     Args:
         pipeline: the definition.
@@ -59,12 +59,22 @@ class MadeHere(_Collected):
         on_event: receives notices.
     """
 
+    def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
+        super().__init__(pipeline, parts, on_event)
+        self._num_stored = parts.collector.stored.largest() // pipeline.collect.prompts_per_rollout + 1
+        """Rollouts that an earlier process may have stored, if only in part; the store is not searched for later ones.
+
+        By the largest group and not by the newest rows: a ring loses rollouts that a resume then stores again, after
+        later ones.
+        """
+
     def next(self, step: int, stop: StopRequest) -> Batch | None:
         """Collect a rollout if the step begins one; the learner chooses from the fresh trajectories."""
         index, update = divmod(step - 1, self._updates)
         rollout: Rollout | None = None
         if update == 0:
-            rollout = self._parts.collector.collect(index, policy_version=step - 1)
+            is_first = index >= self._num_stored
+            rollout = self._parts.collector.collect(index, policy_version=step - 1, is_first=is_first)
             if rollout.num_failed:
                 tell(
                     self._on_event,

@@ -15,6 +15,7 @@ import torch
 from rlhf_pipeline import (
     token_match,
 )
+from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
 from rlhf_pipeline.run.build import build_models
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
@@ -208,15 +209,30 @@ def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
     assert len(set(coefs[0])) > 1
 
 
-def test_a_ring_that_evicted_what_is_replayed(tmp_path):
-    """Rollouts that a small buffer dropped after the checkpoint are sampled again, token for token."""
-    changes = {"buffer__max_trajectories": "14", "learn__updates_per_rollout": "1", "buffer__max_staleness": "0"}
+@pytest.mark.parametrize("drops", [False, True], ids=["all groups", "groups without spread are dropped"])
+@pytest.mark.parametrize("ring", ["none", "14"], ids=["keeps all", "ring"])
+def test_what_was_stored_before_a_kill_is_looked_for_and_nothing_else(tmp_path, monkeypatch, drops, ring):
+    """Whole rollouts are used again, those that a ring has lost in part are sampled again; new ones are not looked for.
+
+    A rollout is in the store in part where groups of it were dropped, or a ring of 14 holds two of its 12 rows.
+    """
+    searched, rows = [], StoredGroups.rows
+
+    def counted(self: StoredGroups, first: int, last: int) -> np.ndarray:
+        searched.append(first // 3)
+        return rows(self, first, last)
+
+    monkeypatch.setattr(StoredGroups, "rows", counted)
+    changes = {"buffer__max_trajectories": ring, "learn__updates_per_rollout": "1", "buffer__max_staleness": "0"}
     changes |= {"learn__checkpoint_every": "6"}
+    changes |= {"write__zero_variance": "drop", "loss__entropy_coeff": "0"} if drops else {}
     run(tiny(**changes), run_dir=tmp_path / "straight")
     with pytest.raises(Killed):
-        run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(5))
+        run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(4))
+    assert searched == []
     run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+    assert searched == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("zero_variance", "strategy"), [("drop", "fresh"), ("mark", "uniform"), ("keep", "variance")])
