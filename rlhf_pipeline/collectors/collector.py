@@ -176,7 +176,8 @@ class Collector:
                 "completions of this rollout; none of it was stored. Did another client of the engine stop them? Type "
                 "the same command with --resume: the rollout is sampled again."
             )
-        texts = [decode_completion(self.policy.tokenizer, completion.token_ids) for completion in completions]
+        sampled = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
+        texts = [decode_completion(self.policy.tokenizer, ids.tolist()) for ids in sampled]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         self.buffer.extend(
             trajectories(
@@ -283,6 +284,9 @@ def trajectories(
     log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
     log_probs[assistant] = completions.log_probs
 
+    # A prompt's own, the same for each member without an error.
+    own: list[dict[str, Any]] = [{"answer": prompt.answer, "prompt": dict(prompt.meta)} for prompt in prompts]
+    shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
     versions = completions.versions
     if versions is None:
         versions = np.full(len(lengths), policy_version)
@@ -302,16 +306,12 @@ def trajectories(
         ],
         prompts=[prompts[index].text for index in owner],
         completions=texts,
-        metas=[_meta(prompts[index], item) for index, item in zip(owner, grades, strict=True)],
+        metas=[
+            shared[index] if item.error is None else json.dumps({**own[index], "error": item.error}, ensure_ascii=False)
+            for index, item in zip(owner, grades, strict=True)
+        ],
     )
     if digests is not None:
         oldest: Any = out[keys.POLICY_VERSION]
         out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))
     return out
-
-
-def _meta(prompt: Prompt, item: Grade) -> str:
-    meta: dict[str, object] = {"answer": prompt.answer, "prompt": dict(prompt.meta)}
-    if item.error is not None:
-        meta["error"] = item.error
-    return json.dumps(meta, ensure_ascii=False)
