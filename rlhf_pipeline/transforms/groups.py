@@ -619,8 +619,9 @@ def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor
     advantages, degenerate = torch.zeros_like(scores.returns), torch.ones_like(finite)
     for part in parts:
         returns, lengths, task, rounding = scores.take(part)
+        penalised = {"task_rewards": task, "rounding": rounding} if bool(rounding.any()) else {}
         advantages[part], degenerate[part] = group_advantage(
-            returns, codes[part], estimator, lengths=lengths, task_rewards=task, rounding=rounding
+            returns, codes[part], estimator, lengths=lengths, **penalised
         )
     return Graded(advantages, degenerate, codes)
 
