@@ -154,6 +154,14 @@ class Collect(Settings):
         return [(known, wrong)]
 
 
+def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None) -> tuple[bool, str]:
+    """Return whether a group may close early by these arguments, and the message if they contradict each other."""
+    return (
+        (min_group_size is None) == (group_timeout_s is None),
+        "min_group_size and group_timeout_s go together: how many are enough, and after how long.",
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePath(Settings):
     """The processing of a completed trajectory before it is stored."""
@@ -192,10 +200,7 @@ class WritePath(Settings):
                 self.kl_target is None or self.kl_coef > 0,
                 "kl_target needs a kl_coef above 0 to start from.",
             ),
-            (
-                (self.min_group_size is None) == (self.group_timeout_s is None),
-                "min_group_size and group_timeout_s go together: how many are enough, and after how long.",
-            ),
+            close_policy_rule(self.min_group_size, self.group_timeout_s),
         ]
 
 

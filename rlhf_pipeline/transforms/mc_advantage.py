@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 from torchrl.objectives.llm import MCAdvantageSelector
 
+from rlhf_pipeline.config import close_policy_rule
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -223,7 +224,7 @@ class MCAdvantage(Transform):
         self.scored_in = scored_in
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
-        self._check_arguments(both=(min_group_size is None) == (group_timeout_s is None))
+        self._check_arguments(close_policy_rule(min_group_size, group_timeout_s))
         self._rules = CloseRules(
             size=self.grpo_size,
             most=self.candidate_group_size,
@@ -256,8 +257,12 @@ class MCAdvantage(Transform):
         self._store_call: StoreCall | None = None
         """The current call's work on waiting groups; None if it involves none."""
 
-    def _check_arguments(self, *, both: bool) -> None:
-        """Refuse arguments out of range or in conflict; `both`: the two close-policy arguments were given together."""
+    def _check_arguments(self, close_policy: tuple[bool, str]) -> None:
+        """Refuse arguments out of range or in conflict.
+
+        Args:
+            close_policy: the rule about the close-policy arguments as they were given, before the defaults.
+        """
         size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
         bounds = self.keep_return_bounds
         rules = [
@@ -298,7 +303,7 @@ class MCAdvantage(Transform):
                 self.batch_groups is None or self.batch_groups >= 1,
                 f"batch_groups is {self.batch_groups}; it must be at least 1.",
             ),
-            (both, "min_group_size and group_timeout_s go together: how many are enough, and after how long."),
+            close_policy,
             (
                 1 <= self.min_group_size <= size,
                 f"min_group_size is {self.min_group_size}; it must lie between 1 and grpo_size ({size}).",
