@@ -282,6 +282,8 @@ class GRPOLoss(LossModule):
         attention_mask: NestedKey = keys.ATTENTION_MASK
         loss_weight: NestedKey = keys.LOSS_WEIGHT
 
+    tensor_keys: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The keys, as changed by `set_keys`: TorchRL's property, whose type lacks those that are ours."""
     output_type: type[GRPOLossOutput] = GRPOLossOutput
 
     def __init__(
@@ -353,11 +355,6 @@ class GRPOLoss(LossModule):
         check_arguments(self, gamma=gamma, clip_value=clip_value, token_level=self._is_token_level())
         self._adapter: tuple[Any, Actor] | None = None
         self._set_in_keys()
-
-    @property
-    def tensor_keys(self) -> Any:
-        """The keys, as changed by `set_keys`."""
-        return self._tensor_keys
 
     @property
     def functional(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
