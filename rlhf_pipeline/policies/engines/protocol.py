@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -114,8 +115,19 @@ class Request:
             )
         if self.count and limits.min() < 1:
             raise DefinitionError(f"max_new_tokens is {limits.min()}; it must be at least 1.")
-        for i, prompt in enumerate(self.prompts):
-            _check_prompt(i, prompt, vocab)
+        if not lengths.all():
+            raise DataError(
+                f"Prompt {int(lengths.argmin())} has no tokens, and a model needs at least one to start from. "
+                "Begin it with a BOS token, or drop it."
+            )
+        ids = np.fromiter(chain.from_iterable(self.prompts), np.int64, int(lengths.sum()))
+        outside = np.flatnonzero((ids < 0) | (False if vocab is None else ids >= vocab))
+        if len(outside):
+            owner = int(lengths.cumsum().searchsorted(outside[0], "right"))
+            raise DataError(
+                f"Prompt {owner} has the token id {ids[outside[0]]}; the model's vocabulary is "
+                f"0 .. {'' if vocab is None else vocab - 1}. Encode it with this model's own tokenizer."
+            )
         if positions is not None and self.count:
             longest = int(lengths.argmax())
             if lengths[longest] >= positions:
@@ -125,20 +137,6 @@ class Request:
                 )
             limits = np.minimum(limits, positions - np.repeat(lengths, self.group_size))
         return limits
-
-
-def _check_prompt(index: int, prompt: Sequence[int], vocab: int | None) -> None:
-    if not len(prompt):
-        raise DataError(
-            f"Prompt {index} has no tokens, and a model needs at least one to start from. "
-            "Begin it with a BOS token, or drop it."
-        )
-    low, high = min(prompt), max(prompt)
-    if low < 0 or (vocab is not None and high >= vocab):
-        raise DataError(
-            f"Prompt {index} has the token id {low if low < 0 else high}; the model's vocabulary is "
-            f"0 .. {'' if vocab is None else vocab - 1}. Encode it with this model's own tokenizer."
-        )
 
 
 @dataclass(frozen=True, slots=True)
