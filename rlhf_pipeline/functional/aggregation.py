@@ -17,6 +17,7 @@ __all__ = [
     "AGGREGATIONS",
     "canonical_aggregation",
     "contributes",
+    "scorable",
     "token_weights",
 ]
 
@@ -115,3 +116,28 @@ def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonu
     if kl_loss or entropy_bonus:
         return torch.ones_like(advantages, dtype=torch.bool)
     return advantages != 0
+
+
+def scorable(
+    chosen: torch.Tensor, attention: torch.Tensor, behaviour: torch.Tensor, *compared: torch.Tensor | None
+) -> torch.Tensor:
+    """Return which of the chosen tokens are in the loss: those with a token before them and with finite log-probs.
+
+    Args:
+        chosen: bool [B, T], the tokens that a masking strategy chose.
+        attention: bool [B, T], the real tokens.
+        behaviour: log-probs [B, T].
+        *compared: further log-probs [B, T] that the loss reads, or None.
+
+    Returns:
+        bool [B, T].
+
+    >>> real, nan = torch.tensor([[True, True, True]]), float("nan")
+    >>> scorable(real, real, torch.tensor([[-1.0, nan, -2.0]]))
+    tensor([[False, False,  True]])
+    """
+    mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    for log_probs in compared:
+        if log_probs is not None:
+            mask = mask & torch.isfinite(log_probs)
+    return mask

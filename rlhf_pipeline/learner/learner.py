@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import (
+    SCORED,
     Chosen,
     StepLedger,
     StepPlan,
@@ -41,7 +43,7 @@ from rlhf_pipeline.learner.step_plan import (
     trajectory_names,
 )
 from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
-from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.model_parts import rounding
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
@@ -298,7 +300,7 @@ class Learner:
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
             head_weight=self.policy.head_weight,
-            read=self._columns,
+            read=partial(self.buffer.trajectories.columns, keys=self._keys(chosen.row_ids)),
             shards=self.shards,
         )
         if self.loss.decoupled:
@@ -341,7 +343,6 @@ class Learner:
             **guarded,
             **data_metrics(store, plan.row_ids, advantages=plan.advantages, ages=chosen.ages, uses=uses),
             **kl_metrics(plan.columns, [*plan.batches, *plan.measured], self.shards),
-            "padding_efficiency": plan.padding_efficiency,
             "grad_norm": float(gradient_norm),
             "lr": lr,
             **meter.metrics(
@@ -514,12 +515,14 @@ class Learner:
         young = version - store.read_scalars("policy_version", held[there]) <= max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
-    def _columns(self, row_ids: np.ndarray) -> dict[keys.Key, torch.Tensor]:
-        """Read rows as padded tensors by key, on the host; the loss moves what it needs."""
-        names = self.loss.tensor_keys
+    def _keys(self, row_ids: np.ndarray) -> list[keys.Key]:
+        """Return what a step reads of its rows; the reference's log-probs only if a row has them."""
+        names, store = self.loss.tensor_keys, self.buffer.store
         wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
-        wanted += [names.ref_log_probs] if names.ref_log_probs in column_of_key(self.buffer.store.schema) else []
-        return self.buffer.trajectories.columns(row_ids, wanted)
+        reference = column_of_key(store.schema).get(names.ref_log_probs)
+        if reference is not None and bool(store.present(reference.name, row_ids).any()):
+            wanted.append(names.ref_log_probs)
+        return wanted
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
         """Return a micro-batch, with its loss weights."""
@@ -532,15 +535,14 @@ class Learner:
             held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape)
             proximal[mask] = held
-        attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
-        ref = columns.get(names.ref_log_probs)
+        scored, ref = columns[SCORED], columns.get(names.ref_log_probs)
         if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
             ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
         return LossBatch(
             tokens=columns[names.action],
-            attention=attention,
-            mask=scorable(mask, attention, behaviour, proximal, ref if self.loss.kl_to_ref_coeff else None),
-            behaviour=behaviour,
+            attention=columns[keys.ATTENTION_MASK],
+            mask=scored if proximal is None else scored & torch.isfinite(proximal),
+            behaviour=columns[names.sample_log_prob],
             advantage=advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
             ref=ref,
             proximal=proximal,

@@ -100,6 +100,8 @@ def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Sh
         known = columns[keys.ASSISTANT_MASK] & torch.isfinite(log_probs) & torch.isfinite(reference)
         rows = (values[known].split(known.sum(1).tolist()) for values in (log_probs, reference))
         held |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
+    if not held and shards is None:
+        return dict.fromkeys(_KL)
     pairs = [held[at] for at in sorted(held)]  # in the step's order, however it was split
     own = [torch.cat(some) for some in zip(*pairs, strict=True)] if pairs else [torch.zeros(0)] * 2
     figures, num = kl_figures(*own), len(own[0])
@@ -208,7 +210,9 @@ class StepMeter:
 
         `update_s`: wall time. `processes`: devices that shared the step. `num_tokens`: real tokens that went through
         the model. `num_scored_tokens`: tokens in the loss. `num_unscored_tokens`: tokens of the policy that are not in
-        the loss because a log-prob that it reads is not finite. `update_tokens_per_s`: `num_tokens` per second. `mfu`:
+        the loss because a log-prob that it reads is not finite. `padding_efficiency`: real tokens over computed
+        positions of the rows with a gradient, above 1 if prompts are shared; None if no row has a gradient.
+        `update_tokens_per_s`: `num_tokens` per second. `mfu`:
         useful operations per second (forward only for trajectories without a gradient) over the peak of all processes;
         None if the peak is not known. `peak_memory_mb`: the peak of device memory held by tensors in this step; on a
         CPU the peak memory of the process since it started.
@@ -237,6 +241,9 @@ class StepMeter:
             "num_tokens": tokens,
             "num_scored_tokens": int(plan.scored.sum()),
             "num_unscored_tokens": int((plan.produced - plan.scored).sum()),
+            "padding_efficiency": float(plan.lengths[plan.learns].sum()) / sum(plan.positions)
+            if plan.batches
+            else None,
             "update_tokens_per_s": tokens / seconds if tokens else None,
             "mfu": rate,
             "peak_memory_mb": peak / 1e6,

@@ -17,9 +17,8 @@ from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_samp
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.aggregation import contributes, token_weights
+from rlhf_pipeline.functional.aggregation import contributes, scorable, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
-from rlhf_pipeline.losses.loss_batch import scorable
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from trajectory_store import TrajectoryStore
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Columns = Mapping[keys.Key, Tensor]
 """Tensors of rows by key."""
+SCORED: keys.Key = ("masks", "scored")
+"""The key of the tokens that are in the loss, bool `[B, T]`, among a micro-batch's columns."""
 
 
 class Chosen(NamedTuple):
@@ -64,7 +65,8 @@ class StepPlan:
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
         measured: micro-batches of the other rows, which run forward only, for the step's figures.
         positions: the number of positions that the model computes for each of `batches`.
-        columns: the data that this process has read: padded columns of a micro-batch, by its first position.
+        columns: the data that this process has read: padded columns of a micro-batch, by its first position, and
+            under `SCORED` its tokens in the loss.
     """
 
     row_ids: np.ndarray
@@ -82,14 +84,6 @@ class StepPlan:
     def columns_of(self, chosen: Tensor) -> Columns:
         """Return the columns of a micro-batch that this process runs."""
         return self.columns[int(chosen[0])]
-
-    @property
-    def padding_efficiency(self) -> float | None:
-        """Real tokens over computed positions of the rows with a gradient; above 1 if prompts are shared.
-
-        None if no row has a gradient.
-        """
-        return float(self.lengths[self.learns].sum()) / sum(self.positions) if self.batches else None
 
     def without(self, lost: Tensor, *, loss: GRPOLoss, max_completion_tokens: int) -> StepPlan:
         """Return the same step with fewer tokens in the loss.
@@ -158,10 +152,12 @@ def plan_step(
 
     def cut(chosen: Tensor) -> tuple[list[Tensor], list[int]]:
         at = chosen.nonzero()[:, 0]
+        if not len(at):
+            return [], []
         plan = plan_micro_batches(
             config.layout,
             lengths[at],
-            max(config.token_budget, int(lengths[at].max()) if len(at) else 0),
+            max(config.token_budget, int(lengths[at].max())),
             prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids[at]).astype(np.int64)),
             group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids[at]).astype(np.int64)),
             weight=head_weight,
@@ -175,8 +171,10 @@ def plan_step(
         for number in range(len(some)) if shards is None else shards.share(range(len(some))):
             if number is not None:
                 chosen = some[number]
-                found = columns[int(chosen[0])] = read(row_ids[chosen.numpy()])
-                counts[:, chosen] = token_counts(found, loss)
+                found = read(row_ids[chosen.numpy()])
+                scored_tokens = scored_of(found, loss)
+                counts[:, chosen] = torch.stack([found[keys.ASSISTANT_MASK][:, 1:].sum(1), scored_tokens.sum(1)])
+                columns[int(chosen[0])] = {**found, SCORED: scored_tokens}
     produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
         row_ids=row_ids,
@@ -204,24 +202,20 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
     return np.where(named < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, named)
 
 
-def token_counts(columns: Columns, loss: GRPOLoss) -> Tensor:
-    """Count the tokens of trajectories that the policy produced, and those in the loss; int64 `[2, B]`.
+def scored_of(columns: Columns, loss: GRPOLoss) -> Tensor:
+    """Return which tokens of trajectories are in the loss, bool `[B, T]`.
 
-    They are counted from the mask and not from the prompt's length: several turns have tokens of others in between.
-    The first token of a trajectory is not counted, because nothing predicts it.
+    By the mask and not by the prompt's length: several turns have tokens of others in between.
 
     Args:
         columns: right-padded, by key.
         loss: determines which log-probs are read.
     """
     names, mask = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
-    produced = mask.clone()
-    produced[:, :1] = False
     ref = columns.get(names.ref_log_probs) if loss.kl_to_ref_coeff else None
     if ref is None and loss.kl_to_ref_coeff:
         ref = torch.full(mask.shape, math.nan)  # none of these rows has any
-    scored = scorable(mask, columns[keys.ATTENTION_MASK], columns[names.sample_log_prob], ref)
-    return torch.stack([produced.sum(1), scored.sum(1)])
+    return scorable(mask, columns[keys.ATTENTION_MASK], columns[names.sample_log_prob], ref)
 
 
 def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:

@@ -13,9 +13,10 @@ from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.trajectories import leaves_of, rows_of
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.policies.token_batches import TokenBatch, prompt_lengths
 
-__all__ = ["LossBatch", "MaskingStrategy", "read_batch", "scorable"]
+__all__ = ["LossBatch", "MaskingStrategy", "read_batch"]
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 NestedKey = Any
@@ -30,7 +31,8 @@ class LossBatch:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
         mask: bool [B, T], the tokens of the loss: those that the masking strategy chose, that have a token before
-            them to be predicted from, and whose log-probs that the loss reads are finite; see `scorable`.
+            them to be predicted from, and whose log-probs that the loss reads are finite; see
+            `functional.aggregation.scorable`.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -56,24 +58,6 @@ class LossBatch:
         held = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
         moved = dict(zip(held, upload([getattr(self, name) for name in held], device), strict=True))
         return replace(self, **moved, source=None if self.source is None else self.source.to(device))
-
-
-def scorable(
-    chosen: torch.Tensor, attention: torch.Tensor, behaviour: torch.Tensor, *compared: torch.Tensor | None
-) -> torch.Tensor:
-    """Return which of the chosen tokens can be scored and compared: the mask of a `LossBatch`.
-
-    Args:
-        chosen: bool [B, T], the tokens that a masking strategy chose.
-        attention: bool [B, T], the real tokens.
-        behaviour: log-probs [B, T].
-        *compared: further log-probs [B, T] that the loss reads, or None.
-    """
-    mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
-    for log_probs in compared:
-        if log_probs is not None:
-            mask = mask & torch.isfinite(log_probs)
-    return mask
 
 
 class _Reader:

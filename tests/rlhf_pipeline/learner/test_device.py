@@ -26,8 +26,9 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
+from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.losses.loss_batch import LossBatch, scorable
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 from tests.rlhf_pipeline.small import trajectory
