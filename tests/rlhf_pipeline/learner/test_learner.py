@@ -378,6 +378,28 @@ def test_a_row_without_a_reference_leaves_the_step_whatever_the_split(make_learn
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"])
 
 
+@pytest.mark.parametrize("scored", [0, 1])
+def test_the_references_column_is_read_if_a_row_has_it(make_learner, monkeypatch, scored):
+    """One row with a reference is enough, in whichever micro-batch; without any, the column of NaN is not made."""
+    rows = [row.clone() for row in TURNS]
+    for row in rows[:scored]:
+        row["next", "ref_log_probs", "full"] = torch.where(row["masks", "all_assistant_mask"], -2.5, torch.nan)
+    learner = make_learner(9)
+    for row in rows:
+        learner.buffer.extend_raw(lazy_stack([row.clone()]).update({"advantage": torch.ones(1)}))
+    read, asked = TrajectoryStorage.columns, []
+
+    def seen(self, row_ids, keys):
+        asked.append(learner.loss.tensor_keys.ref_log_probs in keys)
+        return read(self, row_ids, keys)
+
+    monkeypatch.setattr(TrajectoryStorage, "columns", seen)
+    figures = learner.step(1)
+    assert len(asked) > 1
+    assert set(asked) == {bool(scored)}
+    assert (figures["kl_k1"] is not None) == bool(scored)
+
+
 def test_a_gradient_that_rewards_overflow_names_the_rewards(make_learner):
     """Rewards near the largest float32 are not answered with advice about the learning rate."""
     learner = make_learner(4096)
