@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +17,14 @@ from trajectory_store.schema import Column
 if TYPE_CHECKING:
     from trajectory_store.catalog import Catalog
 
+News = tuple[Int64Array, Int64Array, Int64Array]
+"""Updates: their targets, addresses and times."""
+
 _NONE: Int64Array = np.empty(0, np.int64)
 
-
 NOT_SEEN_YET = 1 << 20
+"""Rows of a segment beyond all that are known for which there may be updates: commits are read one after another. The
+tables have room for them; it is limited, so that a damaged target does not take all memory."""
 
 
 def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
@@ -41,6 +45,16 @@ def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) 
     """
     left = dict(zip(*(n.tolist() for n in np.unique(owners, return_counts=True)), strict=True))
     return all(left.get(o, 0) == limits.get(o, 0) for a, b in segment.owners for o in range(a, b + 1))
+
+
+def _joined(found: Sequence[News]) -> News:
+    targets, addresses, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return targets, addresses, times
+
+
+def _picked(found: News, count: npt.NDArray[np.bool_]) -> News:
+    targets, addresses, times = found
+    return found if count.all() else (targets[count], addresses[count], times[count])
 
 
 class Later:
@@ -65,6 +79,7 @@ class Later:
         self._folded: dict[int, npt.NDArray[Any]] = {}
         self._rows: dict[int, int] = {}
         self._news: list[tuple[Int64Array, Int64Array]] = []
+        self._waiting: News = (_NONE, _NONE, _NONE)
         self._generation = -1
         self.follow()
 
@@ -78,7 +93,7 @@ class Later:
             return True
         if any(ordinal not in segments for ordinal in self._seen):
             return False
-        found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+        found = [self._waiting] if len(self._waiting[0]) else []
         seen: dict[int, tuple[int, int]] = {}
         for ordinal in sorted(segments):
             segment = segments[ordinal]
@@ -87,24 +102,23 @@ class Later:
                 continue
             seen[ordinal] = (segment.records, segment.rows)
             found.append(self._read(segment, records, rows))
+        waiting = self._waiting
         if found:
-            self._apply(*(np.concatenate(parts) for parts in zip(*found, strict=True)), ordered=len(found) == 1)
+            news, waiting = self._split(found[0] if len(found) == 1 else _joined(found))
+            self._apply(*news, ordered=len(found) == len(seen) == 1)
         self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
+        self._waiting = waiting
         self._fold_news()
         self._generation = generation
         return True
 
-    def _read(self, segment: Segment, records: int, first: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return targets, addresses and times of the rows of an update segment from `first` on.
-
-        An update is left out if no segment or row can have its target; `verify` reports it.
-        """
+    def _read(self, segment: Segment, records: int, first: int) -> News:
+        """Return the updates of a segment from row `first` on."""
         targets = np.array(segment.array(TARGET)[first : segment.rows])
         base = segment.ordinal << ORDINAL_SHIFT
         addresses = np.arange(base + first, base + segment.rows, dtype=np.int64)
         times = segment.row_times(records, first)
-        ordinals, rows = self._catalog.state.next_ordinal, self._catalog.watermark() + NOT_SEEN_YET
-        count = (targets >= 0) & (targets >> ORDINAL_SHIFT < ordinals) & (targets & ROW_MASK < rows)
+        count = targets >= 0
         if self._limits is not None:
             sources = segment.row_ids(first, segment.rows)
             inside = within(self._limits, sources)
@@ -115,7 +129,17 @@ class Later:
                     "Read without the snapshot, or take snapshots that are younger than the last compact()."
                 )
             count &= inside
-        return (targets, addresses, times) if count.all() else (targets[count], addresses[count], times[count])
+        return _picked((targets, addresses, times), count)
+
+    def _split(self, found: News) -> tuple[News, News]:
+        """Return the updates of rows that may be known, and those that wait until they are.
+
+        The catalog is read before the commits, so an update may be newer than the record that names its row's segment.
+        A damaged target waits for ever; `verify` reports it.
+        """
+        ordinals, rows = self._catalog.state.next_ordinal, self._catalog.watermark() + NOT_SEEN_YET
+        count = (found[0] >> ORDINAL_SHIFT < ordinals) & (found[0] & ROW_MASK < rows)
+        return (_picked(found, count), _picked(found, ~count)) if not count.all() else (found, (_NONE, _NONE, _NONE))
 
     def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
         if not ordered:

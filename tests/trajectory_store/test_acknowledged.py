@@ -262,6 +262,35 @@ def test_an_update_after_another_process_compacted_is_there(tmp_path, backend):
     assert tags_of(path) == list(range(11))
 
 
+def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_path, backend, monkeypatch):
+    """Between the look at the catalog and that at the commits, one writer begins a segment, another updates its row."""
+    path = create(tmp_path / "s", backend)
+    one, two = (TrajectoryStore.open(path, "a") for _ in range(2))
+    ids = one.append(rows([0])).tolist()
+    two.refresh()
+    two.update(ids, priority=1.0)
+    with TrajectoryStore.open(path) as reader:
+        assert reader.read_scalars("priority").tolist() == [1.0]
+        look, late = Catalog._read_commits, [TrajectoryStore.open(path, "a")]
+
+        def look_later(self, segments=None):
+            if self is reader._catalog and late:
+                ids.extend(late.pop().append(rows([1])))
+                two.refresh()
+                two.update(ids[-1:], priority=77.0)
+            look(self, segments)
+
+        monkeypatch.setattr(Catalog, "_read_commits", look_later)
+        reader.refresh()
+        assert not late
+        assert reader.read_scalars("priority").tolist()[0] == 1.0
+        reader.refresh()
+        assert reader.read_scalars("priority").tolist() == [1.0, 77.0]
+        assert reader.read_scalars("priority", ids).tolist() == [1.0, 77.0]
+    for store in (one, two):
+        store.close()
+
+
 def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, clock):
     """Five seconds behind, a full ring: new rows are the newest, and the later of two updates wins."""
     path = create(tmp_path / "s", backend, max_trajectories=10)
