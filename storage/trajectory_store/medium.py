@@ -7,11 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, Transient
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError
@@ -77,10 +78,13 @@ class Segment(ABC):
         records: commits seen.
         newest_ns: the time of the newest of them; for a merged segment, the catalog has a later one.
         finished: nothing more will be added.
+        early: the durabilities with which a commit may be on the disk before its data is.
 
     Raises:
         CorruptionError: this is not the segment that the catalog names.
     """
+
+    early: ClassVar[frozenset[str]] = frozenset({"process"})
 
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
@@ -116,6 +120,14 @@ class Segment(ABC):
     @abstractmethod
     def is_live(self) -> bool:
         """Return whether a process may still append."""
+
+    @property
+    def may_be_torn(self) -> bool:
+        """Whether the machine may have gone down after a commit and before its data was safe.
+
+        Another boot id alone does not say so: a writer may live on another machine, and all that it commits counts.
+        """
+        return self.meta.durability in self.early and self.meta.boot_id != fs.boot_id() and not self.is_live()
 
     @abstractmethod
     def disk_bytes(self) -> int:

@@ -452,6 +452,8 @@ class LocalSegment(Segment):
         CorruptionError: it is damaged, or another segment is in its place.
     """
 
+    early = frozenset({"process", "group"})  # a group's commits are visible before they are synced together
+
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
         fs.check_folder(folder)
         raw = fs.read_file(folder / "zarr.json")
@@ -461,11 +463,13 @@ class LocalSegment(Segment):
         self.meta_crc = crc32c(raw)
         self._io: Io = io
         self._log: Log | None = None
-        self.limit = self._limit_after_reboot()
+        self.limit: int | None = None
         self.refresh()
-        if not self.finished and not fs.is_locked(commits_path(folder)):
+        if not self.finished and not self.is_live():
             self.refresh()  # its writer is gone for good, but may have written just before
             self.finished = True
+        if self.may_be_torn:
+            self._trust()
         self.close_log()
 
     @property
@@ -486,12 +490,15 @@ class LocalSegment(Segment):
         if self.finished or (self.records and self.log.is_blank(self.records)):
             return
         end = self.log.find_end(self.records)
-        if self.limit is not None:
-            end, self.finished = min(end, self.limit), True
-        if end == self.records:
-            return
-        last = self.log.get(end - 1)
-        self.records = end  # only now: if that read fails, the next refresh finds these records again
+        if end != self.records:
+            self._take(end)
+
+    def _take(self, records: int) -> None:
+        """Count the first records."""
+        last = self.log.get(records - 1) if records else None
+        self.records = records  # only now: if that read fails, the next refresh finds these records again
+        if not records:
+            self.rows = self.newest_ns = 0
         if last is not None:
             self.rows = last.rows_end
             self.newest_ns = last.time_ns
@@ -502,23 +509,19 @@ class LocalSegment(Segment):
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
 
+    def _trust(self) -> None:
+        """Count records up to the first whose data is damaged."""
+        self.finished = False  # while they are checked, files are read whole: torn offsets do not say how much is used
+        self.limit = trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
+        self.finished = True
+        self._take(min(self.records, self.limit))
+
     def acknowledged(self) -> int | None:
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
         try:
             return parse_mark(fs.read_file(mark_path(self.folder)))
         except (OSError, StoreError):
             return None
-
-    @property
-    def survived_reboot(self) -> bool:
-        """Whether the segment was written without syncs and the machine has rebooted since."""
-        return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
-
-    def _limit_after_reboot(self) -> int | None:
-        """Return how many records to trust, if the segment may not have been synced before a reboot; else None."""
-        if self.meta.durability == "power" or self.meta.boot_id == fs.boot_id():
-            return None
-        return trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
 
     def check_prefix(self) -> int:
         """Count the records whose data checksum holds, up to the first that does not."""
@@ -656,7 +659,7 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
         report.damaged(segment.row_ids(covered, segment.rows))
     if mark is None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
-    elif mark > end and not segment.survived_reboot:
+    elif mark > end and not (segment.may_be_torn and segment.meta.durability == "process"):
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.close_log()

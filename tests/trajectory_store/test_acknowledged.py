@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore, upkeep
+from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore, fs, upkeep
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
@@ -289,6 +289,48 @@ def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_pat
         assert reader.read_scalars("priority", ids).tolist() == [1.0, 77.0]
     for store in (one, two):
         store.close()
+
+
+@pytest.mark.parametrize("durability", ["process", "group"])
+def test_a_living_writer_loses_nothing_to_a_process_with_another_boot_id(tmp_path, backend, durability, monkeypatch):
+    """On another machine, or in another container: no row is left out, merged away or noted as never committed."""
+    path = create(tmp_path / "s", backend, durability=durability)
+    writer = TrajectoryStore.open(path, "a")
+    writer.append(rows([0, 1]))
+    monkeypatch.setattr(fs, "boot_id", lambda: "another")
+    with TrajectoryStore.open(path, "a") as other:
+        assert other.read_scalars("tag").tolist() == [0, 1]
+        writer.append(rows([2]))
+        other.refresh()
+        assert other.read_scalars("tag").tolist() == [0, 1, 2]
+        other.compact()
+        ids = writer.append(rows([3]))
+        writer.update(ids, priority=3.0)
+        other.refresh()
+        assert other.read_scalars("tag").tolist() == [0, 1, 2, 3]
+        assert other.read_scalars("priority").tolist() == [0, 0, 0, 3]
+    assert tags_of(path) == [0, 1, 2, 3]
+    assert not list(path.rglob("verified*"))
+    writer.close()
+    assert tags_of(path) == [0, 1, 2, 3]
+
+
+def test_a_writer_that_was_silent_for_hours_loses_nothing_to_another_boot_id(tmp_path, backend, clock, monkeypatch):
+    """Where no lock says whether it lives, its segment is ended before it is taken for one that a reboot cut off."""
+    path = create(tmp_path / "s", backend)
+    writer = TrajectoryStore.open(path, "a")
+    writer.append(rows([0, 1]))
+    with monkeypatch.context() as patches:
+        patches.setattr(fs, "boot_id", lambda: "another")
+        clock(7200)
+        reader = TrajectoryStore.open(path)
+        clock(0)
+    with reader:
+        writer.append(rows([2]))
+        reader.refresh()
+        assert reader.read_scalars("tag").tolist() == [0, 1, 2]
+    assert tags_of(path) == [0, 1, 2]
+    writer.close()
 
 
 def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, clock):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, number_from
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
@@ -146,7 +145,8 @@ class ObjectMedium(Medium):
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
         if self.bucket.local:
             for segment in segments:
-                self._trust_after_reboot(segment)
+                if segment.may_be_torn and (segment.finished or self._ended(segment)):
+                    self._trust(segment)
 
     def _alone(self, segment: ObjectSegment) -> Segment | Exception:
         """Read a segment by itself, so that an error costs no other; half of it, unchecked, is never used."""
@@ -215,11 +215,16 @@ class ObjectMedium(Medium):
                     again[segment] = there[segment]
             there = again
 
-    def _trust_after_reboot(self, segment: ObjectSegment) -> None:
-        """If the machine went down before objects were synced, count them up to the first damaged one."""
-        meta = segment.meta
-        if meta.merged or meta.durability != "process" or meta.boot_id == fs.boot_id():
-            return
+    def _ended(self, segment: ObjectSegment) -> bool:
+        """Make sure that the writer of a segment, which seems dead, commits nothing more than will be counted."""
+        known = segment.records
+        try:
+            return self._put_end(segment) or segment.records == known  # a damaged object takes the number as well
+        except StoreError:  # a reader that may not write
+            return False
+
+    def _trust(self, segment: ObjectSegment) -> None:
+        """Count objects up to the first damaged one: the machine may have gone down before they were synced."""
 
         def whole_objects() -> int:
             report = VerifyReport(self.where)
