@@ -22,6 +22,7 @@ from trajectory_store.errors import (
     StoreExistsError,
     StoreNotFoundError,
     UnknownColumnError,
+    UnsyncedError,
     WriteFailedError,
 )
 from trajectory_store.pool import BufferPool
@@ -56,6 +57,7 @@ __all__ = [
     "MissingRowError",
     "SnapshotGoneError",
     "WriteFailedError",
+    "UnsyncedError",
     "ReadFailedError",
     "CorruptionError",
 ]

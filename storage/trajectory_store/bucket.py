@@ -272,7 +272,7 @@ class FolderBucket(Bucket):
                 except FileNotFoundError:  # the folder does not exist yet, or upkeep removed it while it was empty
                     if attempt == _FOLDER_TRIES - 1:
                         raise
-                self._make_folder(path.parent)
+                    self._make_folder(path.parent)
         raise AssertionError(_FOLDER_TRIES)
 
     def _link(self, path: Path, temporary: Path, data: bytes) -> bool:
@@ -287,7 +287,10 @@ class FolderBucket(Bucket):
             with suppress(OSError):
                 fs.remove_file(temporary)
         if self.durable:
-            fs.sync_path(path.parent)
+            try:
+                fs.sync_path(path.parent)
+            except OSError as error:
+                raise fs.unsynced(error, path) from error
         return True
 
     def put(self, key: str, data: bytes) -> None:

@@ -14,6 +14,7 @@
     |   +-- SegmentGoneError                  its segment was removed since the last refresh
     |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
+    |   +-- UnsyncedError                     what was written is in the store, and may not be on the disk
     +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
 
@@ -79,6 +80,10 @@ class SnapshotGoneError(MissingRowError):
 
 class WriteFailedError(StoreError, OSError):
     """The disk is full or failing. What was acknowledged before is safe and readable."""
+
+
+class UnsyncedError(WriteFailedError):
+    """A sync failed after the write: the rows or values are in the store, and a power loss may take them."""
 
 
 class ReadFailedError(StoreError, OSError):

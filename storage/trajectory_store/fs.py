@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy.typing as npt
 
-from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -42,6 +42,16 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
         f"these rows are not in the store. {way_out}."
     )
     return WriteFailedError(error.errno, message, str(path))
+
+
+def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
+    """Turn the OSError of a sync into an UnsyncedError, which says what is in the store."""
+    message = (
+        f"syncing failed at {path}: {os.strerror(error.errno or 0)}. What was written is in the store and readable, "
+        "but may not be on the disk: a power loss may take it. Do not append or update it again. Check the disk; after "
+        "a power loss run verify(), which reports what is lost."
+    )
+    return UnsyncedError(error.errno, message, str(path))
 
 
 def unreadable(error: OSError, path: Path | str) -> StoreError:

@@ -337,6 +337,7 @@ class SegmentWriter(ABC):
         """Write a batch that fits, and return its first row; readers see the batch after that.
 
         Raises:
+            UnsyncedError: the batch is visible; whether it is on the disk is not known.
             OSError: nothing of the batch is visible, unless the commit is pending.
             SealedError: another process ended the segment; nothing of the batch is in it.
         """
@@ -350,7 +351,11 @@ class SegmentWriter(ABC):
         return None
 
     def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe as soon as they are made
-        """Wait until that many commits have the promised durability."""
+        """Wait until that many commits have the promised durability.
+
+        Raises:
+            OSError: they are visible; whether they are on the disk is not known.
+        """
 
     def sync(self) -> None:  # noqa: B027
         """Wait until everything written so far is on the disk."""

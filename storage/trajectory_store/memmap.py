@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
-from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
+from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
 from trajectory_store.format import (
     COMMITS,
     KIND_END,
@@ -77,7 +77,7 @@ def create_folder(path: Path, root: Root) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fs.mkdir(temporary)
-            fill_root(FolderBucket(temporary, durable=durable), root)
+            fill_root(FolderBucket(temporary, durable=False), root)  # synced as a whole, before it has its name
             if durable:
                 fs.sync_tree(temporary)
             fs.rename(temporary, path)
@@ -143,9 +143,10 @@ class Memmap(Medium):
                     least = claim(ordinal, meta.salt)
                     if least == ordinal:
                         return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
-            except OSError:
+            except OSError as error:
                 os.close(log_fd)
-                fs.remove_tree(folder)
+                if not isinstance(error, UnsyncedError):  # else the catalog names the segment
+                    fs.remove_tree(folder)
                 raise
 
     def _name(self, folder: Path, ordinal: int, *, merged: bool) -> tuple[int, Path]:
@@ -286,24 +287,22 @@ class LocalWriter(SegmentWriter):
         self._files = threading.Lock()
         self._sync = threading.Condition()
         self._synced = 0
+        self._failed = False
         self._syncing = False
         self._company = False
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
-        """Write a batch that fits and return its first row; if only the sync of its record fails, it stays visible."""
+        """Write a batch that fits and return its first row."""
         first = self.rows
-        durable = self.meta.durability == "power" and not self.meta.merged
         touched, ends, crc = self._write_data(batch)
-        if durable:
+        if self.meta.durability == "power" and not self.meta.merged:
             self._datasync([self._fds[name] for name in touched])
         self._catalog = catalog
         time_ns = max(time_ns, self.last_time + 1)
         self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc)
         self.rows, self.ends, self.last_time = first + batch.n_rows, ends, time_ns
         self.records += 1
-        if durable:
-            fs.datasync(self._log_fd)
-        if self.meta.durability != "group":
+        if self.meta.durability == "process" or self.meta.merged:
             self._acknowledge(self.records)
         return first
 
@@ -346,8 +345,8 @@ class LocalWriter(SegmentWriter):
         return touched, ends, crc
 
     def wait_durable(self, records: int) -> None:
-        """With durability "group", return once that many records are on the disk; one waiting thread syncs for all."""
-        if self.meta.durability != "group" or self.meta.merged:
+        """Return once that many records are on the disk, with their data; one waiting thread syncs for all."""
+        if self.meta.durability == "process" or self.meta.merged:
             return
         with self._sync:
             while self._synced < records and self._syncing:
@@ -359,8 +358,8 @@ class LocalWriter(SegmentWriter):
             if self._company:
                 time.sleep(GROUP_DELAY_S)
             before = self._synced
-            self.sync()
-            self._company = self._synced - before > 1
+            self._make_safe(data=self.meta.durability == "group")  # else a commit has synced its data
+            self._company = self.meta.durability == "group" and self._synced - before > 1
             if self._synced < records:
                 raise OSError(errno.EIO, "the segment was closed before it was synced")
         finally:
@@ -369,16 +368,30 @@ class LocalWriter(SegmentWriter):
                 self._sync.notify_all()
 
     def sync(self) -> None:
-        """Wait until everything written so far is on the disk, data before records."""
+        """Wait until everything written so far is on the disk."""
+        self._make_safe(data=True)
+
+    def _make_safe(self, *, data: bool) -> None:
+        """Sync the data, if asked to, then the records; acknowledge them.
+
+        After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
+        """
         with self._files:
             if self._log_fd < 0:
                 return
+            if self._failed:
+                raise OSError(errno.EIO, "an earlier sync of the segment failed")
             done = self.records
-            self._datasync(list(self._fds.values()))
-            fs.datasync(self._log_fd)
-            self._synced = max(self._synced, done)
-            if self.meta.durability == "group":
-                self._acknowledge(self._synced)
+            try:
+                if data:
+                    self._datasync(list(self._fds.values()))
+                fs.datasync(self._log_fd)
+            except OSError:
+                self._failed = True
+                raise
+            self._synced = done
+            if self.meta.durability != "process":
+                self._acknowledge(done)
 
     def _datasync(self, fds: list[int]) -> None:
         """Sync several files at once, so that they share the journal's commit and the disk's flush."""

@@ -259,6 +259,7 @@ class TrajectoryStore(StoreReads):
 
         Raises:
             BatchError: the rows do not fit the schema; nothing was written.
+            UnsyncedError: the rows are in the store, but their sync failed: do not append them again.
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         self._check_writable("append")
@@ -290,6 +291,7 @@ class TrajectoryStore(StoreReads):
         Raises:
             BatchError: a length or a dtype does not fit; nothing was written.
             MissingRowError: an id is not in the store.
+            UnsyncedError: the values are in the store, but their sync failed.
             WriteFailedError: the disk refused; nothing of this update is visible.
         """
         self._check_writable("update")
@@ -331,11 +333,17 @@ class TrajectoryStore(StoreReads):
         return batch
 
     def flush(self) -> None:
-        """Wait until everything that this process appended is on the disk."""
+        """Wait until everything that this process appended is on the disk.
+
+        Raises:
+            UnsyncedError: everything is in the store, but a sync failed.
+        """
         self._check_writable("flush")
-        with fs.explained(self.path, "syncing"):
+        try:
             for stream in (self._stream, *self._update_streams.values()):
                 stream.sync()
+        except OSError as error:
+            raise fs.unsynced(error, self.path) from error
 
     # Upkeep
 

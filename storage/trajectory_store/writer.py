@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.errors import StoreError
+from trajectory_store.errors import StoreError, UnsyncedError
 from trajectory_store.format import Durability, Kind, SegmentMeta
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import SealedError, SegmentWriter
@@ -72,6 +72,7 @@ class Stream:
             The ordinal of the segment and the first row in it.
 
         Raises:
+            UnsyncedError: the rows are in the store, but their sync failed.
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         with self._lock:
@@ -95,8 +96,9 @@ class Stream:
             writer.wait_durable(records)
         except OSError as error:
             with self._lock:
-                self._give_up()
-            raise fs.failed(error, self._catalog.medium.where, "syncing") from error
+                if self._writer is writer:
+                    self._give_up()
+            raise fs.unsynced(error, self._catalog.medium.where) from error
         return writer.ordinal, first
 
     def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
@@ -151,7 +153,11 @@ class Stream:
             preallocated=self._root.preallocate and own,
         )
         medium = self._catalog.medium
-        self._writer = writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
+        try:
+            writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
+        except UnsyncedError as error:  # the segment may be there, but not these rows
+            raise fs.failed(error, medium.where, "beginning a segment") from error
+        self._writer = writer
         self._made += 1
         try:
             self._catalog.refresh()

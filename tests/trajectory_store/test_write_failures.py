@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trajectory_store import Column, Schema, StoreError, TrajectoryStore, WriteFailedError, fs
+from trajectory_store import Column, Schema, StoreError, TrajectoryStore, UnsyncedError, WriteFailedError, fs
+from trajectory_store.batch import prepare
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
@@ -94,6 +96,131 @@ def test_a_full_disk_is_an_error_and_the_writer_goes_on_afterwards(tmp_path, mon
     with TrajectoryStore.open(tmp_path / "s") as reader:
         assert reader.read_scalars("n").tolist() == kept
         assert reader.verify().ok
+
+
+class Syncs:
+    """Counts the syncs of files and folders, and lets one of them fail."""
+
+    def __init__(self, monkeypatch):
+        self.left = 10**9
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self.failing(getattr(os, name)))
+
+    def failing(self, real):
+        def sync(fd):
+            self.left -= 1
+            if self.left < 0:
+                self.left = 10**9
+                raise OSError(errno.EIO, "Input/output error")
+            real(fd)
+
+        return sync
+
+    def fails(self, at, write):
+        """Let sync number `at` fail during a write; returns the error, or None if the write needed fewer syncs."""
+        self.left = at
+        try:
+            write()
+        except WriteFailedError as error:
+            return error
+        finally:
+            self.left, failed = 10**9, self.left != at
+        assert failed, "nothing was synced"
+        return None
+
+
+@BACKENDS
+@pytest.mark.parametrize("durability", ["power", "group"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, backend, durability, begins):
+    """EIO of every single sync of an append and of an update: whoever does what the error says has each row once."""
+    schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("later", "int64", mutable=True)])
+    store = TrajectoryStore.create(tmp_path / "s", schema, backend=backend, durability=durability)
+    syncs, kept, told = Syncs(monkeypatch), [], set()
+    for what in ("append", "update"):
+        at = 0
+        while True:
+            if begins:  # a new segment is synced as well, and its record in the catalog
+                store.close()
+                store = TrajectoryStore.open(tmp_path / "s", "a")
+            else:
+                store.append({"x": [[1]], "n": [1000]})
+                store.update(store.ids()[-1:], later=1)
+                kept.append((1000, 1))
+            number = 100 * at
+            if what == "append":
+                kept.append((number, 0))
+                write = partial(store.append, {"x": [[1, 2]], "n": [number]})
+            else:
+                kept[-1] = (kept[-1][0], number)
+                write = partial(store.update, store.ids()[-1:], later=number)
+            error = syncs.fails(at, write)
+            store.refresh()
+            if isinstance(error, UnsyncedError):
+                assert "is in the store" in str(error)
+            elif error is not None:
+                assert "not in the store" in str(error)
+                write()
+            told.add(type(error))
+            for view in (store, TrajectoryStore.open(tmp_path / "s")):
+                found = view.read(view.ids(), ["n", "later"])
+                assert [*zip(found["n"].tolist(), found["later"].tolist(), strict=True)] == kept, (what, at, error)
+            if error is None:
+                break
+            at += 1
+        assert at > 1
+    assert UnsyncedError in told
+    assert store.verify().ok, str(store.verify())
+    store.close()
+
+
+def test_after_a_failed_sync_no_other_thread_is_told_that_all_is_well(tmp_path, monkeypatch):
+    """The kernel reports an error once, and takes the pages for clean: a second sync would succeed."""
+    schema = Schema([Column("n", "int64")])
+    with TrajectoryStore.create(tmp_path / "s", schema, durability="group") as store:
+        store.append({"n": [0]})
+        writer = store._stream._writer
+        writer.commit(prepare(schema, {"n": [1]}), 0, 0)
+        Syncs(monkeypatch).left = 0
+        for _ in range(2):
+            with pytest.raises(OSError, match="Errno 5"):
+                writer.wait_durable(2)
+        with pytest.raises(UnsyncedError):
+            store.append({"n": [2]})
+        store.append({"n": [3]})
+        assert store.read_scalars("n").tolist() == [0, 1, 2, 3]
+
+
+def test_a_flush_that_fails_says_that_the_rows_are_there(tmp_path, monkeypatch):
+    """Also for a writer that promised no syncs."""
+    with TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")])) as store:
+        store.append({"n": [0]})
+        assert isinstance(Syncs(monkeypatch).fails(0, store.flush), UnsyncedError)
+        assert store.read_scalars("n").tolist() == [0]
+        with pytest.raises(UnsyncedError):
+            store.flush()
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_what_a_full_disk_refused_does_not_come_later(tmp_path, monkeypatch, durability):
+    """An object that could not be written is not put again beside the next rows."""
+    store = TrajectoryStore.create(
+        tmp_path / "s", Schema([Column("n", "int64")]), backend="zarr", durability=durability
+    )
+    store.append({"n": [0]})
+    real = fs.write_file
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fs, "write_file", full)
+    with pytest.raises(WriteFailedError, match="not in the store"):
+        store.append({"n": [1]})
+    monkeypatch.setattr(fs, "write_file", real)
+    store.append({"n": [1, 2]})
+    for view in (store, TrajectoryStore.open(tmp_path / "s")):
+        assert view.read_scalars("n").tolist() == [0, 1, 2]
+    store.close()
 
 
 def test_a_failure_after_the_commit_does_not_look_like_one_of_it(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, number_from
-from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
 from trajectory_store.format import (
     ArraySpec,
     Durability,
@@ -533,14 +533,23 @@ class ObjectWriter(SegmentWriter):
 
     def _settle(self, commit: Commit, raw: bytes) -> int:
         """Put the object of a commit, which is pending until its outcome is known; return its first row."""
-        self.pending = commit, raw
-        mine = self._bucket.settle(commit_key(self._name, commit.seq), raw)
+        self.pending, unsynced = (commit, raw), None
+        try:
+            mine = self._bucket.settle(commit_key(self._name, commit.seq), raw)
+        except UnsyncedError as error:
+            mine, unsynced = True, error
+        except WriteFailedError as error:
+            if error.errno is not None:  # the operating system refused, so nothing will ever arrive
+                self.pending = None
+            raise
         self.pending = None
         if not mine:
             raise SealedError(f"{self._name} was ended by another process")
         self.rows, self.ends, self.last_time = commit.rows_end, dict(commit.ends), commit.time_ns
         self.records += 1
         self._own.append(commit)
+        if unsynced is not None:
+            raise unsynced
         return commit.rows_end - commit.n_rows
 
     def _block(self) -> list[list[int]]:
