@@ -35,6 +35,22 @@ class Batch:
     extra: dict[str, Int64Array] = field(default_factory=dict[str, "Int64Array"])
     filled: frozenset[str] = frozenset()
 
+    def check(self, schema: Schema) -> None:
+        """Check that each column has the values of its rows.
+
+        Raises:
+            BatchError: one has more or fewer.
+        """
+        sums = {axis: int(lengths.sum()) for axis, lengths in self.lengths.items()}
+        for name, flat in self.values.items():
+            column = schema[name]
+            count = self.n_rows if column.axis is None else sums[column.axis] * column.width
+            if len(flat) != count:
+                raise BatchError(
+                    f"column '{name}' has {len(flat)} values, and its {self.n_rows} rows need {count}: the columns of "
+                    "an axis have the same lengths. Give them as prepare() and read_batch() do."
+                )
+
     def fitted(self, schema: Schema) -> Batch:
         """Return these rows with the fill in every column of the schema that was not given."""
         missing = [column for column in schema if column.name not in self.values]

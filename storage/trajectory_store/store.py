@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class TrajectoryStore(StoreReads):
         self.durability: Durability = durability
         self._stream = Stream(self._catalog, root, "rows", durability)
         self._update_streams: dict[tuple[str, ...], Stream] = {}
+        self._on_segment: Callable[[int], None] | None = None
         self._background = Background(self._look_in, root)
         self._pid = os.getpid()
 
@@ -158,7 +160,8 @@ class TrajectoryStore(StoreReads):
             mode: `"r"` to read, `"a"` to read, append and update.
             durability: for the appends of this process; default: what the store was created with.
             add_columns: columns to add to the store; existing rows read as the fill until `update` gives them
-                values. A column that exists with the same definition is not an error.
+                values. A column that exists with the same definition is not an error. None can join the axis of a
+                single column whose lengths `update` has changed.
             io: `"mmap"` or `"pread"`; by default maps, but positional reads where a map may end the process: on
                 network file systems when the server fails, on tmpfs when it is full.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
@@ -190,11 +193,41 @@ class TrajectoryStore(StoreReads):
         return store
 
     def _add_columns(self, columns: Sequence[Column]) -> None:
-        def step(state: State) -> State | None:
-            return _with_columns(state, columns)
+        while (state := self._state_with(columns)) is not None:
+            # A segment with updates that were not looked at would be named by a newer record.
+            unchanged = functools.partial(_if_still, state)
+            if self._catalog.journal.change(unchanged, self._catalog.newest_ns) is not None:
+                self._catalog.follow_state()
+                return
 
-        self._catalog.journal.change(step, self._catalog.newest_ns)
-        self._catalog.follow_state()
+    def _state_with(self, columns: Sequence[Column]) -> State | None:
+        """Return the newest state with more columns, or None if it has all of them already."""
+        self._catalog.refresh()
+        before = self._catalog.state
+        after = _with_columns(before, columns)
+        if after is not None:
+            for axis, (column, *others) in before.schema.axes.items():
+                if not others and len(after.schema.axes[axis]) > 1:
+                    self._check_lengths_kept(column)
+        return after
+
+    @following
+    def _check_lengths_kept(self, column: Column) -> None:
+        """Refuse to let another column join the axis of one that has changed its lengths, or may do so now."""
+        catalog = self._catalog
+        for update in [s for s in catalog.updates.values() if column.name in s.schema]:
+            catalog.medium.fence(update)  # a writer that goes on looks at the columns again
+            if not catalog.settled(update):
+                raise SchemaError(
+                    f"no column can join axis '{column.axis}' while another process updates '{column.name}', which is "
+                    "alone on it and may change its lengths. Close the other process, then add the columns again."
+                )
+            rows = np.arange(update.rows)
+            targets = update.array(TARGET)[: update.rows]
+            there = catalog.find(targets).ordinals >= 0
+            later = ColumnReader.of_rows(catalog, np.full(update.rows, update.ordinal), rows).base_lengths(column)
+            if not np.array_equal(later[there], ColumnReader(catalog, targets[there], {}).base_lengths(column)):
+                raise _cannot_join(column)
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:
@@ -263,16 +296,24 @@ class TrajectoryStore(StoreReads):
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         self._check_writable("append")
-        return self.append_batch(prepare(self.schema, data))
+        return self._append(prepare(self.schema, data))
 
     def append_batch(self, batch: Batch) -> Int64Array:
-        """Append rows that are already in the form on disk; `append` and `copy_rows` use it."""
+        """Append rows that are already in the form on disk, as `copy_rows` does.
+
+        Raises:
+            BatchError: a column does not have as many values as its rows.
+        """
         self._check_writable("append")
+        batch.check(self.schema)
+        return self._append(batch)
+
+    def _append(self, batch: Batch) -> Int64Array:
         if not batch.n_rows:
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
             self._catalog.refresh()
-        ordinal, first = self._commit(self._stream, batch, self.schema)
+        ordinal, first = self._commit(self._stream, batch, self.schema, self._on_segment)
         start = (ordinal << ORDINAL_SHIFT) + first
         return np.arange(start, start + batch.n_rows, dtype=np.int64)
 
@@ -309,28 +350,35 @@ class TrajectoryStore(StoreReads):
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
-        self._commit(stream, batch, schema)
+        # A column may join an axis until the catalog names the segment, and not after that.
+        self._commit(stream, batch, schema, lambda _: self._check_lengths(schema, wanted, batch))
 
-    def _commit(self, stream: Stream, batch: Batch, schema: Schema) -> tuple[int, int]:
+    def _commit(
+        self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None
+    ) -> tuple[int, int]:
         """Commit rows or updates and read them back; return their segment and the first row in it."""
         known = stream.ordinal
-        ordinal, first = stream.append(batch, schema)
+        ordinal, first = stream.append(batch, schema, begin)
         self._catalog.refresh_segment(ordinal)
         if ordinal != known:
             self._background.tidy(self._catalog)
         return ordinal, first
 
-    @following
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
         """Return the rows of an update, checked against the trajectories that they belong to."""
-        reader = ColumnReader(self._catalog, ids, {})
         given = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
         batch = prepare(schema, given, len(ids))
+        self._check_lengths(schema, ids, batch)
+        batch.extra = {TARGET: np.ascontiguousarray(ids)}
+        return batch
+
+    @following
+    def _check_lengths(self, schema: Schema, ids: Int64Array, batch: Batch) -> None:
+        """Check that the rows of an update exist, and that those on a shared axis keep their lengths."""
+        reader = ColumnReader(self._catalog, ids, {})
         for column in schema:
             if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
                 _same_lengths(column, batch.lengths[column.axis], reader.base_lengths(column))
-        batch.extra = {TARGET: np.ascontiguousarray(ids)}
-        return batch
 
     def flush(self) -> None:
         """Wait until everything that this process appended is on the disk.
@@ -364,7 +412,7 @@ class TrajectoryStore(StoreReads):
         lease over from a holder that seems dead ends that segment. If the function raises, the append fails, and none
         of its rows is in the store.
         """
-        self._stream.on_begin = begin
+        self._on_segment = begin
 
     def fence(self, segment: int) -> None:
         """End a segment of another process: its later appends go to a new segment.
@@ -470,16 +518,24 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
     return replace(state, schema=state.schema.with_columns(new)) if new else None
 
 
+def _if_still(after: State, state: State) -> State | None:
+    """Return a state made from the newest one, or None if that is another by now."""
+    return after if after.number == state.number else None
+
+
 def _fits(column: Column, schema: Schema) -> Column:
-    """Refuse a column on an axis whose only column may have changed its lengths, else return the column."""
+    """Refuse a column on an axis whose only column may have been given in other lengths later, else return it."""
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].optional:
-        raise SchemaError(
-            f"column '{column.name}' cannot join axis '{column.axis}': '{others[0].name}' was alone on it and may have "
-            "changed lengths since. Choose an axis of its own, for example "
-            f"Column({column.name!r}, {column.dtype!r}, ragged=True, axis={column.name!r}, fill=...)."
-        )
+        raise _cannot_join(others[0])
     return column
+
+
+def _cannot_join(column: Column) -> SchemaError:
+    return SchemaError(
+        f"no column can join axis '{column.axis}': '{column.name}' is alone on it and may have changed lengths since. "
+        "Choose an axis of its own, for example Column(name, dtype, ragged=True, axis=name, fill=...)."
+    )
 
 
 def _backend(path: Any, asked: Backend | None) -> Backend:

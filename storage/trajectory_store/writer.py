@@ -53,20 +53,19 @@ class Stream:
         self._finished: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self.on_begin: Callable[[int], None] | None = None
-        """Called with the number of a new segment before its first commit; if it raises, so does `append`."""
 
     @property
     def ordinal(self) -> int:
         """The ordinal of the current segment, or -1."""
         return -1 if self._writer is None else self._writer.ordinal
 
-    def append(self, batch: Batch, schema: Schema) -> tuple[int, int]:
+    def append(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None = None) -> tuple[int, int]:
         """Commit a batch of one row or more.
 
         Args:
             batch: the rows.
             schema: the columns that the store has.
+            begin: called with the number of a new segment before its first commit; if it raises, so does this call.
 
         Returns:
             The ordinal of the segment and the first row in it.
@@ -78,7 +77,7 @@ class Stream:
         with self._lock:
             writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
             while writer is None:
-                writer = self._writer_for(batch, schema)
+                writer = self._writer_for(batch, schema, begin)
                 # After every commit that this process has seen, whatever the clock says.
                 now = max(time.time_ns(), self._catalog.newest_ns + 1)
                 try:
@@ -111,7 +110,7 @@ class Stream:
                 self._writer = None
         return (None, -1) if first is None else (writer, first)
 
-    def _writer_for(self, batch: Batch, schema: Schema) -> SegmentWriter:
+    def _writer_for(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
         if self._pid != os.getpid():
             self._drop()
             self._pid = os.getpid()
@@ -119,7 +118,7 @@ class Stream:
         if writer is not None and self._names.issuperset(batch.values) and writer.has_room(batch):
             return writer
         self._end_segment()
-        return self._roll(batch, schema)
+        return self._roll(batch, schema, begin)
 
     def _end_segment(self) -> None:
         """Finish the current segment, with everything in it safe."""
@@ -132,7 +131,7 @@ class Stream:
             finally:
                 self._give_up()
 
-    def _roll(self, batch: Batch, schema: Schema) -> SegmentWriter:
+    def _roll(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
         required = {c.name for c in schema if not c.optional} if self.kind == "rows" else set[str]()
         self._names |= required.union(batch.values)
         columns = schema.only(self._names)
@@ -161,8 +160,8 @@ class Stream:
         self._made += 1
         try:
             self._catalog.refresh()
-            if self.on_begin is not None:
-                self.on_begin(writer.ordinal)
+            if begin is not None:
+                begin(writer.ordinal)
         except BaseException:
             self._give_up()
             raise

@@ -12,7 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, StoreError, TrajectoryStore, fs, upkeep
+from trajectory_store import (
+    BatchError,
+    Column,
+    MissingRowError,
+    Schema,
+    SchemaError,
+    StoreError,
+    TrajectoryStore,
+    fs,
+    upkeep,
+)
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
@@ -21,6 +31,7 @@ from trajectory_store.memmap import LocalSegment, LocalWriter, Memmap
 from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later
+from trajectory_store.writer import Stream
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 SCHEMA = Schema(
@@ -331,6 +342,69 @@ def test_a_writer_that_was_silent_for_hours_loses_nothing_to_another_boot_id(tmp
         assert reader.read_scalars("tag").tolist() == [0, 1, 2]
     assert tags_of(path) == [0, 1, 2]
     writer.close()
+
+
+ALONE = Column("x", "int64", ragged=True)
+JOINS = Column("y", "int64", ragged=True, fill=0)
+
+
+def test_no_column_joins_an_axis_whose_lengths_have_changed(tmp_path, backend):
+    """As the lengths are those that rows were committed with, the later values would not fit; equal ones do."""
+    for name, values in (("same", [3, 4]), ("changed", [7, 8, 9])):
+        path = tmp_path / name
+        with TrajectoryStore.create(path, [ALONE], backend=backend) as store:
+            store.update(store.append({"x": [[1, 2], [5]]})[:1], x=[values])
+            store.update(store.append({"x": [[1, 2]]}), x=[[5, 6]])
+        for _ in range(2):
+            if name == "same":
+                TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
+            else:
+                with pytest.raises(SchemaError, match="'x' is alone on it and may have changed lengths"):
+                    TrajectoryStore.open(path, "a", add_columns=[JOINS])
+            with TrajectoryStore.open(path, "a") as store:
+                found = store.read_padded(store.ids(), ["x"])
+                assert found["x"].tolist()[0] == values
+                assert found["lengths"].tolist() == [len(values), 1, 2]
+                store.compact()
+
+
+def test_no_column_joins_an_axis_while_its_lengths_change(tmp_path, backend, monkeypatch):
+    """The process that updates is about to begin a segment, or has begun one: one of the two processes gives way."""
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, [ALONE], backend=backend) as store:
+        ids = store.append({"x": [[1, 2]] * 3})
+    store, commit = TrajectoryStore.open(path, "a"), Stream.append
+    store.update(ids[:1], x=[[3, 4]])
+    if backend == "memmap":
+        with pytest.raises(SchemaError, match="another process updates 'x'"):
+            TrajectoryStore.open(path, "a", add_columns=[JOINS])
+        store.close()
+        store = TrajectoryStore.open(path, "a")
+
+    def append_later(self, *arguments):
+        monkeypatch.undo()
+        TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
+        return commit(self, *arguments)
+
+    monkeypatch.setattr(Stream, "append", append_later)
+    with pytest.raises(BatchError, match="has length 3"):
+        store.update(ids[1:], x=[[5, 6], [7, 8, 9]])
+    store.update(ids[1:], x=[[5, 6], [7, 8]])
+    store.close()
+    with TrajectoryStore.open(path) as store:
+        assert [x.tolist() for x in store.read(ids)["x"]] == [[3, 4], [5, 6], [7, 8]]
+        assert [y.tolist() for y in store.read(ids)["y"]] == [[0, 0]] * 3
+        assert store.verify().ok
+
+
+def test_a_batch_whose_columns_differ_in_length_is_not_appended(tmp_path, backend):
+    """The values of a later row would begin where those of the row before should end."""
+    with TrajectoryStore.create(tmp_path / "s", [ALONE, JOINS], backend=backend) as store:
+        batch = store.read_batch(store.append({"x": [[1, 2], [3]], "y": [[1, 2], [3]]}))
+        batch.values["x"] = np.arange(5)
+        with pytest.raises(BatchError, match="column 'x' has 5 values, and its 2 rows need 3"):
+            store.append_batch(batch)
+        assert len(store) == 2
 
 
 def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, clock):
