@@ -466,14 +466,15 @@ class Catalog:
             MissingRowError: an id was never given, is not visible yet, or was evicted.
         """
         ordinals, rows = (ids.view(np.uint64) >> _SHIFT).view(np.int64), ids & ROW_MASK
+        every = self._homes  # before `_moved`, which another thread sets first: rows that moved are not in it then
         try:  # a negative id has a large ordinal, because it was shifted as an unsigned number
-            homes = self._home(ordinals)
+            homes = self._home(ordinals) if self._moved else None
+            inside = rows < (every[:, _ROWS][ordinals] if homes is None else homes[:, _ROWS])
         except IndexError:
-            raise self._missing(int(ids[ordinals >= len(self._homes)][0])) from None
-        inside = rows < homes[:, _ROWS]
+            raise self._missing(int(ids[ordinals >= len(every)][0])) from None
         if np.count_nonzero(inside) < len(ids):
             raise self._missing(int(ids[~inside][0]))
-        return Address(homes[:, _HOME], rows + homes[:, _FIRST]) if self._moved else Address(ordinals, rows)
+        return Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
 
     def find(self, ids: Int64Array) -> Address:
         """Find rows as `locate` does, with segment -1 for missing ones."""

@@ -375,10 +375,14 @@ class TrajectoryStore(StoreReads):
     @following
     def _check_lengths(self, schema: Schema, ids: Int64Array, batch: Batch) -> None:
         """Check that the rows of an update exist, and that those on a shared axis keep their lengths."""
+        shared = [axis for axis in batch.lengths if len(self.schema.axes[axis]) > 1]
+        if not shared:  # as of scalars: their rows are not looked at
+            self._catalog.locate(ids)
+            return
         reader = ColumnReader(self._catalog, ids, {})
-        for column in schema:
-            if column.axis is not None and len(self.schema.axes[column.axis]) > 1:
-                _same_lengths(column, batch.lengths[column.axis], reader.base_lengths(column))
+        for axis in shared:
+            column = schema.axes[axis][0]
+            _same_lengths(column, batch.lengths[axis], reader.base_lengths(column))
 
     def flush(self) -> None:
         """Wait until everything that this process appended is on the disk.
