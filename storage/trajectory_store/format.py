@@ -52,9 +52,6 @@ _extend = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  #
 
 def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
     """Return the CRC32C of bytes or of a contiguous array, continued from `start`."""
-    if isinstance(data, np.ndarray):
-        data = data.view()
-        data.flags.writeable = False
     return _extend(start, data)
 
 
@@ -310,8 +307,7 @@ KIND_END = 2
 LOOK_AHEAD = 64
 _BODY = struct.Struct("<4sIQQIIQIIIII")
 _TAIL = struct.Struct("<I")
-_BLANK = bytes(RECORD_SIZE)
-_NOTHING = bytes(RECORD_SIZE * (LOOK_AHEAD + 1))
+_NOTHING = bytes(RECORD_SIZE * (LOOK_AHEAD + 2))
 RECORD_DTYPE = np.dtype(
     [
         ("magic", "S4"),
@@ -387,24 +383,27 @@ class Log:
             return None
         return parse(self.raw(seq), self.salt, seq)
 
-    def find_end(self, known: int = 0) -> int:
-        """Return the number of records, including damaged ones.
+    def find_end(self, known: int = 0) -> tuple[int, Record | None]:
+        """Return the number of records, including damaged ones, and the last of them, or None if none is new.
 
-        This gallops from `known` (records known to be valid) and bisects, so it reads O(log new) records; a
-        look-ahead over the next records distinguishes the end of the log from a damaged record in its middle.
+        A reader that follows closely finds none or one, which takes one read. Else this gallops from `known` (records
+        known to be valid) and bisects, so it reads O(log new) records; a look-ahead over the next records distinguishes
+        the end of the log from a damaged record in its middle.
         """
-        while True:
-            end = self._valid_prefix(known)
-            beyond = self._valid_after(end)
-            if beyond is None:
-                return end
-            known = beyond + 1
+        ahead = bytes(self._data[known * RECORD_SIZE : (known + LOOK_AHEAD + 2) * RECORD_SIZE])
+        if _NOTHING.startswith(ahead):
+            return known, None
+        if _NOTHING.startswith(ahead[RECORD_SIZE:]):
+            first = parse(ahead[:RECORD_SIZE], self.salt, known)
+            return known + (first is not None), first
+        end = self._valid_prefix(known)
+        while (beyond := self._valid_after(end)) is not None:
+            end = self._valid_prefix(beyond + 1)
+        return end, self.get(end - 1) if end > known else None
 
     def _valid_prefix(self, known: int) -> int:
         if self.get(known) is None:
             return known
-        if self.is_blank(known + 1):  # one new record: the usual case for a reader that follows closely
-            return known + 1
         low, step = known + 1, 1
         while self.get(low + step - 1) is not None:
             low += step
@@ -440,12 +439,6 @@ class Log:
         whole = np.frombuffer(self._data[: self.capacity * RECORD_SIZE], np.uint8)
         used = np.flatnonzero(whole.reshape(-1, RECORD_SIZE).any(axis=1))
         return int(used[-1]) + 1 if len(used) else 0
-
-    def is_blank(self, seq: int) -> bool:
-        """Whether nothing was written at a position: the cheap test for new records."""
-        if seq >= self.capacity:
-            return True
-        return self.raw(seq) == _BLANK
 
 
 # The mark of acknowledged records: two u64, their number and its complement.

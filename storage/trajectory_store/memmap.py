@@ -500,22 +500,17 @@ class LocalSegment(Segment):
 
     def refresh(self) -> None:
         """Read new records."""
-        if self.finished or (self.records and self.log.is_blank(self.records)):
+        if self.finished:
             return
-        end = self.log.find_end(self.records)
-        if end != self.records:
-            self._take(end)
-
-    def _take(self, records: int) -> None:
-        """Count the first records."""
-        last = self.log.get(records - 1) if records else None
-        self.records = records  # only now: if that read fails, the next refresh finds these records again
-        if not records:
-            self.rows = self.newest_ns = 0
+        end, last = self.log.find_end(self.records)
         if last is not None:
-            self.rows = last.rows_end
-            self.newest_ns = last.time_ns
-            self.finished |= last.kind == KIND_END
+            self._take(end, last)
+
+    def _take(self, records: int, last: Record | None) -> None:
+        """Count the first records, given the last of them."""
+        self.records = records
+        self.rows, self.newest_ns = (last.rows_end, last.time_ns) if last is not None else (0, 0)
+        self.finished |= last is not None and last.kind == KIND_END
         if self.finished:  # small files are loaded from now on, and hold no descriptor
             self.release()
             self.close_log()
@@ -527,7 +522,8 @@ class LocalSegment(Segment):
         self.finished = False  # while they are checked, files are read whole: torn offsets do not say how much is used
         self.limit = trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
         self.finished = True
-        self._take(min(self.records, self.limit))
+        records = min(self.records, self.limit)
+        self._take(records, self.log.get(records - 1) if records else None)
 
     def acknowledged(self) -> int | None:
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
