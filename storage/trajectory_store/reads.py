@@ -75,7 +75,8 @@ class StoreReads:
         self._catalog = catalog
         self._limits = limits
         self._pool = BufferPool()
-        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays else 0  # a cache's new files are in memory
+        # A cache's new files are in memory, and so is what this process appends to a store that was empty.
+        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays and catalog.total_rows() else 0
         self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
@@ -334,7 +335,7 @@ class StoreReads:
         if self._cold:
             self._cold -= 1
             reader.prefetch(selected)
-        pads = _by_column(pad_value)
+        by_name = isinstance(pad_value, Mapping)
         result: dict[str, Any] = {}
         lengths: dict[str, Any] = {}
         first_axis: str | None = None
@@ -348,7 +349,7 @@ class StoreReads:
                 continue
             spans = reader.spans(column)
             width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
-            pad = pad_value if pads is None else pads.get(name, 0)
+            pad = cast("Mapping[str, Any]", pad_value).get(name, 0) if by_name else pad_value
             given = None if out is None else out.get(name)
             result[name] = reader.padded(column, spans, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
@@ -435,7 +436,3 @@ def as_ids(ids: Ids) -> Int64Array:
             f"ids are a 1-D array of integers; got {array.dtype} {list(array.shape)}. Take them from append() or ids()."
         )
     return array.astype(np.int64, copy=False)
-
-
-def _by_column(pad_value: Any) -> Mapping[str, Any] | None:
-    return cast("Mapping[str, Any]", pad_value) if isinstance(pad_value, Mapping) else None

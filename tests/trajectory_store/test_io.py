@@ -102,12 +102,15 @@ def test_pages_of_a_cold_batch_are_asked_for_first(tmp_path):
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("t", "str")])
     with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=3) as store:
         ids = [int(store.append({"x": [[i] * 700 * (i % 3)], "n": [i], "t": ["t" * i]})[0]) for i in range(9)]
+        assert store._cold == 0  # it was empty: what this process has appended is in memory
         warm = store.read_padded(ids)
         store._cold = 1
         cold = store.read_padded(ids)
         assert store._cold == 0
         assert (warm["x"] == cold["x"]).all()
         assert warm["t"] == cold["t"]
+    with TrajectoryStore.open(tmp_path / "s", io="mmap") as store:
+        assert store._cold > 0
     with TrajectoryStore.open(tmp_path / "s", io="pread") as store:
         store._cold = 1
         assert (store.read_padded(ids)["x"] == warm["x"]).all()
