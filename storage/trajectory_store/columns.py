@@ -128,12 +128,12 @@ class Spans:
         self.starts, self.ends = edges.T.copy()
         self._counts = self.ends - self.starts
         self.lengths: Int64Array = places.restore(self._counts)
-        self._blanks: dict[tuple[int, int], tuple[memoryview, list[memoryview]]] = {}
+        self._zeros: dict[tuple[int, int], list[memoryview]] = {}
 
     @cached_property
     def width(self) -> int:
-        """The length of the longest row."""
-        return int(self.lengths.max()) if len(self.lengths) else 0
+        """The length of the longest row; a negative length counts as a huge one."""
+        return int(np.maximum.reduce(self.lengths.view(np.uint64))) if len(self.lengths) else 0
 
     @cached_property
     def heads(self) -> list[tuple[int, Int64Array]]:
@@ -147,13 +147,20 @@ class Spans:
         starts, ends = self.places.restore(self.starts), self.places.restore(self.ends)
         return list(map(slice, starts.tolist(), ends.tolist()))
 
-    def blanks(self, width: int, blank: memoryview, item: int) -> list[memoryview]:
-        """Return the padding of each row of the batch to `width`: a part of `blank`, `item` bytes per element."""
-        found = self._blanks.get((width, item))
-        if found is None or found[0] is not blank:
-            parts = [blank[:size] for size in ((width - self.lengths) * item).tolist()]
-            found = self._blanks[width, item] = (blank, parts)
-        return found[1]
+    def blanks(self, column: Column, width: int, pad: Any, pool: BufferPool) -> list[memoryview]:
+        """Return the padding of each row of the batch to `width` elements."""
+        item, zero = column.width * column.np_dtype.itemsize, not pad and isinstance(pad, int)
+        found = self._zeros.get((width, item)) if zero else None
+        if found is None:
+            row = (
+                pool.zeros(width * item)
+                if zero
+                else np.full(width * column.width, pad, column.np_dtype).view("u1").data
+            )
+            found = [row[:size] for size in ((width - self.lengths) * item).tolist()]
+            if zero:  # columns of one size share them
+                self._zeros[width, item] = found
+        return found
 
     @property
     def are_scattered(self) -> bool:
@@ -321,10 +328,11 @@ class ColumnReader:
             return Spans(places, np.empty((0, 2), np.int64))
         axis = column.axis or ""
         edges = self._look_up(offsets_name(axis), places, lambda segment, rows: segment.edges(column, rows))
-        spans = Spans(places, places.gather(edges).view(np.int64).reshape(-1, 2))
+        found = places.gather(edges)
+        spans = Spans(places, found.view(np.int64).reshape(-1, 2))
         segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
         most = max(segment.meta.elems_cap.get(axis, len(column.fill_bytes)) for segment in segments)
-        if int(spans.starts.min()) < 0 or int(spans.ends.max()) > most or int(spans.lengths.min()) < 0:
+        if max(int(np.maximum.reduce(found.view(np.uint64))), spans.width) > most:  # unsigned: what is below 0 is huge
             raise CorruptionError(
                 f"{self._catalog.medium.where}: the offsets of axis '{axis}' contradict themselves for some of these "
                 "rows. Run verify(): it lists the trajectories that are damaged."
@@ -423,7 +431,7 @@ class ColumnReader:
         self._touch(column, spans)
         pieces: list[Any] = [None] * (2 * shape[0])
         pieces[side == "left" :: 2] = self._rows(column, spans)
-        pieces[side == "right" :: 2] = spans.blanks(width, *_blank(column, pad, width, pool))
+        pieces[side == "right" :: 2] = spans.blanks(column, width, pad, pool)
         array = pool.join(pieces, shape, dtype)
         if target is None:
             return array
@@ -434,14 +442,6 @@ class ColumnReader:
 def _pieces(items: Mapping[int, Any], owners: Iterable[int], parts: Iterable[slice]) -> Iterable[Any]:
     """Return parts of the items of their segments."""
     return map(getitem, map(items.__getitem__, owners), parts)
-
-
-def _blank(column: Column, pad: Any, width: int, pool: BufferPool) -> tuple[memoryview, int]:
-    """Return the padding of a whole row, and the bytes per element."""
-    size = width * column.width
-    if not pad and isinstance(pad, int):
-        return pool.zeros(size * column.np_dtype.itemsize), column.width * column.np_dtype.itemsize
-    return np.full(size, pad, column.np_dtype).view(np.uint8).data, column.width * column.np_dtype.itemsize
 
 
 def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArray[Any]:
