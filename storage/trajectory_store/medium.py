@@ -125,9 +125,10 @@ class Segment(ABC):
     def may_be_torn(self) -> bool:
         """Whether the machine may have gone down after a commit and before its data was safe.
 
-        Another boot id alone does not say so: a writer may live on another machine, and all that it commits counts.
+        The writer may also live on another machine, and then all that it commits counts. So a medium looks for damage
+        and forgets what is behind it only once the writer can commit nothing more to this segment.
         """
-        return self.meta.durability in self.early and self.meta.boot_id != fs.boot_id() and not self.is_live()
+        return self.meta.durability in self.early and self.meta.boot_id != fs.boot_id()
 
     @abstractmethod
     def disk_bytes(self) -> int:

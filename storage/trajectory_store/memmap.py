@@ -481,7 +481,7 @@ class LocalSegment(Segment):
         if not self.finished and not self.is_live():
             self.refresh()  # its writer is gone for good, but may have written just before
             self.finished = True
-        if self.may_be_torn:
+        if self.may_be_torn and not self.is_live():
             self._trust()
         self.close_log()
 
@@ -668,7 +668,7 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
         report.damaged(segment.row_ids(covered, segment.rows))
     if mark is None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
-    elif mark > end and not (segment.may_be_torn and segment.meta.durability == "process"):
+    elif mark > end and not (segment.meta.durability == "process" and segment.may_be_torn and not segment.is_live()):
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.close_log()

@@ -145,7 +145,8 @@ class ObjectMedium(Medium):
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
         if self.bucket.local:
             for segment in segments:
-                if segment.may_be_torn and (segment.finished or self._ended(segment)):
+                own = segment.ordinal in self._own
+                if segment.may_be_torn and not own and (segment.finished or self._ended(segment)):
                     self._trust(segment)
 
     def _alone(self, segment: ObjectSegment) -> Segment | Exception:
@@ -216,7 +217,7 @@ class ObjectMedium(Medium):
             there = again
 
     def _ended(self, segment: ObjectSegment) -> bool:
-        """Make sure that the writer of a segment, which seems dead, commits nothing more than will be counted."""
+        """End a segment: whether its writer lives cannot be seen, and one that does goes on in a new segment."""
         known = segment.records
         try:
             return self._put_end(segment) or segment.records == known  # a damaged object takes the number as well
