@@ -481,7 +481,7 @@ class LocalSegment(Segment):
         if not self.finished and not self.is_live():
             self.refresh()  # its writer is gone for good, but may have written just before
             self.finished = True
-        if self.may_be_torn and not self.is_live():
+        if self.may_be_torn and self.finished:
             self._trust()
         self.close_log()
 
