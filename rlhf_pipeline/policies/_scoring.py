@@ -138,5 +138,5 @@ def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, 
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     if parts.cache_refusal is None and not recomputes(parts.trunk):
-        inputs["past_key_values"] = PrefillCache(parts.num_layers)
+        inputs["cache"] = PrefillCache(parts.num_layers)
     return parts.hidden(input_ids=ids, position_ids=positions, use_cache=False, **inputs)

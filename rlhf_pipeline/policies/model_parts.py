@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError
@@ -33,6 +34,8 @@ _SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_ca
 _OTHER_CAPS = re.compile("attn|attention|router|gate|mlp|moe")
 _LENGTH_ROPES = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies change, for all tokens of a batch, when its longest row passes a limit."""
+_CACHES = ("past_key_values", "cache")
+"""What transformers calls the cache of keys and values: the first until 5.23, the second from 5.24 on."""
 _PROBE_TOKENS = 64
 _PROBE_LOGIT = 60.0
 _COMPRESSED = "compressed_sparse_attention"
@@ -57,6 +60,7 @@ class ModelParts:
         builds_own_mask: the model must build its attention mask from a `[rows, columns]` mask in every step, because
             its layers differ in what they attend to.
         cache_refusal: why the slot engine cannot drive this model, or None.
+        cache_name: what the trunk's `forward` calls its cache of keys and values.
     """
 
     trunk: nn.Module
@@ -68,9 +72,12 @@ class ModelParts:
     positions_by: str
     builds_own_mask: bool
     cache_refusal: str | None
+    cache_name: str
 
-    def hidden(self, **inputs: Any) -> Tensor:
+    def hidden(self, *, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Run the trunk and return its last hidden state, scaled so that the head gives the model's logits."""
+        if cache is not None:
+            inputs[self.cache_name] = cache
         hidden: Tensor = self.trunk(**inputs).last_hidden_state
         return hidden if self.scale == 1.0 else hidden * self.scale
 
@@ -133,8 +140,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     if not isinstance(head, nn.Linear):
         raise _refuse_head(model, head)
     known = inspect.signature(trunk.forward).parameters
-    missing = [n for n in ("position_ids", "attention_mask", "past_key_values") if n not in known]
-    if missing:
+    cache_name = next((name for name in _CACHES if name in known), None)
+    missing = [name for name in ("position_ids", "attention_mask") if name not in known]
+    if cache_name is None:
+        missing.append(_CACHES[0])
+    if cache_name is None or missing:
         raise _refuse(
             model,
             f"its forward takes no {' and no '.join(missing)}",
@@ -159,6 +169,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         positions_by=positions_by,
         builds_own_mask=_builds_own_mask(text_config),
         cache_refusal=_cache_refusal(text_config),
+        cache_name=cache_name,
     )
     _check_logits(model, parts, int(head.weight.shape[0]))
     return parts

@@ -127,7 +127,7 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
             input_ids=tokens[rows, lengths + step].unsqueeze(1),
             position_ids=(lengths + step).unsqueeze(1),
             attention_mask=mask if own else mask[:, None, None, :],
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
         cache.column += 1

@@ -128,7 +128,7 @@ def prefill(parts: ModelParts, ids: Tensor, lengths: Tensor) -> tuple[PrefillCac
     hidden = parts.hidden(
         input_ids=ids,
         position_ids=torch.arange(ids.shape[1], device=ids.device).expand(count, -1),
-        past_key_values=cache,
+        cache=cache,
         use_cache=True,
     )
     return cache, hidden[torch.arange(count, device=ids.device), lengths - 1]

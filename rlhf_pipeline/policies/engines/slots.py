@@ -279,7 +279,7 @@ class _Ragged(Rollout):
             input_ids=inputs[0].unsqueeze(1),
             position_ids=inputs[1].unsqueeze(1),
             attention_mask=mask,
-            past_key_values=self.cache,
+            cache=self.cache,
             use_cache=True,
         )
         self.hidden = hidden[:, 0]

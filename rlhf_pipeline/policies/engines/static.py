@@ -158,7 +158,7 @@ class StaticSlots(Cache):
             input_ids=tokens[:, None],
             position_ids=torch.where(live, used, 0)[:, None],
             attention_mask=self._shaped(mask, near),
-            past_key_values=self,
+            cache=self,
             use_cache=True,
         )
         self.hidden[:size].copy_(hidden[:, 0])

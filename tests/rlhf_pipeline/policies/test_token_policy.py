@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +361,31 @@ def test_the_model_may_be_replaced(make_model: Make) -> None:
     expected = TokenPolicy(other).log_probs(ids, mask)
     policy.model = other
     assert torch.equal(policy.log_probs(ids, mask), expected)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_the_name_that_the_model_gives_it(make_model: Make, name: str) -> None:
+    """A model whose forward calls its cache as another release of transformers does samples and scores the same."""
+    expected, model = TokenPolicy(make_model()), make_model()
+    trunk: Any = model.model
+    forward, known = trunk.forward, inspect.signature(trunk.forward)
+    theirs = next(word for word in known.parameters if word in ("past_key_values", "cache"))
+
+    def renamed(**inputs: Any) -> Any:
+        assert name == theirs or theirs not in inputs
+        return forward(**{theirs if word == name else word: value for word, value in inputs.items()})
+
+    parameters = [p.replace(name=name) if p.name == theirs else p for p in known.parameters.values()]
+    renamed.__signature__ = known.replace(parameters=parameters)  # type: ignore[attr-defined]
+    model.model.forward = renamed
+    model.forward = lambda input_ids, **inputs: SimpleNamespace(
+        logits=model.lm_head(renamed(input_ids=input_ids, **inputs).last_hidden_state)
+    )
+    policy = TokenPolicy(model)
+    ids, mask, _ = _padded("right")
+    assert torch.equal(policy.log_probs(ids, mask), expected.log_probs(ids, mask))
+    sampled = [p.generate_ragged([[5, 6, 7], [8]], max_new_tokens=6, seed=3) for p in (policy, expected)]
+    assert sampled[0].token_ids.tolist() == sampled[1].token_ids.tolist()
 
 
 def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
