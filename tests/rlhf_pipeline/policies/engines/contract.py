@@ -219,7 +219,7 @@ class EngineContract:
         bench.engine.generate(request)
         whole = time.monotonic() - began
         going = InThread(bench.engine, request)
-        time.sleep(self.start_s)
+        time.sleep(min(self.start_s, whole / 4))
         bench.engine.pause()
         time.sleep(1.5 * whole + 0.2)
         going_on = going.thread.is_alive()
