@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -78,13 +78,10 @@ class Segment(ABC):
         records: commits seen.
         newest_ns: the time of the newest of them; for a merged segment, the catalog has a later one.
         finished: nothing more will be added.
-        early: the durabilities with which a commit may be on the disk before its data is.
 
     Raises:
         CorruptionError: this is not the segment that the catalog names.
     """
-
-    early: ClassVar[frozenset[str]] = frozenset({"process"})
 
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
@@ -123,12 +120,12 @@ class Segment(ABC):
 
     @property
     def may_be_torn(self) -> bool:
-        """Whether the machine may have gone down after a commit and before its data was safe.
+        """Whether the machine may have gone down after commits that did not wait for the disk.
 
         The writer may also live on another machine, and then all that it commits counts. So a medium looks for damage
         and forgets what is behind it only once the writer can commit nothing more to this segment.
         """
-        return self.meta.durability in self.early and self.meta.boot_id != fs.boot_id()
+        return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
 
     @abstractmethod
     def disk_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import time
@@ -290,19 +291,18 @@ class LocalWriter(SegmentWriter):
         self._failed = False
         self._syncing = False
         self._company = False
+        self._waits = meta.durability != "process" and not meta.merged
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Write a batch that fits and return its first row."""
         first = self.rows
-        touched, ends, crc = self._write_data(batch)
-        if self.meta.durability == "power" and not self.meta.merged:
-            self._datasync([self._fds[name] for name in touched])
+        ends, crc = self._write_data(batch)
         self._catalog = catalog
         time_ns = max(time_ns, self.last_time + 1)
         self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc)
         self.rows, self.ends, self.last_time = first + batch.n_rows, ends, time_ns
         self.records += 1
-        if self.meta.durability == "process" or self.meta.merged:
+        if not self._waits:
             self._acknowledge(self.records)
         return first
 
@@ -326,9 +326,8 @@ class LocalWriter(SegmentWriter):
         )
         fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
-    def _write_data(self, batch: Batch) -> tuple[list[str], dict[str, int], int]:
-        """Write the values after the existing ones; return the arrays touched, the new ends and the checksum."""
-        touched: list[str] = []
+    def _write_data(self, batch: Batch) -> tuple[dict[str, int], int]:
+        """Write the values after the existing ones; return the new ends and the checksum."""
         ends, crc = dict(self.ends), 0
         for name, values in batch.arrays(self.meta).items():
             spec, start = self.specs[name], self.rows
@@ -341,12 +340,11 @@ class LocalWriter(SegmentWriter):
                 raw = values.view(np.uint8)
                 fs.pwrite(self._fds[name], raw, start * spec.itemsize)
                 crc = crc32c(raw, crc)  # after the write, when the values are in the processor's cache
-                touched.append(name)
-        return touched, ends, crc
+        return ends, crc
 
     def wait_durable(self, records: int) -> None:
         """Return once that many records are on the disk, with their data; one waiting thread syncs for all."""
-        if self.meta.durability == "process" or self.meta.merged:
+        if not self._waits:
             return
         with self._sync:
             while self._synced < records and self._syncing:
@@ -358,7 +356,7 @@ class LocalWriter(SegmentWriter):
             if self._company:
                 time.sleep(GROUP_DELAY_S)
             before = self._synced
-            self._make_safe(data=self.meta.durability == "group")  # else a commit has synced its data
+            self.sync()
             self._company = self.meta.durability == "group" and self._synced - before > 1
             if self._synced < records:
                 raise OSError(errno.EIO, "the segment was closed before it was synced")
@@ -368,11 +366,7 @@ class LocalWriter(SegmentWriter):
                 self._sync.notify_all()
 
     def sync(self) -> None:
-        """Wait until everything written so far is on the disk."""
-        self._make_safe(data=True)
-
-    def _make_safe(self, *, data: bool) -> None:
-        """Sync the data, if asked to, then the records; acknowledge them.
+        """Wait until everything written so far is on the disk, data and records in any order; acknowledge it.
 
         After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
         """
@@ -383,14 +377,12 @@ class LocalWriter(SegmentWriter):
                 raise OSError(errno.EIO, "an earlier sync of the segment failed")
             done = self.records
             try:
-                if data:
-                    self._datasync(list(self._fds.values()))
-                fs.datasync(self._log_fd)
+                self._datasync([*self._fds.values(), self._log_fd])
             except OSError:
                 self._failed = True
                 raise
             self._synced = done
-            if self.meta.durability != "process":
+            if self._waits:
                 self._acknowledge(done)
 
     def _datasync(self, fds: list[int]) -> None:
@@ -453,7 +445,7 @@ class LocalSegment(Segment):
     """A segment on a local disk.
 
     Attributes:
-        limit: records that can be trusted, if the machine went down before they were synced; else None.
+        limit: records that can be trusted, if some may have reached the disk before their data; else None.
 
     Args:
         folder: where it is.
@@ -464,8 +456,6 @@ class LocalSegment(Segment):
         FileNotFoundError: the folder is gone.
         CorruptionError: it is damaged, or another segment is in its place.
     """
-
-    early = frozenset({"process", "group"})  # a group's commits are visible before they are synced together
 
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
         fs.check_folder(folder)
@@ -478,11 +468,10 @@ class LocalSegment(Segment):
         self._log: Log | None = None
         self.limit: int | None = None
         self.refresh()
-        if not self.finished and not self.is_live():
+        if self.finished or not self.is_live():
             self.refresh()  # its writer is gone for good, but may have written just before
+            self._trust(self.records - self.finished)  # without the end record
             self.finished = True
-        if self.may_be_torn and self.finished:
-            self._trust()
         self.close_log()
 
     @property
@@ -517,13 +506,27 @@ class LocalSegment(Segment):
         if self.rows > self.meta.rows_cap:
             raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
 
-    def _trust(self) -> None:
-        """Count records up to the first whose data is damaged."""
+    def _trust(self, commits: int) -> None:
+        """Count records up to the first whose data is damaged, if some may be on the disk without their data.
+
+        Of a segment whose writer waited for the disk, these are the ones that are not acknowledged, as all files of a
+        commit are synced together. A merged segment was synced before it got its name.
+        """
+        if self.meta.merged or (self.meta.durability == "process" and not self.may_be_torn):
+            return
+        first = 0 if self.may_be_torn else self.acknowledged() or 0
+        if first >= commits:
+            return
+        count = functools.partial(self.check_prefix, first)
         self.finished = False  # while they are checked, files are read whole: torn offsets do not say how much is used
-        self.limit = trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", self.check_prefix)
-        self.finished = True
-        records = min(self.records, self.limit)
-        self._take(records, self.log.get(records - 1) if records else None)
+        if self.meta.boot_id == fs.boot_id():  # another power loss may follow, so nothing is noted
+            self.limit = count()
+        else:
+            self.limit = trusted(FolderBucket(self.folder, durable=False), f"{COMMITS}/verified", count)
+        records, last = min(self.records, self.limit), None
+        while records and (last := self.log.get(records - 1)) is None:  # damaged, and nothing after it counts
+            records -= 1
+        self._take(records, last)
 
     def acknowledged(self) -> int | None:
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
@@ -532,13 +535,15 @@ class LocalSegment(Segment):
         except (OSError, StoreError):
             return None
 
-    def check_prefix(self) -> int:
-        """Count the records whose data checksum holds, up to the first that does not."""
-        seq, edges = 0, dict.fromkeys(self.schema.axes, 0)
-        with suppress(StoreError, OSError, IndexError, ValueError):
+    def check_prefix(self, first: int = 0) -> int:
+        """Count the records whose data checksum holds, up to the first that does not; those before `first` are safe."""
+        seq, edges = first, dict[str, int]()
+        with suppress(CorruptionError, SegmentGoneError, IndexError, ValueError):  # a later read would find the same
             while (record := self.log.get(seq)) is not None:
                 if record.kind == KIND_ROWS:
-                    crc = self.data_crc(record.rows_end - record.n_rows, record.rows_end, edges)
+                    begin = record.rows_end - record.n_rows
+                    edges = edges or {a: int(self.part(offsets_name(a), begin, begin + 1)[0]) for a in self.schema.axes}
+                    crc = self.data_crc(begin, record.rows_end, edges)
                     if (crc, self.meta_crc) != (record.data_crc, record.meta_crc):
                         break
                 seq += 1
@@ -668,7 +673,7 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
         report.damaged(segment.row_ids(covered, segment.rows))
     if mark is None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
-    elif mark > end and not (segment.meta.durability == "process" and segment.may_be_torn and not segment.is_live()):
+    elif mark > end and not (segment.may_be_torn and not segment.is_live()):
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.close_log()

@@ -98,8 +98,9 @@ class TrajectoryStore(StoreReads):
             backend: `"memmap"` for raw segments on a local disk, `"zarr"` for one immutable object per commit; by
                 default memmap for a folder and zarr for anything else.
             durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
-                a power loss, for one sync of the disk per append. `"group"`: the same, but appends of several
-                threads share a sync. In an object store every put has the promise of that store.
+                a power loss, for one sync of the disk per append. `"group"`: the same, but a sync waits a few
+                milliseconds for appends of other threads, if there are any. In an object store every put has the
+                promise of that store.
             max_trajectories: keep only this many of the newest; older ones are evicted by whole segments.
             max_bytes: keep about this many bytes on the disk; older segments are evicted.
             preallocate: reserve disk blocks a segment at a time: appends are faster, and a full disk is noticed

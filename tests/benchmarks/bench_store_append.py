@@ -114,8 +114,8 @@ def measure(peers: list[Peer], commits: list[Batch], root: Path, *, synced: bool
             sizes = [[commit[name].values.nbytes for name in TOKEN_COLUMNS] for commit in commits[first : first + part]]
             have_pages(root, sizes * 2 * len(peers))
         bare.append(copies(memory, target))
-        for i in range(len(peers)):
-            peer = peers[(turn + i) % len(peers)]
+        for i in range(len(peers)):  # forwards and backwards, as each pays for what the one before left to the disk
+            peer = peers[(turn + (i if turn % 2 else -i)) % len(peers)]
             marks = [clocks()]
             for commit in commits[first : first + part]:
                 peer.append(commit)

@@ -34,16 +34,19 @@ def read_files(folder: Path, meta: dict[str, Any]) -> tuple[dict[str, np.ndarray
         path = folder.joinpath(name, "c", "0", *"0" * len(shape))
         arrays[name] = (np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)).reshape(-1, *shape)
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
-    times, unsynced = [], meta["durability"] == "process" and meta["boot_id"] != boot_id.strip()
+    times, (safe, complement) = [], struct.unpack("<QQ", (folder / "commits/acknowledged").read_bytes())
+    assert safe ^ complement == (1 << 64) - 1, folder
+    if meta["durability"] == "process":
+        safe = meta["rows_cap"] + 1 if meta["boot_id"] == boot_id.strip() else 0
     for i, record in enumerate(map(bytes, np.memmap(folder / "commits/c/0/0", "V64", "r"))):
         magic, salt, seq, time, rows, new, *_, data_sum, own_sum = struct.unpack("<4sIQQIIQIIIIII", record)
         if (magic, salt, seq, own_sum) != (b"TRJ2", meta["salt"], i, crc(record[:60])):
-            assert unsynced or not any(record), f"record {i} of {folder}"
+            assert i >= safe or not any(record), f"record {i} of {folder}"
             break
         after = {a: int(arrays[f"{a}.offsets"][rows]) for a in meta["elems_cap"]} | {".rows": rows, ".edges": rows + 1}
         written = [arrays[name][ends[axis] : after[axis]].tobytes() for name, (_, _, axis) in kinds.items()]
         if crc(b"".join(written)) != data_sum:
-            assert unsynced, f"data of record {i} of {folder}"
+            assert i >= safe, f"data of record {i} of {folder}"
             break
         times, ends = times + [time] * new, after
     return {name: arrays[name][: ends[axis]] for name, (_, _, axis) in kinds.items()}, times

@@ -26,7 +26,7 @@ import pytest
 from trajectory_store import StoreError, TrajectoryStore, format
 from trajectory_store.objects.archive import pack
 
-from ._folders import everything, files, folders, in_memory, make, outcome, rows
+from ._folders import SCHEMA, everything, files, folders, in_memory, make, outcome, rows
 
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
@@ -405,6 +405,22 @@ def test_a_flipped_bit_in_an_updated_value_is_named(copies, backend, kind):
             data.seek(at + 6)
             data.write(bytes([struct.pack("<d", 1234.5)[6] ^ 1]))
         assert outcome(path, wanted, f"{file}: bit of byte {at + 6}") != "intact" or kind == "compacted"
+
+
+def test_a_damaged_record_before_a_torn_commit_costs_itself(tmp_path):
+    """An acknowledged record is damaged, and the commit after it was never acknowledged and is torn."""
+    with TrajectoryStore.create(tmp_path / "s", SCHEMA, durability="power") as store:
+        for tag in range(3):
+            store.append(rows([tag]))
+    commits = tmp_path / "s/seg-00000000/commits"
+    (commits / "acknowledged").write_bytes(format.pack_mark(2))
+    for file, at in ((commits / "c/0/0", format.RECORD_SIZE + 24), (commits.parent / "tag/c/0", 16)):
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert store.read_scalars("tag").tolist() == [1]
+        assert "commit record 1 is damaged" in str(store.verify())
 
 
 def test_bytes_that_are_no_record_of_the_segment():
