@@ -23,6 +23,7 @@ from rlhf_pipeline.buffer.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
     POLICY_DIGEST,
+    PROVENANCE,
     SLOT,
     WAITING,
     column_of_key,
@@ -814,7 +815,7 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
     values = value.values
     if values.requires_grad or values.is_cuda:
         values = values.detach().cpu()
-    if values.ndim != 1:
+    if values.ndim != 1 and not column.shape:
         values = values.reshape(-1)
     array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
     if array.dtype.kind == "f" and array.dtype != column.np_dtype and column.np_dtype.kind == "f":
@@ -852,6 +853,8 @@ def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
         per_token = isinstance(value, Flat) and (value.lengths is not None or value.values.ndim > 1)
         kind = "str" if isinstance(value, Text) else str(value.values.dtype).removeprefix("torch.")
         column = f"[Column({column_name(key)!r}, {kind!r}, ragged=True)]" if per_token else f"{{{key!r}: {kind!r}}}"
+        if any(known.name == key for known in PROVENANCE):
+            column = "rlhf_pipeline.buffer.trajectory_schema.PROVENANCE"
         _log.warning(
             "not stored, as the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",
             key,

@@ -54,12 +54,18 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     return out
 
 
-PROVENANCE: tuple[Column, ...] = (
+SAMPLED_BY: tuple[Column, ...] = (
     Column("version_spans", "int64", ragged=True, axis="versions", shape=(2,), fill=0),
-    Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),
     Column("temperature", "float32", fill=math.nan),
     Column("log_prob_mode", "str", fill=""),
     Column("engine", "str", fill=""),
+)
+"""How a trajectory was sampled. A run has these columns where more than its definition decides that: its engine is not
+the slots in its own process, or weights are replaced during sampling."""
+
+PROVENANCE: tuple[Column, ...] = (
+    *SAMPLED_BY,
+    Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),
     Column("failure_reason", "str", fill=""),
     Column("reward_trusted", "bool", fill=True),
     Column("parent_id", "int64", fill=-1),
@@ -67,9 +73,10 @@ PROVENANCE: tuple[Column, ...] = (
 )
 """The origin of a trajectory, as far as its engine and environment report it: `trajectory_schema(PROVENANCE)`.
 
-Spans are `[n, 2]`: the first token of a span, and the version of the weights or the role of the turn. `log_prob_mode`
-is `processed` or `raw`; `parent_id` and `branch` identify the conversation that this one continues. An unused column
-takes no space: a segment has only the columns for which its rows have values.
+Spans are `[n, 2]`: the place of a span's first token in the row, and the version of the weights or the role of the
+turn. A trajectory that one version sampled has no version spans. `log_prob_mode` is `processed` or `raw`; `parent_id`
+and `branch` identify the conversation that this one continues. An unused column takes no space: a segment has only the
+columns for which its rows have values.
 """
 
 

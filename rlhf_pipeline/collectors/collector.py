@@ -16,9 +16,10 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt, PromptSource
 from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
-from rlhf_pipeline.data.trajectories import Flat, Trajectories
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
@@ -190,6 +191,7 @@ class Collector:
                 group_size=self.config.group_size,
                 policy_version=policy_version,
                 digests=digests,
+                sampled_by=self._sampled_by(),
             ),
             write=len(rows) == 0 or cut,  # otherwise the write path dropped part of it, and would again
         )
@@ -215,6 +217,16 @@ class Collector:
             torch.from_numpy(mask.values.astype(bool)),
             torch.from_numpy(np.asarray(mask.lengths, dtype=np.int64)),
         )
+
+    def _sampled_by(self) -> dict[Key, str | float]:
+        """Return how completions are sampled, as far as the store has columns for it."""
+        engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
+        facts: dict[Key, str | float] = {
+            keys.ENGINE: "" if engine is None else engine.name,
+            keys.TEMPERATURE: self.config.temperature,
+            keys.LOG_PROB_MODE: "processed",
+        }
+        return {key: fact for key, fact in facts.items() if key in self.buffer.store.schema}
 
     def _by_these_weights(self, rows: np.ndarray, version: int, digests: Mapping[int, int] | None) -> bool:
         """Return whether the weights of this version sampled the rows, so that they would sample the same rollout."""
@@ -254,6 +266,7 @@ def trajectories(
     group_size: int,
     policy_version: int,
     digests: Mapping[int, int] | None = None,
+    sampled_by: Mapping[Key, str | float] | None = None,
 ) -> Trajectories:
     """Return `n` completed trajectories.
 
@@ -270,6 +283,7 @@ def trajectories(
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, if the completions do not record it.
         digests: of the published weights, by version; a missing digest is unknown.
+        sampled_by: further facts about the sampling, the same for all.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -287,9 +301,7 @@ def trajectories(
     # A prompt's own, the same for each member without an error.
     own: list[dict[str, Any]] = [{"answer": prompt.answer, "prompt": dict(prompt.meta)} for prompt in prompts]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
-    versions = completions.versions
-    if versions is None:
-        versions = np.full(len(lengths), policy_version)
+    spans = completions.spans
     reasons = np.where(completions.stopped, "stop", "length").tolist()
     out = Trajectories.completed(
         lengths,
@@ -300,7 +312,10 @@ def trajectories(
         rewards=[item.reward for item in grades],
         group_ids=cursors[owner],
         trajectory_ids=cursors[owner] * group_size + completions.member,
-        policy_versions=versions,
+        policy_versions=np.full(len(lengths), policy_version),
+        version_spans=None
+        if spans is None
+        else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
         finish_reasons=[
             reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)
         ],
@@ -311,6 +326,9 @@ def trajectories(
             for index, item in zip(owner, grades, strict=True)
         ],
     )
+    for key, fact in (sampled_by or {}).items():
+        number = isinstance(fact, float)
+        out[key] = Flat(torch.full((out.n,), fact)) if number else Text([fact] * out.n)
     if digests is not None:
         oldest: Any = out[keys.POLICY_VERSION]
         out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from rlhf_pipeline.data.rewards import describe_error
-from rlhf_pipeline.data.trajectories import Text, Trajectories, td_of
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, td_of
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy
 from rlhf_pipeline.policies.chat import Message, decode_completion, encode_prompt, encode_reply
@@ -43,7 +44,8 @@ class Conversation:
         finish_reason: "stop" (nothing more to answer), "length" (a turn or the row was cut), "turns" (the limit of
             turns), "failed" (`respond` raised, or its reply cannot be encoded).
         error: one line about that failure, or None.
-        policy_versions: of the weights that sampled its first and its last token; None if the engine reports none.
+        version_spans: which weights sampled which tokens: the place of a span's first token in the row, and the
+            version; empty if the engine does not report all of them.
         group_id: of its group; drawn at random by each call of `converse`, so that no two calls share one.
         group_size: conversations of its prompt in that call.
         num_prompts: prompts in that call.
@@ -59,11 +61,20 @@ class Conversation:
     num_turns: int = 0
     finish_reason: Literal["stop", "length", "turns", "failed"] = "stop"
     error: str | None = None
-    policy_versions: tuple[int, int] | None = None
+    version_spans: list[tuple[int, int]] = field(default_factory=list)
     group_id: int = field(default_factory=lambda: _new_group(1))
     group_size: int = 1
     num_prompts: int = 1
     _pending: list[int] = field(default_factory=list, repr=False)
+
+    def _note_versions(self, sampled: list[tuple[int, int]]) -> None:
+        """Add the spans of a turn that is about to be appended; without them, no version of the row is known."""
+        known = bool(sampled) and (self.num_turns == 0 or bool(self.version_spans))
+        if not known:
+            self.version_spans = []
+        for start, version in sampled if known else []:
+            if not self.version_spans or self.version_spans[-1][1] != version:
+                self.version_spans.append((len(self.token_ids) + start, version))
 
     def _append(self, ids: list[int], log_probs: list[float] | None) -> None:
         self.token_ids += ids
@@ -154,13 +165,13 @@ def converse(
                 f"the engine aborted {int(done.aborted.sum())} of {len(done)} turns, so none of these conversations is "
                 "whole. Did another client of the engine stop them? Call converse again: equal seeds sample the same."
             )
-        going, versions = [], [None] * len(live) if done.versions is None else done.versions.tolist()
-        for talk, sampled, stopped, named in zip(live, done, done.stopped.tolist(), versions, strict=True):
+        going = []
+        spans = [[]] * len(live) if done.spans is None else done.spans.lists()
+        for talk, sampled, stopped, named in zip(live, done, done.stopped.tolist(), spans, strict=True):
             talk._append(talk._pending, None)
+            talk._note_versions(named)
             talk._append(sampled.token_ids, sampled.log_probs.tolist())
             talk._pending = []
-            if named is not None:
-                talk.policy_versions = (talk.policy_versions or named)[0], named[1]
             talk.num_turns += 1
             before = list(talk.messages)
             content = decode_completion(policy.tokenizer, sampled.token_ids)
@@ -252,7 +263,8 @@ def conversation_rows(
         group_ids: one per prompt of the call of `converse`, for example its cursor, unique in the store. None takes
             the conversations' own, which are unique. A trajectory's id is `group_id * group_size + member`, so the
             rows of a group may be made in several calls.
-        policy_version: optimizer steps behind the weights that sampled them, if the engine reports no versions.
+        policy_version: optimizer steps behind the weights that sampled them, if the engine reports no versions. A
+            conversation is as old as its oldest token; one that several versions sampled also has `version_spans`.
         tokenizer: writes `prompt` and `completion` as text, special tokens included; without one they are empty.
 
     Raises:
@@ -274,9 +286,8 @@ def conversation_rows(
         parts = [np.array(getattr(talk, name), dtype=dtype) for talk in conversations]
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
-    versions: Any = [policy_version] * n
-    if any(talk.policy_versions for talk in conversations):
-        versions = [talk.policy_versions or (policy_version, policy_version) for talk in conversations]
+    spans = [span for talk in conversations for span in talk.version_spans]
+    counts = np.array([len(talk.version_spans) for talk in conversations], np.int64)
     metas = []
     for talk in conversations:
         meta: dict[str, Any] = {"messages": talk.messages, "turns": talk.num_turns}
@@ -290,7 +301,8 @@ def conversation_rows(
         rewards=rewards,
         group_ids=named,
         trajectory_ids=ids,
-        policy_versions=np.array(versions, np.int64),
+        policy_versions=np.full(n, policy_version),
+        version_spans=Flat(torch.tensor(spans), torch.from_numpy(counts)) if spans else None,
         finish_reasons=[talk.finish_reason for talk in conversations],
         prompts=[text(talk.token_ids[: talk.num_prompt_tokens]) for talk in conversations],
         completions=[text(talk.token_ids[talk.num_prompt_tokens :]) for talk in conversations],

@@ -41,6 +41,7 @@ from rlhf_pipeline.data.keys import (
     TASK_REWARD,
     TOKENS,
     TRAJECTORY_ID,
+    VERSION_SPANS,
     Key,
 )
 from rlhf_pipeline.data.padding import length_mask, under_mask
@@ -138,6 +139,7 @@ class Trajectories(dict[Key, Flat | Text]):
         group_ids: npt.ArrayLike,
         trajectory_ids: npt.ArrayLike,
         policy_versions: npt.NDArray[np.int64],
+        version_spans: Flat | None = None,
         finish_reasons: Sequence[str],
         prompts: Sequence[str],
         completions: Sequence[str],
@@ -154,34 +156,35 @@ class Trajectories(dict[Key, Flat | Text]):
             rewards: `[n]`, unshaped; NaN for a failed trajectory.
             group_ids: `[n]`.
             trajectory_ids: `[n]`.
-            policy_versions: `[n]`, optimizer steps behind the weights that sampled them, or `[n, 2]`, behind those of
-                the first and of the last token; a trajectory is as old as its first.
+            policy_versions: `[n]`, optimizer steps behind the weights that sampled them, as far as there are no spans.
+            version_spans: `[spans, 2]` with a count per trajectory: the place of a span's first token, and its version.
+                A trajectory is as old as its oldest token. The spans of one that has several are kept.
             finish_reasons: `[n]`.
             prompts: `[n]`, text, as are the following two.
             completions: `[n]`.
             metas: `[n]`, JSON.
         """
         n, shared = len(lengths), torch.from_numpy(lengths)
-        oldest = policy_versions if policy_versions.ndim == 1 else policy_versions[:, 0]
         per_token = {TOKENS: tokens, ASSISTANT_MASK: assistant, LOG_PROBS: log_probs}
         single = {
             TASK_REWARD: np.asarray(rewards, np.float32),
             GROUP_ID: np.asarray(group_ids, np.int64),
             TRAJECTORY_ID: np.asarray(trajectory_ids, np.int64),
-            POLICY_VERSION: np.ascontiguousarray(oldest),
+            POLICY_VERSION: policy_versions,
             NUM_PROMPT_TOKENS: num_prompt_tokens,
             DONE: np.ones(n, np.bool_),
             CREATED_AT: np.full(n, time.time()),
         }
-        if policy_versions.ndim > 1:
-            newest = policy_versions[:, 1]
-            single[NEWEST_POLICY_VERSION] = np.where(oldest < newest, newest, -1)
+        kept = None
+        if version_spans is not None:
+            single[POLICY_VERSION], single[NEWEST_POLICY_VERSION], kept = _ages(policy_versions, version_spans)
         texts = {FINISH_REASON: finish_reasons, PROMPT: prompts, COMPLETION: completions, META: metas}
         return cls(
             n,
             {key: Flat(torch.from_numpy(values), shared) for key, values in per_token.items()}
             | {key: Flat(torch.from_numpy(values)) for key, values in single.items()}
-            | {key: Text(list(items)) for key, items in texts.items()},
+            | {key: Text(list(items)) for key, items in texts.items()}
+            | ({} if kept is None else {VERSION_SPANS: kept}),
         )
 
     def select(self, index: Tensor) -> Trajectories:
@@ -191,6 +194,26 @@ class Trajectories(dict[Key, Flat | Text]):
             int(index.numel()),
             {k: c.select(index) if isinstance(c, Text) else c.select(index, shared) for k, c in self.items()},
         )
+
+
+def _ages(
+    versions: npt.NDArray[np.int64], spans: Flat
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Flat | None]:
+    """Return the oldest version of each trajectory, the newest or -1, and the spans of those with several, if any."""
+    assert spans.lengths is not None
+    counts, pairs = spans.lengths.numpy(), spans.values.numpy()
+    known = counts > 0
+    begins = (np.cumsum(counts) - counts)[known]
+    oldest, newest = versions.copy(), versions.copy()
+    if len(begins):
+        oldest[known] = np.minimum.reduceat(pairs[:, 1], begins)
+        newest[known] = np.maximum.reduceat(pairs[:, 1], begins)
+    several = counts > 1
+    kept = None
+    if several.any():
+        inside = torch.from_numpy(np.repeat(several, counts))
+        kept = Flat(spans.values[inside], torch.from_numpy(np.where(several, counts, 0)))
+    return oldest, np.where(oldest < newest, newest, -1), kept
 
 
 def _rows_in_order(parts: Sequence[Flat], order: Sequence[int], pool: BufferPool | None = None) -> Tensor:

@@ -43,7 +43,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         "The step's trajectories",
         (
             Figure("advantage_std", "", "standard deviation of their advantages"),
-            Figure("staleness", "steps", "mean age: `policy_version` minus the version that sampled them"),
+            Figure("staleness", "steps", "mean age: `policy_version` minus the oldest version that sampled them"),
             Figure("staleness_max", "steps", "largest age"),
             Figure("use_count", "steps", "mean number of steps that have used a trajectory, this one included"),
             Figure("use_count_max", "steps", "largest such number"),

@@ -16,7 +16,7 @@ from rlhf_pipeline.report.words import number, one_line
 from rlhf_pipeline.run.folder import RunFolder
 
 _TIES = 64
-_WHOLES = ("group_id", "trajectory_id", "policy_version", "use_count")
+_WHOLES = ("group_id", "trajectory_id", "policy_version", "newest_policy_version", "use_count")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,13 @@ class Trajectory:
     group_id: int | None
     trajectory_id: int | None
     policy_version: int | None
+    newest_policy_version: int | None
+    """None also if one version sampled all of it, as is then `version_spans` empty."""
+    version_spans: tuple[tuple[int, int], ...]
+    """The place of the first token of each span, and the version of its weights."""
+    engine: str
+    temperature: float | None
+    log_prob_mode: str
     finish_reason: str
     use_count: int | None
     num_prompt_tokens: int
@@ -65,7 +72,9 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
     reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
     token_rows = stored.rows("input_ids", ids) or [np.empty(0, np.int64)] * num
     masks, log_probs, reference = (stored.rows(n, ids) for n in ("assistant_mask", "log_probs", "ref_log_probs"))
-    names = ("task_reward", "advantage", "num_prompt_tokens", *_WHOLES)
+    spans = stored.rows("version_spans", ids)
+    engines, modes = stored.texts("engine", ids), stored.texts("log_prob_mode", ids)
+    names = ("task_reward", "advantage", "temperature", "num_prompt_tokens", *_WHOLES)
     scalars = {name: stored.scalars(name, ids) for name in names}
 
     def whole(name: str, row: int) -> int | None:
@@ -92,6 +101,10 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
                 error=contexts[row].error,
                 reward=real("task_reward", row),
                 advantage=real("advantage", row),
+                version_spans=() if spans is None else tuple((int(at), int(of)) for at, of in spans[row]),
+                engine=engines[row],
+                temperature=real("temperature", row),
+                log_prob_mode=modes[row],
                 finish_reason=reasons[row],
                 **{name: whole(name, row) for name in _WHOLES},
                 num_prompt_tokens=head,

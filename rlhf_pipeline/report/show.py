@@ -31,7 +31,7 @@ def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
         texts = f"{one_line(item.prompt, room)} -> {one_line(item.completion, room)}"
         tail = "" if item.finish_reason in ("stop", "length", "") else f"  ({plain(item.finish_reason)})"
         yield (
-            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>{group_width}} {_or_dash(item.policy_version):>7} "
+            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>{group_width}} {_versions(item):>7} "
             f"{sum(item.mask):>6} {number(item.reward):>7} {number(item.advantage):>8}  "
             f"{texts}{tail}"
         )
@@ -45,12 +45,18 @@ def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
         max_tokens: the most rows of the token table; the completion has priority. None shows all.
     """
     yield (
-        f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_or_dash(item.policy_version)}, "
+        f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_versions(item)}, "
         f"finished by {plain(item.finish_reason) or '-'}"
     )
     # A run's uses are in its ledger; the column stays at 0.
     used = f", used {count(item.use_count, 'time')}" if item.use_count else ""
     yield f"  reward {number(item.reward, 4)}, advantage {number(item.advantage, 4)}{used}"
+    if item.engine:
+        heat = "" if item.temperature is None else f" at temperature {item.temperature:g}"
+        mode = f", {plain(item.log_prob_mode)} log-probs" if item.log_prob_mode else ""
+        yield f"  sampled by {plain(item.engine)}{heat}{mode}"
+    if item.version_spans:
+        yield "  weights: " + ", ".join(f"version {of} from place {at}" for at, of in item.version_spans)
     if item.error is not None:
         yield f"  its reward call failed: {plain(item.error)}"
     yield from _text("prompt", item.prompt)
@@ -78,17 +84,20 @@ def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
         # The policy's own tokens matter most; a few prompt tokens before them show where they start.
         start = max(0, item.num_prompt_tokens - 4)
         places = places[start : start + max_tokens]
-    reference = item.ref_log_probs
-    yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6} {'log-prob':>9} {'prob':>6}" + (
+    reference, spans = item.ref_log_probs, item.version_spans
+    version = f" {'version':>7}" if spans else ""
+    yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6}{version} {'log-prob':>9} {'prob':>6}" + (
         f" {'ref':>9} {'k1':>8}" if reference else ""
     )
     for place in places:
         value = item.log_probs[place] if item.log_probs else None
         mine = item.mask[place]
         origin = "policy" if mine else "prompt" if place < item.num_prompt_tokens else "reply"
+        if spans:
+            version = f" {next((str(of) for at, of in reversed(spans) if mine and at <= place), ''):>7}"
         line = (
             f"  {place:>7} {item.token_ids[place]:>7}  {one_line(item.pieces[place], 16):<16} "
-            f"{origin:<6} {_digits(value, 4):>9} "
+            f"{origin:<6}{version} {_digits(value, 4):>9} "
             f"{_digits(None if value is None else math.exp(value), 3):>6}"
         )
         if reference:
@@ -107,6 +116,11 @@ def _digits(value: float | None, digits: int) -> str:
 
 def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def _versions(item: Trajectory) -> str:
+    newest = item.newest_policy_version
+    return _or_dash(item.policy_version) + ("" if newest is None else f"-{newest}")
 
 
 def choose(

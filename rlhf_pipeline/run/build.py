@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.errors import DefinitionError
@@ -307,14 +308,16 @@ def open_storage(
         run: the run folder.
         pipeline: the definition.
         max_size: the most trajectories that it keeps; None keeps all.
-        schema: its columns; None means the usual ones.
+        schema: its columns; None means the usual ones, with those of `SAMPLED_BY` if the definition calls for them.
     """
+    collect = pipeline.collect
     return TrajectoryStorage(
         run.store_path,
         max_size=max_size,
         backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
         schema=schema,
+        extra=SAMPLED_BY if schema is None and (collect.refresh_weights_every or collect.engine != "slots") else (),
     )
 
 

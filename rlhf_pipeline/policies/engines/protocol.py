@@ -194,6 +194,10 @@ class VersionSpans:
         ends = np.cumsum(self.counts).tolist()
         return [pairs[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
 
+    def placed(self, begins: Int64Array) -> Int64Array:
+        """Return place and version of each span, int64 `[sum(counts), 2]`, in rows where completions begin there."""
+        return np.stack([self.starts + np.repeat(begins, self.counts), self.versions], axis=1)
+
     def select(self, keep: npt.NDArray[np.bool_]) -> VersionSpans:
         """Return the spans of the completions whose flag is set."""
         inside = np.repeat(keep, self.counts)
@@ -230,18 +234,6 @@ class RaggedCompletions:
         ids, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
         spans = VersionSpans(ids, ids, ids) if versioned else None
         return cls(ids, np.zeros(0, np.float32), ids, ids, ids, nothing, spans)
-
-    @property
-    def versions(self) -> Int64Array | None:
-        """The versions of the weights that sampled the first and last token, int64 `[N, 2]`; -1 without tokens."""
-        if self.spans is None:
-            return None
-        out = np.full((len(self), 2), -1, dtype=np.int64)
-        some = self.spans.counts > 0
-        ends = np.cumsum(self.spans.counts)
-        out[some, 0] = self.spans.versions[(ends - self.spans.counts)[some]]
-        out[some, 1] = self.spans.versions[ends[some] - 1]
-        return out
 
     def __len__(self) -> int:
         return len(self.lengths)

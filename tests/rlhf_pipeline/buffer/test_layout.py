@@ -7,9 +7,9 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE, trajectory_schema
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import on_device, unjagged
+from rlhf_pipeline.data.trajectories import columns_of, on_device, padded_of, td_of, unjagged
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -110,6 +110,28 @@ def test_columns_of_another_length(make, make_rows):
     assert batch["steps"].offsets().tolist() == [0, 2, 3]
     assert batch["steps"].values().tolist() == [0.0, 1.0, 0.0]
     assert batch[keys.TOKENS].offsets().tolist() == [0, 5, 9]
+
+
+def test_version_spans_in_every_form(make, make_rows):
+    """Pairs per span come back from a lazy stack, from jagged and padded batches, and from a batch that was read."""
+    spans = [[[2, 7], [3, 9]], [], [[1, 5], [4, 6], [5, 7]]]
+    rows = make_rows([4, 5, 6])
+    for row, own in zip(rows, spans, strict=True):
+        row["version_spans"] = torch.tensor(own, dtype=torch.int64).reshape(-1, 2)
+    stack = lazy_stack(rows)
+    for data in (stack, td_of(columns_of(stack)), padded_of(columns_of(stack))):
+        storage = make(extra=PROVENANCE)
+        storage.set(torch.arange(3), data)
+        assert [found.tolist() for found in storage.store.read([0, 1, 2], ["version_spans"])["version_spans"]] == spans
+        batch = storage.read([2, 1], layout="jagged")
+        assert [found.tolist() for found in batch["version_spans"].unbind()] == [spans[2], []]
+        assert storage.read([0, 1])["version_spans"].tolist() == [spans[0], [[0, 0], [0, 0]]]
+        other = make(extra=PROVENANCE)
+        other.set(torch.arange(2), batch)
+        assert [found.tolist() for found in other.store.read([0, 1], ["version_spans"])["version_spans"]] == [
+            spans[2],
+            [],
+        ]
 
 
 def test_a_batch_on_a_device(make, make_rows):

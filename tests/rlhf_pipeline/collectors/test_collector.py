@@ -17,8 +17,10 @@ from rlhf_pipeline import (
     TrajectoryStorage,
     scratch_policy,
 )
+from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 
 
 def spread(prompt, completion, answer, meta):
@@ -30,9 +32,10 @@ def nothing(prompt, completion, answer, meta):
     return 0.0
 
 
-def collector(folder, *, reward=spread, prompts=4, transform=None, max_new_tokens=4, max_size=None):
+def collector(folder, *, reward=spread, prompts=4, transform=None, max_new_tokens=4, max_size=None, extra=()):
     policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0, num_slots=16)
-    buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(folder / "store", max_size=max_size), transform=transform)
+    storage = TrajectoryStorage(folder / "store", max_size=max_size, extra=extra)
+    buffer = TrajectoryReplayBuffer(storage=storage, transform=transform)
     config = Collect(prompts_per_rollout=prompts, group_size=4, max_new_tokens=max_new_tokens)
     return Collector(
         policy=policy, prompts=CopyDigits(num_digits=3), reward=reward, buffer=buffer, seed=0, config=config
@@ -74,6 +77,41 @@ def test_a_batch_that_is_not_a_rollout_is_refused(tmp_path):
         MCAdvantage(4, batch_groups=4)
     with pytest.raises(DefinitionError, match="batch_groups=8 and a rollout 4 groups"):
         collector(tmp_path, transform=MCAdvantage(4, estimator="reinforce_pp", batch_groups=8))
+
+
+@pytest.mark.parametrize("versions", [[3, 5, 8], [5, 4, 5]])
+def test_which_weights_sampled_which_tokens_is_stored(tmp_path, versions, caplog):
+    """A trajectory is as old as its oldest token, and has spans only if several versions sampled it.
+
+    The oldest need not be the first: another collector may give a server that both use older weights again.
+    """
+    coming = iter([*versions[1:], *[versions[-1]] * 100])
+    found = collector(tmp_path, max_new_tokens=40, transform=MCAdvantage(4), extra=SAMPLED_BY)
+    found.policy.engine.version = versions[0]
+    refresh = WeightRefresh(lambda: next(coming), every=4, version=versions[0])
+    found.collect(0, policy_version=versions[0], refresh=refresh, digests={of: 100 + of for of in versions})
+    store = found.buffer.store
+    rows = store.read(store.ids())
+    assert set(rows["engine"]) == {"slots"}
+    assert set(rows["log_prob_mode"]) == {"processed"}
+    assert set(rows["temperature"].tolist()) == {1.0}
+    seen = set()
+    for i, spans in enumerate(rows["version_spans"]):
+        prompt, tokens = int(rows["num_prompt_tokens"][i]), len(rows["input_ids"][i])
+        wanted = [[prompt + 4 * n, of] for n, of in enumerate(versions) if prompt + 4 * n < tokens]
+        assert spans.tolist() == (wanted if len(wanted) > 1 else [])
+        mine = [of for _, of in wanted]
+        assert rows["policy_version"][i] == min(mine)
+        assert rows["newest_policy_version"][i] == (max(mine) if len(mine) > 1 else -1)
+        assert rows["policy_digest"][i] == 100 + min(mine)
+        seen.add(len(mine))
+    assert {1, 3} <= seen
+    found.buffer.trajectories.close()
+    plain = collector(tmp_path / "plain", max_new_tokens=40)
+    plain.policy.engine.version = 0
+    plain.collect(0, policy_version=0)
+    assert not caplog.records  # nothing was offered that the store has no columns for
+    plain.buffer.trajectories.close()
 
 
 @pytest.mark.parametrize(("zero_variance", "left"), [("keep", 16), ("drop", 0)])

@@ -23,6 +23,8 @@ from rlhf_pipeline import (
     scratch_policy,
 )
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE
 from rlhf_pipeline.collectors.multi_turn import Conversation, conversation_rows, converse
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.chat import encode_reply
@@ -178,8 +180,11 @@ def test_a_tool_that_raises_fails_its_conversation_only():
     assert json.loads(rows["meta"][0])["error"] == failed[0].error
 
 
-def test_weights_that_change_between_turns_are_in_the_rows():
-    """The versions are those that the engine has named for the first and the last token, not what the caller says."""
+def test_weights_that_change_between_turns_are_in_the_rows(tmp_path):
+    """The versions are those that the engine has named, not what the caller says: the oldest, the newest, and where.
+
+    They are stored with groups that arrive in two parts, too.
+    """
     policy = talker()
     engine = policy.engine
     engine.load_weights(policy.model.state_dict(), 5)
@@ -195,6 +200,35 @@ def test_weights_that_change_between_turns_are_in_the_rows():
     newest = [9 if talk.num_turns > 1 else -1 for talk in done]
     assert {*newest} == {9, -1}
     assert rows["newest_policy_version"].tolist() == newest
+    buffer = TrajectoryReplayBuffer(
+        storage=TrajectoryStorage(tmp_path / "store", extra=PROVENANCE), transform=MCAdvantage(8)
+    )
+    for part in (slice(0, 16, 2), slice(1, 16, 2)):
+        buffer.extend(conversation_rows(done[part], [1.0, 0.0] * 4, group_ids=[0, 1]))
+    kept = buffer.store.read(buffer.store.ids(), ["trajectory_id", "version_spans", "policy_version"])
+    assert kept["policy_version"].tolist() == [5] * 16
+    for number, spans in zip(kept["trajectory_id"].tolist(), kept["version_spans"], strict=True):
+        talk = done[number]
+        first = talk.assistant_mask.index(True)
+        second = talk.assistant_mask.index(True, talk.assistant_mask.index(False, first)) if talk.num_turns > 1 else 0
+        assert spans.tolist() == ([[first, 5], [second, 9]] if second else [])
+    buffer.trajectories.close()
+
+
+def test_a_turn_of_unknown_weights_leaves_the_row_without_versions():
+    """It may be older than the turns that are known, so the row is as old as its caller says."""
+    policy = talker()
+    engine: Any = policy.engine
+
+    def lost(messages: Any) -> Any:
+        engine.version = None
+        return calculator(messages)
+
+    engine.version = 5
+    done = converse(policy, ["1+2", "3+1"], lost, group_size=8, max_turns=3, max_new_tokens=8, seed=3)
+    versions = conversation_rows(done, [0.0] * 16, policy_version=2)["policy_version"].tolist()
+    assert versions == [2 if talk.num_turns > 1 else 5 for talk in done]
+    assert {*versions} == {2, 5}
 
 
 def test_turns_that_the_engine_gives_up_are_not_taken_for_whole(monkeypatch):

@@ -38,6 +38,11 @@ def one(**changes: object) -> Trajectory:
         "group_id": 3,
         "trajectory_id": 13,
         "policy_version": 4,
+        "newest_policy_version": None,
+        "version_spans": (),
+        "engine": "",
+        "temperature": None,
+        "log_prob_mode": "",
         "finish_reason": "length",
         "use_count": 1,
         "num_prompt_tokens": 2,
@@ -78,6 +83,19 @@ def test_full_shows_the_reference():
     lines = list(full(one(ref_log_probs=(None, None, math.log(0.25), math.log(0.25)))))
     assert lines[-2].split()[-2:] == ["-1.3863", "0.6931"]
     assert lines[-1].split()[-1] == "0.0000"
+
+
+def test_full_shows_which_weights_sampled_each_token():
+    """A trajectory of several versions has them at its tokens; how it was sampled is shown where it is stored."""
+    item = one(newest_policy_version=6, version_spans=((2, 4), (3, 6)), engine="vllm", log_prob_mode="processed")
+    lines = list(full(replace(item, temperature=0.8)))
+    assert "policy version 4-6, finished" in lines[0]
+    assert "  sampled by vllm at temperature 0.8, processed log-probs" in lines
+    assert "  weights: version 4 from place 2, version 6 from place 3" in lines
+    assert [line.split()[4] for line in lines[-2:]] == ["4", "6"]
+    assert [line.split()[-3:] for line in lines[-4:-2]] == [["prompt", "-", "-"]] * 2  # nobody's weights
+    assert len({len(line) for line in lines[-5:]}) == 1
+    assert list(brief([item]))[1].split()[2] == "4-6"
 
 
 def test_full_leaves_out_what_is_too_long():

@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +27,10 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
+from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY, trajectory_schema
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DefinitionError, EngineError
+from rlhf_pipeline.run.build import open_storage
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
@@ -74,7 +80,7 @@ def check_store(run_dir: Path, rollouts: int) -> None:
         assert (np.isfinite(scored.values) == sampled.values.astype(bool)).all()
 
 
-def test_a_run_samples_with_a_server(server: FakeVLLM, tmp_path: Path):
+def test_a_run_samples_with_a_server(server: FakeVLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Each step's weights reach the server first, so what it samples is on-policy and the sampler's check is silent."""
     events: list[Event] = []
     finished = run(digits(server.address, 4), run_dir=tmp_path / "run", on_event=events.append)
@@ -89,6 +95,33 @@ def test_a_run_samples_with_a_server(server: FakeVLLM, tmp_path: Path):
         "version-00000002",
         "version-00000003",
     ]
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert f"  sampled by {server.address} at temperature 0.8, processed log-probs\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("collect", "told"),
+    [({}, False), ({"refresh_weights_every": 8}, True), ({"engine": "vllm"}, True), ({"engine": "http://a:1"}, True)],
+)
+def test_a_run_keeps_how_it_sampled_where_more_than_its_definition_decides_that(
+    collect: dict[str, Any], told: bool, tmp_path: Path
+):
+    """Weights that may change during sampling, or an engine elsewhere; the store of any other run is as it was."""
+    tiny = digits("slots", 1)
+    pipeline = replace(tiny, collect=replace(tiny.collect, **collect))
+    with closing(open_storage(RunFolder(tmp_path / "run"), pipeline, max_size=None)) as storage:
+        names = [column.name for column in storage.store.schema]
+    assert names == [*trajectory_schema().names, *(column.name for column in SAMPLED_BY if told)]
+
+
+def test_a_run_that_gets_another_engine_keeps_how_it_sampled_from_then_on(server: FakeVLLM, tmp_path: Path):
+    """Its store gains the columns when it is resumed; what was sampled before says nothing."""
+    run(digits("slots", 2), run_dir=tmp_path / "run")
+    run(digits(server.address, 4), run_dir=tmp_path / "run", resume=True)
+    check_store(tmp_path / "run", 4)
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        engines = store.read(store.ids(), ["engine"])["engine"]
+    assert engines == [""] * (2 * PROMPTS * GROUP) + [server.address] * (2 * PROMPTS * GROUP)
 
 
 def test_a_server_that_goes_loses_nothing(server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

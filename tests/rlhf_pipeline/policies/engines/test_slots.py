@@ -229,8 +229,8 @@ def test_weights_that_do_not_change_on_the_way_change_nothing(make_model: Make) 
     asked = {"group_size": 3, "max_new_tokens": RAGGED, "seed": 1}
     plain = policy.generate_ragged(PROMPTS, **asked)
     looked = policy.generate_ragged(PROMPTS, **asked, refresh=WeightRefresh(lambda: 7, every=2, version=7))
-    assert plain.versions is None
-    assert looked.versions is not None
-    assert np.unique(looked.versions).tolist() == [7]
+    assert plain.spans is None
+    assert looked.spans is not None
+    assert looked.spans.lists() == [[(0, 7)]] * len(looked)
     assert (plain.token_ids == looked.token_ids).all()
     assert (plain.log_probs == looked.log_probs).all()
