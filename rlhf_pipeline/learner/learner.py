@@ -17,7 +17,7 @@ from rlhf_pipeline.buffer.samplers import StoreView
 from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
 from rlhf_pipeline.learner.metrics import (
     ModelCost,
@@ -32,7 +32,6 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import (
-    SCORED,
     Chosen,
     StepLedger,
     StepPlan,
@@ -56,6 +55,7 @@ _ROW = torch.zeros(1, 2)
 _NOTHING = LossBatch(
     tokens=_ROW.long(),
     attention=_ROW == 0,
+    candidates=torch.tensor([[False, True]]),
     mask=torch.tensor([[False, True]]),
     behaviour=_ROW,
     advantage=_ROW,
@@ -316,7 +316,7 @@ class Learner:
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
             self.optimizer.zero_grad()
-            reach = float(np.abs(plan.advantages).max(initial=0.0))
+            reach = float(plan.advantages.abs().max())
             advice = "Lower learn.lr or learn.max_grad_norm in a new run"
             if reach > _LARGE_ADVANTAGE:
                 advice = f"Its advantages reach {reach:.1e}: give smaller rewards, or use write.estimator=grpo"
@@ -341,8 +341,8 @@ class Learner:
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(store, plan.row_ids, advantages=plan.advantages, ages=chosen.ages, uses=uses),
-            **kl_metrics(plan.columns, [*plan.batches, *plan.measured], self.shards),
+            **data_metrics(store, plan.row_ids, advantages=plan.advantages.numpy(), ages=chosen.ages, uses=uses),
+            **kl_metrics(plan.parts, [*plan.batches, *plan.measured], self.shards),
             "grad_norm": float(gradient_norm),
             "lr": lr,
             **meter.metrics(
@@ -500,11 +500,10 @@ class Learner:
         if chosen is None:
             self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
             return {}
-        columns = plan.columns_of(chosen)
-        mask = columns[keys.ASSISTANT_MASK]
-        own = self.policy.log_probs(columns[keys.TOKENS], columns[keys.ATTENTION_MASK], mask).cpu()
-        own = own.where(torch.isfinite(columns[keys.LOG_PROBS]), 0.0)  # the loss leaves these out already
-        return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, mask, strict=True)}
+        batch = plan.parts[int(chosen[0])]
+        own = self.policy.log_probs(batch.tokens, batch.attention, batch.candidates).cpu()
+        own = own.where(torch.isfinite(batch.behaviour), 0.0)  # the loss leaves these out already
+        return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, batch.candidates, strict=True)}
 
     def _forget_proximal(self, version: int, max_staleness: int) -> None:
         """Drop the log-probs of trajectories that are too old or no longer in the store."""
@@ -518,7 +517,7 @@ class Learner:
     def _keys(self, row_ids: np.ndarray) -> list[keys.Key]:
         """Return what a step reads of its rows; the reference's log-probs only if a row has them."""
         names, store = self.loss.tensor_keys, self.buffer.store
-        wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob, names.advantage]
+        wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob]
         reference = column_of_key(store.schema).get(names.ref_log_probs)
         if reference is not None and bool(store.present(reference.name, row_ids).any()):
             wanted.append(names.ref_log_probs)
@@ -526,28 +525,17 @@ class Learner:
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
         """Return a micro-batch, with its loss weights."""
-        columns, names = plan.columns_of(chosen), self.loss.tensor_keys
-        mask, advantage = columns[keys.ASSISTANT_MASK], columns.get(names.advantage)
-        if advantage is None:
-            raise MissingKeyError(f"the trajectories have no {names.advantage!r}, which MCAdvantage writes.")
-        proximal = None
+        batch = plan.parts[int(chosen[0])]
+        mask, ref, proximal = batch.mask, batch.ref, None
         if self.loss.decoupled:
             held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape)
-            proximal[mask] = held
-        scored, ref = columns[SCORED], columns.get(names.ref_log_probs)
+            proximal[batch.candidates] = held
+            mask = mask & torch.isfinite(proximal)
         if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
             ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
-        return LossBatch(
-            tokens=columns[names.action],
-            attention=columns[keys.ATTENTION_MASK],
-            mask=scored if proximal is None else scored & torch.isfinite(proximal),
-            behaviour=columns[names.sample_log_prob],
-            advantage=advantage if advantage.ndim > 1 else advantage[:, None].expand(mask.shape),
-            ref=ref,
-            proximal=proximal,
-            weight=plan.weights[chosen][:, None] * mask,
-        )
+        weight = plan.weights[chosen][:, None] * batch.candidates
+        return dataclasses.replace(batch, mask=mask, ref=ref, proximal=proximal, weight=weight)
 
     def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
         """Report, once, if the stored log-probs differ from those of the weights that sampled."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.data import keys
 from rlhf_pipeline.functional.diagnostics import training_flops
 from rlhf_pipeline.functional.kl import kl_figures
-from rlhf_pipeline.learner.step_plan import Columns, StepPlan
+from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from trajectory_store import TrajectoryStore
 
@@ -79,26 +79,24 @@ def data_metrics(
     }
 
 
-def kl_metrics(parts: Mapping[int, Columns], order: Sequence[Tensor], shards: Shards | None = None) -> Metrics:
+def kl_metrics(parts: Mapping[int, LossBatch], order: Sequence[Tensor], shards: Shards | None = None) -> Metrics:
     """Return how far the behaviour policy is from the reference.
 
     `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over each
     trajectory, then averaged. All are None if no trajectory has reference log-probs.
 
     Args:
-        parts: padded columns of the micro-batches that this process has read, by their first position.
+        parts: the micro-batches that this process has read, by their first position.
         order: all micro-batches of the step, as positions in it.
         shards: given if other processes have read the other micro-batches.
     """
     held: dict[int, tuple[Tensor, Tensor]] = {}
     for chosen in order:
-        columns = parts.get(int(chosen[0]), {})
-        reference = columns.get(keys.REF_LOG_PROBS)
-        if reference is None:
+        part = parts.get(int(chosen[0]))
+        if part is None or part.ref is None:
             continue
-        log_probs = columns[keys.LOG_PROBS]
-        known = columns[keys.ASSISTANT_MASK] & torch.isfinite(log_probs) & torch.isfinite(reference)
-        rows = (values[known].split(known.sum(1).tolist()) for values in (log_probs, reference))
+        known = part.candidates & torch.isfinite(part.behaviour) & torch.isfinite(part.ref)
+        rows = (values[known].split(known.sum(1).tolist()) for values in (part.behaviour, part.ref))
         held |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
     if not held and shards is None:
         return dict.fromkeys(_KL)
@@ -123,7 +121,7 @@ class ModelCost:
         trained: matmul weights of the trunk that are trained; in a mixture of experts, the routed share.
         frozen: matmul weights of the trunk that are not trained.
         head: weights of the head.
-        head_factor: 6, or 4 if the head is frozen.
+        head_is_trained: whether the head has a gradient.
         layers: attention layers.
         width: heads times head size.
     """
@@ -131,7 +129,7 @@ class ModelCost:
     trained: int
     frozen: int
     head: int
-    head_factor: int
+    head_is_trained: bool
     layers: int
     width: int
 
@@ -158,7 +156,7 @@ class ModelCost:
             trained=counts[True],
             frozen=counts[False],
             head=head.numel(),
-            head_factor=6 if head.requires_grad else 4,
+            head_is_trained=head.requires_grad,
             layers=int(config.num_hidden_layers),
             width=width,
         )
@@ -177,7 +175,7 @@ class ModelCost:
             trained=self.trained,
             frozen=self.frozen,
             head=self.head,
-            head_is_trained=self.head_factor == 6,
+            head_is_trained=self.head_is_trained,
             layers=self.layers,
             width=self.width,
             backward=backward,

@@ -16,9 +16,10 @@ from torch import Tensor
 from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_sampler
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.aggregation import contributes, scorable, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLoss
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from trajectory_store import TrajectoryStore
 
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
 
 Ints = npt.NDArray[np.int64]
-Columns = Mapping[keys.Key, Tensor]
-"""Tensors of rows by key."""
-SCORED: keys.Key = ("masks", "scored")
-"""The key of the tokens that are in the loss, bool `[B, T]`, among a micro-batch's columns."""
 
 
 class Chosen(NamedTuple):
@@ -65,12 +62,11 @@ class StepPlan:
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
         measured: micro-batches of the other rows, which run forward only, for the step's figures.
         positions: the number of positions that the model computes for each of `batches`.
-        columns: the data that this process has read: padded columns of a micro-batch, by its first position, and
-            under `SCORED` its tokens in the loss.
+        parts: the micro-batches that this process has read, by their first position, without their loss weights.
     """
 
     row_ids: np.ndarray
-    advantages: np.ndarray
+    advantages: Tensor
     lengths: Tensor
     produced: Tensor
     scored: Tensor
@@ -79,11 +75,7 @@ class StepPlan:
     batches: list[Tensor]
     measured: list[Tensor]
     positions: list[int]
-    columns: dict[int, Columns]
-
-    def columns_of(self, chosen: Tensor) -> Columns:
-        """Return the columns of a micro-batch that this process runs."""
-        return self.columns[int(chosen[0])]
+    parts: dict[int, LossBatch]
 
     def without(self, lost: Tensor, *, loss: GRPOLoss, max_completion_tokens: int) -> StepPlan:
         """Return the same step with fewer tokens in the loss.
@@ -125,7 +117,7 @@ def plan_step(
     config: Learn,
     max_completion_tokens: int,
     head_weight: Tensor,
-    read: Callable[[Ints], Columns],
+    read: Callable[[Ints], Mapping[keys.Key, Tensor]],
     shards: Shards | None = None,
 ) -> StepPlan:
     """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
@@ -141,11 +133,17 @@ def plan_step(
         head_weight: of the policy; see `plan_micro_batches`.
         read: reads rows, as padded columns by key.
         shards: given if several processes share the step.
+
+    Raises:
+        MissingKeyError: a row has no advantage.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
-    advantages = store.read_scalars("advantage", row_ids)
+    advantages = torch.from_numpy(store.read_scalars(keys.column_name(loss.tensor_keys.advantage), row_ids))
+    if bool(advantages.isnan().any()):
+        row = int(row_ids[int(advantages.isnan().nonzero()[0])])
+        raise MissingKeyError(f"row {row} has no {loss.tensor_keys.advantage!r}, which MCAdvantage writes.")
     useful = contributes(
-        torch.from_numpy(advantages),
+        advantages,
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
         entropy_bonus=loss.entropy_bonus,
     )
@@ -165,16 +163,14 @@ def plan_step(
         return [at[rows] for rows in plan.rows], plan.positions
 
     (batches, positions), (measured, _) = cut(useful), cut(~useful)
-    columns: dict[int, Columns] = {}
+    parts: dict[int, LossBatch] = {}
     counts = torch.zeros(2, len(row_ids), dtype=torch.int64)
     for some in (batches, measured):
         for number in range(len(some)) if shards is None else shards.share(range(len(some))):
             if number is not None:
                 chosen = some[number]
-                found = read(row_ids[chosen.numpy()])
-                scored_tokens = scored_of(found, loss)
-                counts[:, chosen] = torch.stack([found[keys.ASSISTANT_MASK][:, 1:].sum(1), scored_tokens.sum(1)])
-                columns[int(chosen[0])] = {**found, SCORED: scored_tokens}
+                part = parts[int(chosen[0])] = _micro_batch(read(row_ids[chosen.numpy()]), advantages[chosen], loss)
+                counts[:, chosen] = torch.stack([part.candidates[:, 1:].sum(1), part.mask.sum(1)])
     produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
         row_ids=row_ids,
@@ -187,7 +183,28 @@ def plan_step(
         batches=batches,
         measured=measured,
         positions=positions,
-        columns=columns,
+        parts=parts,
+    )
+
+
+def _micro_batch(columns: Mapping[keys.Key, Tensor], advantages: Tensor, loss: GRPOLoss) -> LossBatch:
+    """Return padded columns as a batch of the loss without weights, which follow from the counts of the whole step.
+
+    By the mask and not by the prompt's length: several turns have tokens of others in between.
+    """
+    names, produced = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
+    attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
+    ref = columns.get(names.ref_log_probs)
+    mask = scorable(produced, attention, behaviour, ref if loss.kl_to_ref_coeff else None)
+    return LossBatch(
+        tokens=columns[names.action],
+        attention=attention,
+        candidates=produced,
+        # Without reference log-probs, which a KL term against them needs, no token is in the loss.
+        mask=torch.zeros_like(mask) if ref is None and loss.kl_to_ref_coeff else mask,
+        behaviour=behaviour,
+        advantage=advantages[:, None].expand(produced.shape),
+        ref=ref,
     )
 
 
@@ -200,22 +217,6 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
     """
     named = store.read_scalars("trajectory_id", row_ids)
     return np.where(named < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, named)
-
-
-def scored_of(columns: Columns, loss: GRPOLoss) -> Tensor:
-    """Return which tokens of trajectories are in the loss, bool `[B, T]`.
-
-    By the mask and not by the prompt's length: several turns have tokens of others in between.
-
-    Args:
-        columns: right-padded, by key.
-        loss: determines which log-probs are read.
-    """
-    names, mask = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
-    ref = columns.get(names.ref_log_probs) if loss.kl_to_ref_coeff else None
-    if ref is None and loss.kl_to_ref_coeff:
-        ref = torch.full(mask.shape, math.nan)  # none of these rows has any
-    return scorable(mask, columns[keys.ATTENTION_MASK], columns[names.sample_log_prob], ref)
 
 
 def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:

@@ -30,9 +30,9 @@ class LossBatch:
     Attributes:
         tokens: int64 [B, T].
         attention: bool [B, T], the real tokens.
-        mask: bool [B, T], the tokens of the loss: those that the masking strategy chose, that have a token before
-            them to be predicted from, and whose log-probs that the loss reads are finite; see
-            `functional.aggregation.scorable`.
+        candidates: bool [B, T], the tokens that the masking strategy chose.
+        mask: bool [B, T], the tokens of the loss: the candidates that have a token before them to be predicted from,
+            and whose log-probs that the loss reads are finite; see `functional.aggregation.scorable`.
         behaviour: [B, T].
         advantage: [B, T].
         ref: [B, T] or None.
@@ -43,6 +43,7 @@ class LossBatch:
 
     tokens: torch.Tensor
     attention: torch.Tensor
+    candidates: torch.Tensor
     mask: torch.Tensor
     behaviour: torch.Tensor
     advantage: torch.Tensor
@@ -163,11 +164,12 @@ def read_batch(
             tokens,
         )
     ref = read.per_token(read.get(names.ref_log_probs), names.ref_log_probs, tokens)
-    chosen = _token_mask(read, names, tokens, attention, masking_strategy)
+    candidates = _token_mask(read, names, tokens, attention, masking_strategy)
     return LossBatch(
         tokens=tokens,
         attention=attention,
-        mask=scorable(chosen, attention, behaviour, proximal, ref if kl_to_ref else None),
+        candidates=candidates,
+        mask=scorable(candidates, attention, behaviour, proximal, ref if kl_to_ref else None),
         behaviour=behaviour,
         advantage=read.per_token(advantage, names.advantage, tokens),
         ref=ref,

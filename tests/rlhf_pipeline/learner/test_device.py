@@ -81,6 +81,7 @@ def batch_of(folder: Path) -> LossBatch:
     return LossBatch(
         tokens=tokens,
         attention=attention,
+        candidates=mask,
         mask=scorable(mask, attention, behaviour),
         behaviour=behaviour,
         advantage=td["advantage"],

@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.ledger import Ledger
 from tests.rlhf_pipeline.small import trajectory
@@ -405,6 +405,16 @@ def test_a_gradient_that_rewards_overflow_names_the_rewards(make_learner):
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack([trajectory(n, [0, 1, 1], -1e38 * n) for n in range(2)]))
     with pytest.raises(DataError, match=r"is not finite .* Its advantages reach 5\.0e\+37: give smaller rewards"):
+        learner.step(1)
+
+
+def test_a_row_without_an_advantage_is_named_before_the_model_runs(make_learner):
+    """One among others that have one, as after a write that went past MCAdvantage."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack(TURNS[:2]))
+    learner.buffer.trajectories.extend(lazy_stack(TURNS[2:3]))
+    bare = learner.buffer.store.ids()[-1]
+    with pytest.raises(MissingKeyError, match=rf"row {bare} has no 'advantage', which MCAdvantage writes"):
         learner.step(1)
 
 

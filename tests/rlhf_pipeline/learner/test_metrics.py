@@ -9,10 +9,11 @@ import torch
 
 from rlhf_pipeline import Learn, scratch_policy
 from rlhf_pipeline.buffer.batches import padded_columns
-from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, ATTENTION_MASK, LOG_PROBS, REF_LOG_PROBS, TOKENS
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, kl_metrics, known_peak_flops
+from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
 from rlhf_pipeline.run.folder import RunFolder
@@ -36,7 +37,7 @@ def test_the_cost_of_a_model_by_hand(tied):
     """Two layers of q, o [8,8], k, v [4,8] and three MLP matrices [16,8]; a head [11,8] that counts scored tokens."""
     cost = ModelCost.of(qwen(tie_word_embeddings=tied))
     per_layer = 2 * 64 + 2 * 32 + 3 * 128
-    assert cost == ModelCost(trained=2 * per_layer, frozen=0, head=88, head_factor=6, layers=2, width=8)
+    assert cost == ModelCost(trained=2 * per_layer, frozen=0, head=88, head_is_trained=True, layers=2, width=8)
     lengths, scored = torch.tensor([5, 3]), torch.tensor([2, 1])
     by_hand = 6 * 2 * per_layer * 8 + 6 * 88 * 3 + 6 * 2 * 8 * (25 + 9)
     assert cost.flops(lengths, scored) == by_hand
@@ -49,7 +50,7 @@ def test_frozen_weights_cost_two_thirds():
     whole = ModelCost.of(policy)
     add_adapters(policy, rank=2, alpha=4.0, targets="q_proj", seed=0)
     cost = ModelCost.of(policy)
-    assert (cost.frozen, cost.trained, cost.head_factor) == (whole.trained, 2 * 16 + 16 * 2, 4)
+    assert (cost.frozen, cost.trained, cost.head_is_trained) == (whole.trained, 2 * 16 + 16 * 2, False)
 
 
 def test_peaks_are_known_for_gpus_only():
@@ -86,9 +87,21 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
         advantages = store.read_scalars("advantage", ids)
         found = data_metrics(store, ids, advantages=advantages, ages=ids * 0, uses=ids - ids[0])
-        keys = [LOG_PROBS, REF_LOG_PROBS, ASSISTANT_MASK]
+        keys = [LOG_PROBS, REF_LOG_PROBS, ASSISTANT_MASK, ATTENTION_MASK, TOKENS]
         cut = [torch.tensor([5, 0, 2, 3, 4, 1]), torch.tensor([8, 9, 10, 11, 6, 7])]
-        parts = {int(at[0]): padded_columns(store, ids[at.numpy()], keys=keys) for at in cut}
+        read = [padded_columns(store, ids[at.numpy()], keys=keys) for at in cut]
+        parts = {
+            int(at[0]): LossBatch(
+                tokens=columns[TOKENS],
+                attention=columns[ATTENTION_MASK],
+                candidates=columns[ASSISTANT_MASK],
+                mask=columns[ASSISTANT_MASK],
+                behaviour=columns[LOG_PROBS],
+                advantage=columns[LOG_PROBS],
+                ref=columns[REF_LOG_PROBS],
+            )
+            for at, columns in zip(cut, read, strict=True)
+        }
         found |= kl_metrics(parts, cut)
     gaps = [
         float(own) - float(reference)
