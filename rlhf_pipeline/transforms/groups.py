@@ -694,8 +694,8 @@ class Grader:
         kept = torch.nonzero(~graded.degenerate).reshape(-1)
         return graded.take(kept), kept
 
-    def columns(self, arrived: Arrived, graded: Graded) -> dict[Key, Flat]:
-        """Return the new columns of trajectories, one row per step."""
+    def columns(self, arrived: Arrived, graded: Graded, *, one_each: bool = False) -> dict[Key, Flat]:
+        """Return the new columns of trajectories, one row per step; `one_each` leaves an advantage to one value."""
         batch, bounds, reward = arrived.batch, arrived.bounds, arrived.batch[arrived.reward_key]
         assert isinstance(reward, Flat)
         mask, returns, degenerate = batch.get(ASSISTANT_MASK), arrived.scores.returns, graded.degenerate
@@ -703,9 +703,13 @@ class Grader:
         if len(bounds) != bounds[-1] + 1:
             owner = arrived.owners()
             returns, degenerate, advantages, codes = (x[owner] for x in (returns, degenerate, advantages, codes))
-        values = self.values(reward, mask if isinstance(mask, Flat) else None, advantages, codes)
+        if one_each:
+            advantage = Flat(advantages.to(torch.float32))
+        else:
+            values = self.values(reward, mask if isinstance(mask, Flat) else None, advantages, codes)
+            advantage = Flat(values, reward.lengths, reward.shapes)
         columns: dict[Key, Flat] = {
-            self.advantage_key: Flat(values, reward.lengths, reward.shapes),
+            self.advantage_key: advantage,
             RETURN: Flat(returns.to(torch.float32)),
             DEGENERATE: Flat(degenerate),
         }

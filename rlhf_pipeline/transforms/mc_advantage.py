@@ -570,7 +570,9 @@ class MCAdvantage(Transform):
             arrived = arrived.take(kept.tolist())
         if not arrived.groups:
             return None
-        return _Finished(arrived.batch, self._grader.columns(arrived, graded), len(arrived.groups))
+        one_each = self.rows is not None and self.rows.one_each(self._grader)
+        columns = self._grader.columns(arrived, graded, one_each=one_each)
+        return _Finished(arrived.batch, columns, len(arrived.groups))
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 

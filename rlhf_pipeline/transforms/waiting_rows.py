@@ -163,6 +163,11 @@ class WaitingRows:
         name = column_name(key)
         return name if name in self.store.schema else None
 
+    def one_each(self, grader: Grader) -> bool:
+        """Return whether the store keeps one advantage per trajectory, and the grader gives one."""
+        name = self.column_of(grader.advantage_key)
+        return name is not None and not self.store.schema[name].ragged and grader.trajectory_return is not None
+
     def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
         """Read columns of the given rows, by key; columns that the store lacks are left out."""
         out = Trajectories(len(rows))
@@ -232,7 +237,8 @@ class StoreCall:
         if not part.groups:
             return None
         if not waiting:
-            return Trajectories(part.batch.n, part.batch | grader.columns(part, graded))
+            new = grader.columns(part, graded, one_each=self._rows.one_each(grader))
+            return Trajectories(part.batch.n, part.batch | new)
         self._part = part
         return self._with_waiting(part, graded, queue, now)
 
@@ -246,7 +252,7 @@ class StoreCall:
     def _with_waiting(self, part: Arrived, graded: Graded, queue: GroupQueue, now: float) -> Trajectories:
         """Return rows; the last ones wait, without an advantage, with the exact return and their group's number."""
         k, more = len(part.groups) - len(self._waiting), len(self._waiting)
-        columns = self._grader.columns(part, graded.followed_by(more))
+        columns = self._grader.columns(part, graded.followed_by(more), one_each=self._rows.one_each(self._grader))
         owner = part.owners()
         late = owner >= k
         value = columns[self._grader.advantage_key]
@@ -319,10 +325,9 @@ class StoreCall:
 
     def _stored_advantage(self, name: str, rows: Ints, graded: Graded) -> Any:
         """Return the advantages in the form of their column."""
-        store, by_step = self._rows.store, self._grader.trajectory_return is None
-        ragged = store.schema[name].ragged
-        if not by_step and not ragged:
+        if self._rows.one_each(self._grader):
             return graded.advantages.to(torch.float32).numpy()
+        store, by_step = self._rows.store, self._grader.trajectory_return is None
         read: Any = self._rows.columns(["assistant_mask", "task_reward"], rows)
         mask = reward = read[ASSISTANT_MASK]
         if by_step:
@@ -330,7 +335,7 @@ class StoreCall:
             if "reward" in store.schema:
                 reward: Any = self._rows.columns(["reward"], rows)[REWARD]
         values = self._grader.values(reward, mask, graded.advantages, graded.codes)
-        if not ragged:
+        if not store.schema[name].ragged:
             return (values if reward.lengths is None else one_advantage(values, mask.values, mask.lengths)).numpy()
         if reward.lengths is None:
             values = torch.where(mask.values, spread(values, mask.lengths), 0.0)
