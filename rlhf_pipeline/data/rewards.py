@@ -105,11 +105,10 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
     Raises:
         RewardError: every call failed, so the reward function itself is wrong.
     """
-    found = [
+    grades = [
         called(reward, prompt.text, text, prompt.answer, prompt.meta)
         for prompt, text in zip(prompts, completions, strict=True)
     ]
-    grades = [Grade(reward=value, error=error) for value, error in found]
     failed = [item.error for item in grades if item.error is not None]
     if failed and len(failed) == len(grades):
         name = getattr(reward, "__qualname__", repr(reward))
@@ -123,15 +122,15 @@ def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequen
 
 def called(
     reward: RewardFunction, prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]
-) -> tuple[float, str | None]:
-    """Return the reward of one completion and None, or NaN and one line about the failure."""
+) -> Grade:
+    """Return the grade of one completion: its reward, or NaN and one line about the failure."""
     try:
         value = float(reward(prompt, completion, answer, meta))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
-        return math.nan, describe_error(error)
+        return Grade(reward=math.nan, error=describe_error(error))
     if not abs(value) <= LARGEST:
-        return math.nan, f"the reward is {value}; it must be a finite float32"
-    return value, None
+        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
+    return Grade(reward=value)
 
 
 def describe_error(error: BaseException) -> str:

@@ -226,9 +226,10 @@ def grade_again(
     again = np.empty(len(prompts))
     errors: dict[int, str] = {}
     for place, (prompt, completion, context) in enumerate(zip(prompts, completions, contexts, strict=True)):
-        again[place], error = called(reward, prompt, completion, context.answer, context.prompt_meta)
-        if error is not None:
-            errors[place] = error
+        found = called(reward, prompt, completion, context.answer, context.prompt_meta)
+        again[place] = found.reward
+        if found.error is not None:
+            errors[place] = found.error
     return again, errors
 
 

@@ -407,16 +407,13 @@ class Catalog:
             self._watermark = max(self._watermark, self.state.rows_gone + self.total_rows())
             return self._watermark
 
-    def _ordered(self) -> ArrivalOrder:
-        if self._order_generation != self.generation:
-            self.order.update(self.row_segments())
-            self._order_generation = self.generation
-        return self.order
-
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""
         with self._lock:
-            return self._ordered().ids()
+            if self._order_generation != self.generation:
+                self.order.update(self.row_segments())
+                self._order_generation = self.generation
+            return self.order.ids()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
         """Return the ids of the newest rows in the order of arrival, and their runs `(segment, first row, rows)`.
@@ -431,8 +428,8 @@ class Catalog:
         return ids[skip:], runs if few else None
 
     def _runs(self, skip: int) -> list[tuple[int, int, int]]:
-        """Return all rows but the first `skip`, as runs."""
-        firsts, counts = self._ordered().runs()
+        """Return all rows but the first `skip`, as runs; `ids` has brought the order up to date."""
+        firsts, counts = self.order.runs()
         out: list[tuple[int, int, int]] = []
         if not len(firsts):
             return out

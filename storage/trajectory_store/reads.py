@@ -366,7 +366,6 @@ class StoreReads:
             column: its name; a text column gives an object array of texts.
             ids: `[B]` ids; None for all trajectories in the order of arrival.
         """
-        self._check_open()
         return self._scalars(self._reader(ids, ()), self.schema[column])
 
     def _scalars(self, reader: ColumnReader, column: Column) -> npt.NDArray[Any]:
@@ -384,7 +383,6 @@ class StoreReads:
     @following
     def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or an update, and not filled in: `[B]` bool."""
-        self._check_open()
         found = self.schema[column]
         return self._reader(ids, [found]).present(found)
 
@@ -411,7 +409,6 @@ class StoreReads:
         return reader
 
     def _ragged_column(self, name: str) -> Column:
-        self._check_open()
         column = self.schema[name]
         if column.axis is None:
             raise SchemaError(f"column '{name}' is a scalar; it has no lengths. Use read_scalars.")
