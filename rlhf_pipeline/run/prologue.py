@@ -9,6 +9,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
+from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Models, build_models
 from rlhf_pipeline.run.events import EventHandler
@@ -91,7 +92,10 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int) -> None:
 
 
 def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
-    """Return notices about the tokenizer, before the first completion."""
+    """Return notices about the engine and the tokenizer, before the first completion."""
+    engine = policy.engine
+    if isinstance(engine, SlotEngine) and (notice := engine.notice()) is not None:
+        yield notice
     tokenizer = policy.tokenizer
     if tokenizer is None:
         return

@@ -73,6 +73,9 @@ class OnDevice(Tensor):
         note("refused", "numpy")
         return self.held.detach().numpy()
 
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({list(self.shape)}, {self.dtype})"
 

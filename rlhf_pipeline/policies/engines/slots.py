@@ -32,7 +32,7 @@ from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletion
 from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
 from rlhf_pipeline.policies.engines.sampling import sample_rows, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
-from rlhf_pipeline.policies.engines.static import StaticRun, mask_form
+from rlhf_pipeline.policies.engines.static import KeptSlots, StaticRun, mask_form
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -81,6 +81,7 @@ class SlotEngine:
         self.model = model
         self._vocab = int(parts.head.weight.shape[0])
         self.gate = Gate()
+        self.kept = KeptSlots()
         self.loads = 0
         self.aborts = 0
 
@@ -96,8 +97,7 @@ class SlotEngine:
         )
         if request.count == 0:
             return RaggedCompletions.none(versioned=refresh is not None or self.version is not None)
-        static = self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
-        form = mask_form(self.parts) if static else None
+        form = mask_form(self.parts) if self._wants_static() else None
         if form is None and self.decode == "static":
             raise DefinitionError(
                 f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
@@ -112,6 +112,19 @@ class SlotEngine:
             while run.step():
                 pass
         return run.completions()
+
+    def notice(self) -> str | None:
+        """Return what a user should know about the way of decoding, or None."""
+        if not self._wants_static() or mask_form(self.parts) is not None:
+            return None
+        return (
+            f"{type(self.parts.trunk).__name__} takes no ready-made attention masks, so it decodes row by row: the "
+            "host waits for the device at every token, and no CUDA graphs are used. vLLM samples it faster, if it "
+            "knows the architecture: --set collect.engine=vllm"
+        )
+
+    def _wants_static(self) -> bool:
+        return self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -143,7 +156,8 @@ class SlotEngine:
         self.aborts += 1
 
     def close(self) -> None:
-        """Do nothing: the engine does not own the model."""
+        """Free the memory of static slots; the model is not the engine's."""
+        self.kept.drop()
 
 
 class _Ragged(Rollout):

@@ -15,6 +15,9 @@ depends on data, and nothing leaves the device, so on CUDA it is captured as a g
 columns: both are powers of two, or the maximum, as small as the live completions allow. After at most K steps, the
 host reads the sampled tokens with one copy, replaces weights, and fills free slots.
 
+State and graphs outlive a call: an engine keeps those of the largest. A graph holds the addresses of the weights, so
+it serves all weights that are copied into the same tensors, and is dropped when a tensor is replaced.
+
 On a CPU, where every padded row and column costs time, this takes 1.2 to 2.2 times as long as `slots._Ragged`; there it
 serves the tests, which compare the two.
 """
@@ -22,7 +25,9 @@ serves the tests, which compare the two.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -46,7 +51,33 @@ MaskForm = Literal["full", "near", "by_kind"]
 """The form in which a trunk takes ready-made masks: one, one with the sliding window, or a dict by kind of layer."""
 
 _FEWEST_COLUMNS = 64
+_Places = list[tuple[int, torch.dtype]]
 _forms: weakref.WeakKeyDictionary[nn.Module, MaskForm | None] = weakref.WeakKeyDictionary()
+
+
+class Graphs:
+    """Captures steps as CUDA graphs."""
+
+    def __init__(self) -> None:
+        # One pool for all graphs of a state: they run one at a time, and all that outlives a step is in the state.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture a step that has run before, without running it; return a function that runs it.
+
+        Raises:
+            RuntimeError: the step waits for the device.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that loads data, may allocate memory and wait for the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+
+def graphs_of(device: torch.device) -> Graphs | None:
+    """Return what captures steps on a device; None where there are no graphs."""
+    return Graphs() if device.type == "cuda" else None
 
 
 class _StaticLayer(CacheLayer):
@@ -82,8 +113,6 @@ class StaticSlots(Cache):
         num_slots: S.
         window: W; one more than the longest completion with its prompt: slots that are not live write to the last
             column.
-        is_end: bool `[V]`, which tokens end a completion.
-        temperature: of sampling.
         look_every: K.
 
     Attributes:
@@ -98,8 +127,6 @@ class StaticSlots(Cache):
         *,
         num_slots: int,
         window: int,
-        is_end: Tensor,
-        temperature: float,
         look_every: int,
     ) -> None:
         self.static_layers = [_StaticLayer(self) for _ in range(parts.num_layers)]
@@ -108,12 +135,12 @@ class StaticSlots(Cache):
         self.form: MaskForm = form
         self.num_slots = self.size = num_slots
         self.window = self.columns = window
-        self.temperature = temperature
+        self.temperature = 1.0
         self.sliding = _sliding_window(parts)
         self.additive = getattr(_config(parts), "_attn_implementation", None) == "eager"
         self.weight = parts.sampling_weight()
         device = self.device = self.weight.device
-        self.is_end = is_end
+        self.is_end = torch.zeros(len(self.weight), dtype=torch.bool, device=device)
         self.rows = torch.arange(num_slots, device=device)
         self.all_columns = torch.arange(window, device=device)
         self.used, self.key, self.count, self.limit, self.column = (
@@ -125,10 +152,24 @@ class StaticSlots(Cache):
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self.tokens = torch.full((num_slots, look_every), -1, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros((num_slots, look_every), dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._captures = device.type == "cuda"
-        # One pool for all graphs: they run one at a time, and all that outlives a step is in the state.
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._graphs = graphs_of(device)
+        self._places = _places_of(parts)
+
+    def holds(self, *, num_slots: int, window: int, look_every: int) -> bool:
+        """Whether a call can decode on this state: it is large enough, and the weights are where they were."""
+        large = self.num_slots >= num_slots and self.window >= window and self.tokens.shape[1] == look_every
+        return large and self._places == _places_of(self.parts)
+
+    def begin(self, *, size: int, is_end: Tensor, temperature: float) -> None:
+        """Start a call on `size` free slots. What its slots hold from an earlier one is never seen."""
+        self.size = size
+        self.live.fill_(False)
+        self.is_end.copy_(is_end)
+        self.weight = self.parts.sampling_weight()
+        if temperature != self.temperature:  # a number in the graphs
+            self.temperature = temperature
+            self.replays.clear()
 
     def step(self) -> None:
         """Sample one token per live slot and feed it. No shape depends on data, and nothing leaves the device."""
@@ -189,26 +230,22 @@ class StaticSlots(Cache):
         self.tokens[: self.size].fill_(-1)
         self.columns = min(self.window, max(_FEWEST_COLUMNS, _power_of_two(columns)))
         for _ in range(steps):
-            graph = self._graphs.get((self.size, self.columns))
-            if graph is not None:
-                graph.replay()
+            replay = self.replays.get((self.size, self.columns))
+            if replay is not None:
+                replay()
                 continue
             self.step()
-            if self._captures:
-                self._capture()
+            if self._graphs is not None:
+                self._capture(self._graphs)
 
-    def _capture(self) -> None:
+    def _capture(self, graphs: Graphs) -> None:
         """Capture the step for the current numbers of slots and columns; it has just run once outside a graph."""
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self.step()
+            self.replays[self.size, self.columns] = graphs.capture(self.step)
         except RuntimeError as error:
             # The step of this model waits for the device. It still decodes, kernel by kernel.
             logger.warning("the decode step of %s was not captured: %s", type(self.parts.trunk).__name__, error)
-            self._captures = False
-            return
-        self._graphs[self.size, self.columns] = graph
+            self._graphs = None
 
     def insert(self, slots: Tensor, states: States, source: Tensor, facts: Tensor, hidden: Tensor) -> None:
         """Fill or refill slots with rows of a prefill.
@@ -245,9 +282,70 @@ class StaticSlots(Cache):
         self.size = size
 
     def renew(self) -> None:
-        """Pick up changed weights."""
+        """Pick up changed weights, and drop the graphs if they are in other tensors than before."""
         self.weight = self.parts.sampling_weight()
-        self._graphs.clear()
+        places = _places_of(self.parts)
+        if places != self._places:
+            self._places = places
+            self.replays.clear()
+
+
+class KeptSlots:
+    """The state that the next call of an engine decodes on.
+
+    One call at a time has it; others make their own, and the one that is given back last is kept.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._state: StaticSlots | None = None
+
+    def __reduce__(self) -> tuple[type[KeptSlots], tuple[()]]:
+        """Copy as empty, so that an engine can be copied."""
+        return KeptSlots, ()
+
+    def take(
+        self,
+        parts: ModelParts,
+        form: MaskForm,
+        *,
+        size: int,
+        window: int,
+        is_end: Tensor,
+        temperature: float,
+        look_every: int,
+    ) -> StaticSlots:
+        """Return a state of at least `size` slots and `window` columns, with `size` free slots.
+
+        One that is made because the kept one is too small has as many of either as that one, or more: so that a run
+        ends up with one state for all its calls.
+        """
+        with self._lock:
+            state, self._state = self._state, None
+        if state is None or not state.holds(num_slots=size, window=window, look_every=look_every):
+            slots, columns = (
+                (size, window) if state is None else (max(size, state.num_slots), max(window, state.window))
+            )
+            state = None  # its memory is free before the new one takes its own
+            state = StaticSlots(
+                parts,
+                form,
+                num_slots=slots,
+                window=columns,
+                look_every=look_every,
+            )
+        state.begin(size=size, is_end=is_end, temperature=temperature)
+        return state
+
+    def give(self, state: StaticSlots) -> None:
+        """Keep a state after a call that ended well. After another one, its cache may hold NaN."""
+        with self._lock:
+            self._state = state
+
+    def drop(self) -> None:
+        """Free the memory of the state."""
+        with self._lock:
+            self._state = None
 
 
 class StaticRun(Rollout):
@@ -260,10 +358,12 @@ class StaticRun(Rollout):
         super().__init__(*args, **kwargs)
         self.look_every = look_every
         longest = int((self.prompt_lengths[self.prompt_of] + self.limits).max())
-        self.state = StaticSlots(
+        # As for the sizes of a call that ends: few sizes have few graphs.
+        self.num_slots = min(self.engine.num_slots, _power_of_two(self.count))
+        self.state = self.engine.kept.take(
             self.parts,
             form,
-            num_slots=self.num_slots,
+            size=self.num_slots,
             window=-(-(longest + 1) // _FEWEST_COLUMNS) * _FEWEST_COLUMNS,
             is_end=self.upload(self.is_end),
             temperature=self.temperature,
@@ -279,6 +379,7 @@ class StaticRun(Rollout):
         self._fill()
         held = self.owner >= 0
         if not held.any():
+            self.engine.kept.give(self.state)
             return False
         left = self.limits[self.owner[held]] - self.sampled[held]
         steps = min(self.look_every, int(left.max()))
@@ -286,6 +387,7 @@ class StaticRun(Rollout):
         self._look(steps)
         changed = self.give_way()
         if self.must_end():
+            self.engine.kept.give(self.state)
             return self.cut(self.owner[self.owner >= 0])
         if changed:
             self._renew()
@@ -385,10 +487,7 @@ def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
     device, rows = tokens.device, torch.arange(2, device=tokens.device)
     cache, hidden = prefill(parts, tokens[:, :-new], lengths)
     out = [hidden]
-    no_end = torch.zeros(parts.head.weight.shape[0], dtype=torch.bool, device=device)
-    state = StaticSlots(
-        parts, form, num_slots=3, window=_FEWEST_COLUMNS, is_end=no_end, temperature=1.0, look_every=new
-    )
+    state = StaticSlots(parts, form, num_slots=3, window=_FEWEST_COLUMNS, look_every=new)
     facts = torch.stack((lengths, lengths, torch.zeros_like(lengths), torch.full_like(lengths, new + 1)))
     state.insert(rows, cache.left_aligned(), rows, facts, out[0])
     fed = torch.zeros(3, dtype=torch.int64, device=device)
@@ -397,6 +496,12 @@ def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
         state.feed(fed)
         out.append(state.hidden[:2].clone())
     return torch.stack(out, 1)
+
+
+def _places_of(parts: ModelParts) -> _Places:
+    """Return address and dtype of every tensor of a model, which a graph refers to."""
+    tensors = [t for module in (parts.trunk, parts.head) for t in (*module.parameters(), *module.buffers())]
+    return [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
 
 
 def _config(parts: ModelParts) -> Any:

@@ -29,7 +29,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
-from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
+from rlhf_pipeline.policies.engines.static import LOOK_EVERY, mask_form
 from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
 from tests.rlhf_pipeline.small import trajectory
 
@@ -219,8 +219,7 @@ def test_a_batch_on_the_device_comes_back_once():
 
 def test_collecting_waits_at_the_looks_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StaticSlots, "_capture", lambda self: None)
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.static.graphs_of", lambda device: None)
     stores = []
     for place in ("here", "there"):
         policy, reference = policy_of(), policy_of()

@@ -32,8 +32,7 @@ def on_device(
     slots.generate(Request(prompts=[[5]], max_new_tokens=1))
     to_device(policy.model)
     # There is nothing to capture.
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StaticSlots, "_capture", lambda self: None)
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.static.graphs_of", lambda device: None)
     with FakeDevice() as seen:
         return slots.generate(REQUEST), seen
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,13 @@ from rlhf_pipeline.policies.engines import static as static_module
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slots import SlotEngine
-from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
+from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.prologue import sampling_notices
+from tests.rlhf_pipeline.fake_device import to_device
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
+from tests.rlhf_pipeline.policies.engines.recorded_steps import RecordedSteps
+from tests.rlhf_pipeline.small import tiny
 
 Make = Callable[..., PreTrainedModel]
 
@@ -110,6 +116,171 @@ def test_newer_weights_in_the_middle(name: str, make_model: Make):
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedSteps:
+    """Steps are captured and replayed, as graphs are."""
+    steps = RecordedSteps()
+    monkeypatch.setattr(static_module, "graphs_of", lambda device: steps)
+    return steps
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_captured_steps_serve_all_rollouts(name: str, recorded: RecordedSteps, make_model: Make):
+    """Three rollouts, with other prompts and weights that a step changed in place: each shape is captured once."""
+    model = make_model(name)
+    slots = engine(model, "static")
+    for rollout in range(3):
+        request = Request(
+            prompts=PROMPTS[rollout:],
+            group_size=2,
+            max_new_tokens=RAGGED[2 * rollout :],
+            temperature=0.7,
+            seed=rollout,
+            end_token_ids=[1, 50 + rollout],
+        )
+        ragged, static = engine(model, "ragged").generate(request), slots.generate(request)
+        assert static.token_ids.tolist() == ragged.token_ids.tolist()
+        assert static.stopped.tolist() == ragged.stopped.tolist()
+        assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    assert slots.kept._state is not None
+    assert recorded.captures == len(slots.kept._state.replays) > 0
+    assert recorded.replays > 2 * recorded.captures
+
+
+def _replaced(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.01
+
+
+def _another_head(model: PreTrainedModel) -> None:
+    head: Any = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach() * 1.01)
+
+
+@pytest.mark.parametrize("change", [_replaced, _another_head])
+@pytest.mark.parametrize("between", [True, False], ids=["between rollouts", "in the middle"])
+def test_replaced_tensors_drop_captured_steps(
+    change: Callable[[PreTrainedModel], None], between: bool, recorded: RecordedSteps, make_model: Make
+):
+    """New tensors instead of new values, as `model.to` makes them: the steps are captured again."""
+    request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=24, temperature=0.7, seed=2)
+    found = []
+    for decode in ("ragged", "static"):
+        model = make_model()
+        slots = engine(model, decode, num_slots=12)
+        slots.generate(request)
+        captured = recorded.captures
+
+        done: list[int] = []
+
+        def load(model: PreTrainedModel = model, done: list[int] = done) -> int:
+            if not done:
+                change(model)
+                done.append(1)
+            return 1
+
+        if between:
+            change(model)
+        refresh = None if between else WeightRefresh(load, every=LOOK_EVERY, version=0)
+        found.append(slots.generate(request, refresh))
+    ragged, static = found
+    assert recorded.captures > captured
+    assert static.token_ids.tolist() == ragged.token_ids.tolist()
+    assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
+def test_a_state_grows_with_its_calls_and_its_graphs_stay_few(recorded: RecordedSteps, make_model: Make):
+    """One state for small and large calls; no more graphs than sizes times columns, however many calls there are."""
+    model = make_model()
+    slots = engine(model, "static", num_slots=8)
+    states: list[tuple[int, int]] = []
+    for count in (3, 16, 1, 5, 16, 2):
+        for longest in (20, 90, 40):
+            limits = [longest, *[4] * (count - 1)]
+            found = slots.generate(Request(prompts=[[5]] * count, max_new_tokens=limits, seed=count))
+            assert found.lengths.tolist() == limits
+            state = slots.kept._state
+            assert state is not None
+            states.append((state.num_slots, state.window))
+    assert list(dict.fromkeys(states)) == [(4, 64), (4, 128), (8, 128)]
+    # Of the last state: 1, 2, 4 or 8 slots, and 64 or 128 columns.
+    assert 0 < len(state.replays) < recorded.captures
+    assert set(state.replays) <= {(size, columns) for size in (1, 2, 4, 8) for columns in (64, 128)}
+
+
+def test_the_temperature_is_a_number_in_captured_steps(recorded: RecordedSteps, make_model: Make):
+    """At another one, they are captured again: a rollout, an evaluation at temperature 0, a rollout."""
+    model = make_model()
+    slots, captures = engine(model, "static"), []
+    for temperature in (0.7, 0.7, 0.0, 0.7):
+        request = Request(prompts=PROMPTS, max_new_tokens=12, temperature=temperature, seed=3)
+        expected = engine(model, "ragged").generate(request)
+        assert slots.generate(request).token_ids.tolist() == expected.token_ids.tolist()
+        captures.append(recorded.captures)
+    first = captures[0]
+    assert captures == [first, first, 2 * first, 3 * first]
+
+
+def test_what_diverged_weights_left_in_a_cache_is_not_kept(recorded: RecordedSteps, make_model: Make):
+    """A masked NaN is a NaN, so the rollout after the weights are repaired begins on new buffers."""
+    model = make_model()
+    slots = engine(model, "static")
+    request = Request(prompts=PROMPTS, max_new_tokens=12, seed=3)
+    expected = slots.generate(request)
+    weight = next(model.parameters())
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        with pytest.raises(DataError, match="not finite"):
+            slots.generate(request)
+        assert slots.kept._state is None
+        weight.copy_(good)
+    assert slots.generate(request).token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_what_an_aborted_rollout_left_live_is_not_sampled(recorded: RecordedSteps, make_model: Make):
+    """The next rollout has fewer completions than there are slots, and all its tokens."""
+    model = make_model()
+    slots, plain = engine(model, "static"), engine(model, "ragged")
+
+    def abort() -> int:
+        slots.abort()
+        return 0
+
+    request = Request(prompts=PROMPTS, max_new_tokens=24, seed=3)
+    cut = slots.generate(request, WeightRefresh(abort, every=LOOK_EVERY, version=0))
+    assert cut.aborted is not None
+    assert cut.aborted.all()
+    few = Request(prompts=PROMPTS[:3], max_new_tokens=24, seed=3)  # on four slots
+    assert slots.generate(few).token_ids.tolist() == plain.generate(few).token_ids.tolist()
+
+
+def test_rollouts_at_once_have_a_state_each(recorded: RecordedSteps, make_model: Make):
+    """A rollout that begins in the middle of another one, twice; one state is kept."""
+    model = make_model()
+    slots, plain = engine(model, "static"), engine(model, "ragged")
+    request = Request(prompts=PROMPTS, max_new_tokens=24, seed=3)
+    other = Request(prompts=PROMPTS[::-1], max_new_tokens=9, seed=4)
+    inner: list[list[int]] = []
+
+    def meanwhile() -> int:
+        inner.append(slots.generate(other).token_ids.tolist())
+        return 0
+
+    for _ in range(2):
+        outer = slots.generate(request, WeightRefresh(meanwhile, every=LOOK_EVERY, version=0))
+        assert outer.token_ids.tolist() == plain.generate(request).token_ids.tolist()
+    assert inner
+    assert inner == [plain.generate(other).token_ids.tolist()] * len(inner)
+    assert slots.kept._state is not None
+    assert copy.deepcopy(slots).kept._state is None
+    slots.close()
+    assert slots.kept._state is None
+
+
 def shapes_of_steps(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Slots and columns of each step of a call with one long completion among short ones."""
     shapes: list[tuple[int, int]] = []
@@ -180,9 +351,8 @@ def test_diverged_weights_are_named(make_model: Make):
         slots.generate(Request(prompts=[[5], [7]], max_new_tokens=2))
 
 
-def test_a_model_that_takes_no_ready_made_mask(make_model: Make):
-    """It is refused where steps of one shape are asked for."""
-    model = make_model()
+def without_ready_made_masks(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model build its own attention masks, whatever it is given."""
     trunk = model.base_model
     original = trunk.forward
 
@@ -192,8 +362,28 @@ def test_a_model_that_takes_no_ready_made_mask(make_model: Make):
         return original(*args, attention_mask=None if ready else attention_mask, **kwargs)
 
     trunk.forward = forward
+    return model
+
+
+def test_a_model_that_takes_no_ready_made_mask(make_model: Make):
+    """It is refused where steps of one shape are asked for."""
     with pytest.raises(DefinitionError, match="takes no masks of static slots"):
-        engine(model, "static").generate(Request(prompts=PROMPTS, max_new_tokens=2))
+        engine(without_ready_made_masks(make_model()), "static").generate(Request(prompts=PROMPTS, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("takes_masks", [True, False])
+def test_a_run_says_that_a_model_decodes_row_by_row(takes_masks: bool, make_model: Make):
+    """On CUDA alone, at its start, with the architecture and what to do."""
+    model = make_model() if takes_masks else without_ready_made_masks(make_model())
+    policy = TokenPolicy(model)
+    assert list(sampling_notices(tiny(), policy)) == []
+    mask_form(policy._parts)  # the engine looks at the model once
+    to_device(model)
+    said = list(sampling_notices(tiny(), policy))
+    assert len(said) == (0 if takes_masks else 1)
+    for notice in said:
+        assert notice.startswith("Qwen2Model takes no ready-made attention masks")
+        assert "--set collect.engine=vllm" in notice
 
 
 class TestStaticSlots(EngineContract):
