@@ -180,8 +180,6 @@ class HeadPass:
         self.weight = weight.to(self.operand)
         self.bias = None if bias is None else bias.to(self.result) / temperature
         self.cap = None if soft_cap is None else soft_cap / temperature
-        # A bias of -inf bans a token; the product of its probability and its log-prob is not a number.
-        self.bans = bias is not None and not bool(torch.isfinite(bias).all())
         self.bias_dtype = None if bias is None else bias.dtype
         self.targets = targets.long()
         self.inverse = 1.0 / temperature
@@ -226,8 +224,8 @@ class HeadPass:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the logits are finite and linear in the hidden state."""
-        return self.cap is None and not self.bans
+        """Whether the logits are linear in the hidden state."""
+        return self.cap is None
 
     def blocks(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield blocks of the rows of `x` that fit in a cache, as slices and views."""
@@ -253,8 +251,8 @@ class HeadPass:
             torch.log_softmax(y, -1, out=y)
             log_probs[part] = y.gather(1, targets[part, None])[:, 0]
             if entropy is not None:
-                if self.bans:
-                    y.clamp_(min=_LEAST)
+                if self.bias is not None:
+                    y.clamp_(min=_LEAST)  # a bias of -inf bans a token; 0 times its log-prob is 0
                 p = torch.exp(y, out=self.scratch(y))
                 entropy[part] = torch.linalg.vecdot(p, y).neg_()
 
@@ -666,7 +664,7 @@ def _entropy_from_product(
         return
     gap = torch.linalg.vecdot(product, head.hidden[part].to(product.dtype)).mul_(head.inverse)
     if head.bias is not None:
-        gap = gap + x @ head.bias
+        gap = gap + x @ head.bias.clamp(min=_LEAST)
     torch.add(log_probs, gap, out=out).neg_().clamp_(min=0)
 
 

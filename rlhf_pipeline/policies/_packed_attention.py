@@ -144,8 +144,9 @@ def one_kernel_for_segments(x: Tensor) -> bool:
 
 
 def _has_varlen(query: Tensor, value: Tensor) -> bool:
-    """Return whether that kernel takes these tensors: equal head sizes up to 256."""
-    return query.shape[-1] == value.shape[-1] <= 256 and one_kernel_for_segments(query)
+    """Return whether that kernel takes these tensors: equal head sizes, multiples of 8 up to 256."""
+    size = query.shape[-1]
+    return size == value.shape[-1] <= 256 and size % 8 == 0 and one_kernel_for_segments(query)
 
 
 @cache

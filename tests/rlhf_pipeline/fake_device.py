@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.attention.varlen  # registers its kernels
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
@@ -36,12 +37,56 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **scales: Any
     return torch.addmm(bias.to(dtype), a.to(dtype), b.to(dtype), **scales)
 
 
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, scale: float | None, grad: Any = None
+) -> Any:
+    """Attention of segments of `[N, heads, D]`, causal from the last key back, in float32; its gradients if asked."""
+    out, gradients = torch.zeros_like(query), [torch.zeros_like(x) for x in (query, key, value)]
+    groups, factor = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5 if scale is None else scale
+    for a, b, c, d in zip(*(x[i:].tolist() for x in (bounds_q, bounds_k) for i in (0, 1)), strict=False):
+        q, k, v = (x.transpose(0, 1).float() for x in (query[a:b], key[c:d], value[c:d]))
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+        sees = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        p = ((q @ k.mT) * factor).masked_fill(~sees, -torch.inf).softmax(-1)
+        out[a:b] = (p @ v).transpose(0, 1)
+        if grad is None:
+            continue
+        g = grad[a:b].transpose(0, 1).float()
+        of_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) * factor
+        parts = (of_scores @ k, of_scores.mT @ q, p.mT @ g)
+        for target, part, (x, y) in zip(gradients, parts, ((a, b), (c, d), (c, d)), strict=True):
+            target[x:y] = part.unflatten(0, (target.shape[1], -1)).sum(1).transpose(0, 1)
+    return out if grad is None else tuple(gradients)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, *rest: Any, **named: Any) -> Any:
+    given = dict(zip(("max_q", "max_k", "is_causal", "scale", "window_size", "enable_gqa"), rest, strict=False)) | named
+    assert (given["is_causal"], list(given["window_size"])) == (True, [-1, 0]), given
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    assert q.shape[-1] % 8 == 0, q.shape
+    assert bounds_q.dtype == bounds_k.dtype == torch.int32
+    assert all(x.is_contiguous() for x in (q, k, v))
+    assert (given["max_q"], given["max_k"]) == (int(bounds_q.diff().max()), int(bounds_k.diff().max())), given
+    assert (bounds_q[-1], bounds_k[-1]) == (len(q), len(k))
+    out = _attended(q, k, v, bounds_q, bounds_k, given["scale"])
+    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+
+
+def _varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **named: Any
+) -> Any:
+    bounds_q, bounds_k, _, _, _, _, *last = rest
+    return _attended(q, k, v, bounds_q, bounds_k, last[0] if last else named.get("scale"), grad=grad)
+
+
 # Kernels that torch has for CUDA alone.
 _CPU_FORMS = {
     torch.ops.aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
     torch.ops.aten.mm.dtype_out: lambda a, b, dtype, *, out: out.copy_(torch.mm(a.to(dtype), b.to(dtype))),
     torch.ops.aten.addmm.dtype: _addmm,
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **scales: out.copy_(_addmm(*args, **scales)),
+    torch.ops.torch_attn._varlen_attn.default: _varlen,
+    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
 }
 
 
@@ -95,6 +140,9 @@ class OnDevice(Tensor):
         by_mask = indexed and any(isinstance(i, Tensor) and i.dtype is torch.bool for i in tree_leaves(args[1]))
         if name in _WAITS or by_mask or func is torch.ops.aten.repeat_interleave.Tensor:
             note("wait", name)
+        if func in _CPU_FORMS:
+            for seen in _active:
+                seen.kernels[name.rpartition("::")[2]] += 1
         out = _CPU_FORMS.get(func, func)(*_real(args), **_real(kwargs))
         if name == "copy_" and not isinstance(args[0], OnDevice):
             return args[0]
@@ -135,11 +183,13 @@ class FakeDevice(TorchFunctionMode):
 
     Attributes:
         events: how often what happened where: ("refused" or "wait", what, file:line).
+        kernels: how often which kernel ran that torch has for CUDA alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.events: Counter[tuple[str, str, str]] = Counter()
+        self.kernels: Counter[str] = Counter()
         self._unread = False
 
     def total(self, kind: str) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import (
     CausalLMPolicy,
@@ -116,6 +117,63 @@ def test_loss_and_gradient_without_a_wait(layout: str, options: dict[str, Any], 
         assert torch.equal(own.grad, other.grad.held)
 
 
+def with_heads(layout: str, *, heads: int, key_heads: int, size: int = 8, head_bias: bool = False) -> CausalLMPolicy:
+    """A bfloat16 Qwen2 with such heads of attention, and with a bias of its head if asked."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=11,
+        hidden_size=heads * size,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        tie_word_embeddings=not head_bias,
+    )
+    model = Qwen2ForCausalLM(config)
+    if head_bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(11))
+    policy = CausalLMPolicy(model.to(torch.bfloat16), eos_token_id=[], pad_token_id=0)
+    policy.scoring_layout = layout
+    return policy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 2, "key_heads": 2},
+        {"heads": 4, "key_heads": 2},
+        {"heads": 4, "key_heads": 4, "size": 4},
+        {"heads": 2, "key_heads": 1, "head_bias": True},
+    ],
+    ids=["equal heads", "grouped heads", "heads that the kernel refuses", "a head with a bias"],
+)
+def test_half_precision_in_every_layout_without_a_wait(layout: str, shape: dict[str, Any], tmp_path: Path):
+    """bfloat16: the loss and the gradient of the CPU up to rounding, one kernel for all rows, and nobody waits."""
+    batch = batch_of(tmp_path / "store")
+    policy = with_heads(layout, **shape)
+    there = copy.deepcopy(policy)
+    expected = GRPOLoss(policy)(batch).total_loss()
+    expected.backward()
+    to_device(there.model)
+    loss = GRPOLoss(there)
+    with FakeDevice() as seen:
+        loss(batch)  # the layout looks at the model once, and matmuls at the device
+        assert there.layout_notices() == []
+        seen.events.clear()
+        seen.kernels.clear()
+        found = loss(batch).total_loss()
+        found.backward()
+    assert seen.total("refused") == 0, seen.events
+    assert seen.total("wait") == 0, seen.events
+    calls = 2 if layout != "padded" and shape.get("size", 8) == 8 else 0  # one per layer
+    assert [seen.kernels[name] for name in ("_varlen_attn", "_varlen_attn_backward")] == [calls, calls]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-2)
+    own = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).float()
+    other = torch.cat([parameter.grad.held.flatten() for parameter in there.parameters()]).float()
+    assert float((own - other).norm() / own.norm()) < 2e-2
+
+
 def test_recomputed_layers_wait_once(tmp_path: Path):
     """Layers that are computed again take no cache, so transformers looks at the positions; that is one wait."""
     batch, policy = batch_of(tmp_path / "store"), policy_of()
@@ -165,16 +223,16 @@ def test_a_step_waits_as_often_as_is_written_down(layout: str, tmp_path: Path):
         learner.buffer.trajectories.close()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("offload", [False, True])
-def test_half_precision_and_moments_on_the_host(offload: bool, tmp_path: Path):
+def test_half_precision_and_moments_on_the_host(offload: bool, layout: str, tmp_path: Path):
     """bfloat16 with float32 masters waits no more often; masters on the host wait once for all gradients."""
     policy = policy_of(dtype=torch.bfloat16)
     policy.log_probs(torch.ones(1, 4), torch.ones(1, 4))
     to_device(policy.model)
     with FakeDevice() as seen:
-        # Padded, since the kernel that other layouts have for half precision is none of a CPU.
-        learner = learner_of(tmp_path / "store", policy, offload_optimizer=offload, layout="padded")
-        learner.step(1)  # which matmuls the device has is tried once
+        learner = learner_of(tmp_path / "store", policy, offload_optimizer=offload, layout=layout)
+        learner.step(1)  # the layout looks at the model once, and matmuls at the device
         before = [parameter.held.clone() for parameter in policy.parameters()]
         seen.events.clear()
         learner.step(2)
