@@ -205,8 +205,8 @@ class Bucket(ABC):
         """Take the upkeep lock: True if held, False if another process has it, None if the bucket has no locks."""
         yield None
 
-    def sync(self, key: str) -> None:  # noqa: B027 - a put that was answered is safe elsewhere
-        """Wait until an object, or all below a prefix, is on the disk, even if puts do not wait."""
+    def sync(self, *keys: str) -> None:  # noqa: B027 - a put that was answered is safe elsewhere
+        """Wait until objects, or all below a prefix, are on the disk, even if puts do not wait."""
 
     def is_empty(self) -> bool:
         """Whether there are no objects at all."""
@@ -308,15 +308,16 @@ class FolderBucket(Bucket):
         if self.durable:
             fs.sync_path(folder.parent)
 
-    def sync(self, key: str) -> None:
-        """Sync a file, or a folder with everything in it, and its name."""
-        path = self.root / key
-        with fs.explained(path, "syncing"), suppress(FileNotFoundError):  # newer records exist, and replace it
-            if path.is_dir():
-                fs.sync_tree(path)
-            else:
-                fs.sync_path(path)
-            fs.sync_path(path.parent)
+    def sync(self, *keys: str) -> None:
+        """Sync files, or folders with everything in them, and their names."""
+        folders = {folder for key in keys for folder in (self.root / key).parents if folder.is_relative_to(self.root)}
+        with fs.explained(self.root, "syncing"):
+            for path in [*(self.root / key for key in keys), *sorted(folders, reverse=True)]:
+                with suppress(FileNotFoundError):  # replaced: by newer records, or by a merged segment
+                    if path.is_dir() and path not in folders:
+                        fs.sync_tree(path)
+                    else:
+                        fs.sync_path(path)
 
     def is_empty(self) -> bool:
         """Whether the folder is empty or missing."""

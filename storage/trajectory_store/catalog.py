@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
-from trajectory_store.journal import Entry, Journal, State
+from trajectory_store.journal import CATALOG, Entry, Journal, State
 from trajectory_store.medium import Medium, Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
@@ -225,6 +226,8 @@ class Catalog:
         self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
+        self._synced: dict[int, int] = {}
+        self._unsynced = False
         self._take_state(opening=True)
 
     # Following
@@ -536,6 +539,22 @@ class Catalog:
             if found is None or not found.follow():
                 found = self._later[column.name] = Later(self, column)
             return found if found else None
+
+    def sync(self) -> None:
+        """Wait until everything that this reader sees is on the disk, except what its writer promised to sync.
+
+        After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
+        """
+        if self._unsynced:
+            raise OSError(errno.EIO, "an earlier sync failed")
+        self._unsynced = True
+        for segment in [*self.segments.values(), *self.updates.values()]:
+            done, records = self._synced.get(segment.ordinal, 0), segment.records
+            if segment.meta.durability == "process" and records > done:
+                self.medium.sync(segment, done)
+                self._synced[segment.ordinal] = records
+        self.medium.bucket.sync(CATALOG)
+        self._unsynced = False
 
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""

@@ -355,9 +355,6 @@ class SegmentWriter(ABC):
             OSError: they are visible; whether they are on the disk is not known.
         """
 
-    def sync(self) -> None:  # noqa: B027
-        """Wait until everything written so far is on the disk."""
-
     @abstractmethod
     def finish(self) -> None:
         """Write that nothing follows, and close."""
@@ -403,6 +400,10 @@ class Medium(ABC):
     @abstractmethod
     def refresh(self, segments: Sequence[Segment]) -> None:
         """Read new commits of segments."""
+
+    @abstractmethod
+    def sync(self, segment: Segment, first: int) -> None:
+        """Wait until the commits of a segment are on the disk, from number `first` on."""
 
     @abstractmethod
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> SegmentWriter:

@@ -65,30 +65,27 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 def create_folder(path: Path, root: Root) -> None:
-    """Create the folder of a new store; it appears whole or not at all.
+    """Create the folder of a new store; it appears whole or not at all, and is on the disk, whatever appends promise.
 
     Raises:
         StoreExistsError: the path holds something.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise taken(str(path))
-    durable = root.durability != "process"
     temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
     with fs.explained(path, "creating the store"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fs.mkdir(temporary)
             fill_root(FolderBucket(temporary, durable=False), root)  # synced as a whole, before it has its name
-            if durable:
-                fs.sync_tree(temporary)
+            fs.sync_tree(temporary)
             fs.rename(temporary, path)
         except OSError as error:
             fs.remove_tree(temporary)
             if path.exists():
                 raise taken(str(path)) from error
             raise
-        if durable:
-            fs.sync_path(path.parent)
+        fs.sync_path(path.parent)
 
 
 class Memmap(Medium):
@@ -128,6 +125,10 @@ class Memmap(Medium):
         for segment in segments:
             if isinstance(segment, LocalSegment):
                 segment.refresh()
+
+    def sync(self, segment: Segment, first: int) -> None:
+        """Wait until a segment, with its name, is on the disk."""
+        self.bucket.sync(segment.name)
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> LocalWriter:
         """Make an empty segment, rename it to a free number, and enter it in the catalog.

@@ -386,15 +386,17 @@ class TrajectoryStore(StoreReads):
             _same_lengths(column, batch.lengths[axis], reader.base_lengths(column))
 
     def flush(self) -> None:
-        """Wait until everything that this process appended is on the disk.
+        """Wait until everything acknowledged is on the disk, also what other processes appended.
 
         Raises:
-            UnsyncedError: everything is in the store, but a sync failed.
+            UnsyncedError: everything is in the store, but a sync failed, now or before.
         """
         self._check_writable("flush")
+        if not self._catalog.medium.bucket.local:
+            return  # an object store makes its own promise
+        self._catalog.refresh()
         try:
-            for stream in (self._stream, *self._update_streams.values()):
-                stream.sync()
+            self._catalog.sync()
         except OSError as error:
             raise fs.unsynced(error, self.path) from error
 

@@ -206,12 +206,6 @@ class Stream:
             self._writer.abandon()
             self._writer = None
 
-    def sync(self) -> None:
-        """Wait until everything that this stream wrote is on the disk."""
-        with self._lock:
-            if self._writer is not None and self._pid == os.getpid():
-                self._writer.sync()
-
     def close(self) -> None:
         """Finish the current segment."""
         with self._lock:

@@ -275,19 +275,23 @@ def two_writers(path, recorder):
     one.store.close()
 
 
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A folder in memory, where there is one; what readers of objects fetch goes there, too."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="power-", dir=memory if os.access(memory, os.W_OK) else tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.mark.crash
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("durability", ["power", "group", "process"])
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])
-def test_power_losses(tmp_path, monkeypatch, backend, durability):
+def test_power_losses(base, monkeypatch, backend, durability):
     """Acknowledged rows and updates are there (power, group), visible rows are whole (always), appends go on."""
-    memory = Path("/dev/shm")
-    base = Path(tempfile.mkdtemp(prefix="power-", dir=memory if os.access(memory, os.W_OK) else tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(base))  # what readers of objects fetch goes there, too
-    try:
-        run_power_losses(base, monkeypatch, backend, durability)
-    finally:
-        shutil.rmtree(base)
+    run_power_losses(base, monkeypatch, backend, durability)
 
 
 @contextlib.contextmanager
@@ -338,6 +342,34 @@ def run_power_losses(base, monkeypatch, backend, durability):
         shutil.rmtree(target)
     if durability == "process":
         assert lost > 0, "the simulation never lost an unsynced row, so it proves nothing"
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_what_was_flushed_is_on_the_disk(base, monkeypatch, backend):
+    """Of every segment, also of another writer, with all names and the store itself, though nothing was promised."""
+    origin = base / "origin"
+    origin.mkdir()
+    with monkeypatch.context() as patches:
+        recorder = Recorder(patches, origin)
+        TrajectoryStore.create(origin / "s", SCHEMA, backend=backend, segment_rows=14, segment_elements=900).close()
+        one, two = Writer("1", origin / "s", recorder), Writer("2", origin / "s", recorder)
+        for count in (9, 9, 9, 3):
+            one.append(count)
+            two.append(1)
+            one.update(2, "score", "note")
+        two.store.close()
+        one.store.flush()
+        flushed, wanted = len(recorder.events), read_all(one.store)
+        one.append(2)
+        one.store.flush()
+        twice, more = len(recorder.events), read_all(one.store)
+        one.store.close()
+    for moment, expected in ((flushed, wanted), (twice, more)):
+        path = base / str(moment)
+        build(path, draw_disk(recorder.events[:moment], lambda: False))
+        with rebooted(monkeypatch), TrajectoryStore.open(path / "s") as store:
+            assert read_all(store) == expected
+            assert store.verify().ok
 
 
 def readable(store, promised):

@@ -269,7 +269,7 @@ def test_a_path_that_cannot_be_made(tmp_path):
 
 def test_threads_share_a_writer(tmp_path):
     """Appends of several threads are all there, each commit whole."""
-    for durability in ("process", "group"):
+    for durability in ("process", "power", "group"):
         path = tmp_path / durability
         schema = Schema([Column("n", "int64")])
         with TrajectoryStore.create(path, schema, durability=durability, segment_rows=50) as store:

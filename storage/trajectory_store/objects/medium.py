@@ -258,6 +258,11 @@ class ObjectMedium(Medium):
 
     # Writing
 
+    def sync(self, segment: Segment, first: int) -> None:
+        """Wait until the objects of a segment are on the disk."""
+        if isinstance(segment, ObjectSegment):
+            self.bucket.sync(f"{segment.name}/{HEADER}", *map(segment.key, range(first, segment.records)))
+
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> ObjectWriter:
         """Put the metadata of an empty segment under a free number, and enter it in the catalog."""
         raw = group_json(meta.to_attributes())
