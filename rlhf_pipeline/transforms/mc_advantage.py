@@ -435,7 +435,8 @@ class MCAdvantage(Transform):
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
         given, names = batch.get(TRAJECTORY_ID), None
         if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
-            names = given.values.reshape(-1)[torch.tensor(bounds[1:], dtype=torch.int64) - 1].tolist()
+            each = given.values.reshape(-1)
+            names = (each if len(bounds) == n + 1 else each[torch.tensor(bounds[1:]) - 1]).tolist()
         return Arrived(batch, bounds, groups, reward_key, scores, names)
 
     # -- groups ------------------------------------------------------------------------------------------------

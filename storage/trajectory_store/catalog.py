@@ -123,7 +123,7 @@ class ArrivalOrder:
         self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
         if not news:
             return
-        times, firsts, counts = (np.concatenate(parts) for parts in zip(*news, strict=True))
+        times, firsts, counts = news[0] if len(news) == 1 else map(np.concatenate, zip(*news, strict=True))
         if not len(times):
             return
         if len(times) > 1:
