@@ -226,6 +226,7 @@ class Catalog:
         self._moved = False
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
+        self._syncing = threading.Lock()
         self._synced: dict[int, int] = {}
         self._unsynced = False
         self._take_state(opening=True)
@@ -545,16 +546,21 @@ class Catalog:
 
         After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
         """
-        if self._unsynced:
-            raise OSError(errno.EIO, "an earlier sync failed")
-        self._unsynced = True
-        for segment in [*self.segments.values(), *self.updates.values()]:
-            done, records = self._synced.get(segment.ordinal, 0), segment.records
-            if segment.meta.durability == "process" and records > done:
-                self.medium.sync(segment, done)
-                self._synced[segment.ordinal] = records
-        self.medium.bucket.sync(CATALOG)
-        self._unsynced = False
+        with self._syncing:
+            if self._unsynced:
+                raise OSError(errno.EIO, "an earlier sync failed")
+            with self._lock:
+                segments = [*self.segments.values(), *self.updates.values()]
+            try:
+                for segment in segments:
+                    done, records = self._synced.get(segment.ordinal, 0), segment.records
+                    if segment.meta.durability == "process" and records > done:
+                        self.medium.sync(segment, done)
+                        self._synced[segment.ordinal] = records
+                self.medium.bucket.sync(CATALOG)
+            except OSError:
+                self._unsynced = True
+                raise
 
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -362,3 +364,19 @@ def test_folders_of_killed_makers_are_swept(tmp_path):
     os.utime(half, (1, 1))
     TrajectoryStore.open(tmp_path / "s", "a").close()
     assert not half.exists()
+
+
+@BACKENDS
+def test_threads_flush_at_the_same_time(tmp_path, backend, monkeypatch):
+    """One waits for the other: a sync that goes on is not one that failed."""
+    with TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")]), backend=backend) as store:
+        store.append({"n": [0, 1]})
+        real = fs.sync_path
+
+        def slow(path):
+            time.sleep(0.005)
+            real(path)
+
+        monkeypatch.setattr(fs, "sync_path", slow)
+        with ThreadPoolExecutor(3) as pool:
+            assert [done.result() for done in [pool.submit(store.flush) for _ in range(3)]] == [None] * 3
