@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ from tests.rlhf_pipeline.policies.engines.contract import (
     until,
 )
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
+from tests.rlhf_pipeline.policies.engines.real_vllm import serving
 
 SHAPES = Path(__file__).parent / "vllm_shapes.json"
 
@@ -357,54 +356,8 @@ def test_the_fake_server_has_the_forms_of_the_real_one(fake: FakeVLLM, folders: 
 @pytest.fixture(scope="module")
 def vllm_server(folders: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real server."""
-    python = os.environ.get("VLLM_PYTHON")
-    if python is None:
-        pytest.skip("VLLM_PYTHON names no interpreter that has vLLM")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "log.txt"
-    environment = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [
-        str(Path(python).with_name("vllm")),
-        "serve",
-        str(folders[1]),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--max-model-len", str(POSITIONS)]
-    command += ["--max-num-seqs", "32", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-    with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-        try:
-            address, end = f"http://127.0.0.1:{port}", time.monotonic() + 280
-            engine = engine_for(address, patience_s=1.0)
-            while True:
-                try:
-                    engine._server()
-                    break
-                except EngineError:
-                    assert server.poll() is None, log.read_text()[-3000:]
-                    assert time.monotonic() < end, log.read_text()[-3000:]
-            # The first request warms the kernels up.
-            engine_for(address, patience_s=120.0).generate(Request(prompts=[[5]], max_new_tokens=2))
-            yield address
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, 15)
-            server.wait(60)
+    with serving(folders[1], tmp_path_factory.mktemp("vllm") / "log.txt", max_model_len=POSITIONS) as address:
+        yield address
 
 
 @pytest.mark.peer
