@@ -164,7 +164,7 @@ class HTTPEngine:
             self._given = None
             return
         with _turn(weights):
-            self._give(weights, version, tag=_folder_tag(weights))
+            self._give(weights, version)
         self._given = (weights, version)
 
     def abort(self) -> None:
@@ -205,8 +205,8 @@ class HTTPEngine:
         )
         return self._known
 
-    def _give(self, folder: Path, version: int, *, tag: str) -> None:
-        label = f"{self._owner}:{version}:{tag}"
+    def _give(self, folder: Path, version: int, *, tag: str | None = None) -> None:
+        label = f"{self._owner}:{version}:{_folder_tag(folder) if tag is None else tag}"
         self._server()
         if self._ask("GET", "/weight_info").get("weight_version") != label:
             self._ask("POST", "/pause?mode=keep", {})
@@ -238,7 +238,6 @@ class HTTPEngine:
 
     def _restore(self) -> None:
         """Give the server its weights again if it was restarted, or if the process that was loading them was killed."""
-        self._known = None
         self._server()
         if self._label is None or self._has_weights():
             return
@@ -248,7 +247,7 @@ class HTTPEngine:
                 if self._has_weights():
                     return
                 if folder.is_dir():
-                    self._give(folder, version, tag=_folder_tag(folder))
+                    self._give(folder, version)
                     return
         raise EngineError(
             f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Type "
@@ -445,6 +444,7 @@ class _Call:
             pause = min(2 * pause, 5.0)
             with engine._lock:
                 if not self._over.is_set():
+                    engine._known = None  # it may be another server by now
                     engine._restore()
         return []
 

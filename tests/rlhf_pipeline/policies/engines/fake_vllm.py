@@ -217,6 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        self.fake.log.append(("GET", self.path))
         self._send(*self.fake.answer("GET", self.path, self._body()))
 
     def do_POST(self) -> None:

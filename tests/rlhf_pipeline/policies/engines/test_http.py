@@ -168,11 +168,15 @@ def test_a_hand_over_that_is_killed_is_done_again(calls: int, wanted: int, fake:
 def test_who_waits_loads_weights_whose_loader_was_killed(
     fake: FakeVLLM, folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """The server is paused until somebody does; what it was sampling goes on."""
+    """The server is paused until somebody does; what it was sampling goes on.
+
+    Whoever waits asks for its label now and then, and not again what kind of server it is, as no connection broke.
+    """
     monkeypatch.setattr("rlhf_pipeline.policies.engines.http._HEALTH_EVERY_S", 0.1)
     fake.delay_s = 0.002
     engine = engine_for(fake.address)
     engine.load_weights(folders[1], 1)
+    fake.log.clear()
     going = InThread(engine, Request(prompts=PROMPTS, max_new_tokens=150, seed=1))
     until(lambda: len(fake.engines) == 3)
     killed = engine_for(fake.address)
@@ -180,6 +184,9 @@ def test_who_waits_loads_weights_whose_loader_was_killed(
     with pytest.raises(Killed):
         killed.load_weights(folders[2], 2)
     found = going.result(30)
+    asked = [path for method, path in fake.log if method == "GET"]
+    assert asked.count("/weight_info") > 1
+    assert asked.count("/server_info?config_format=json") == 1  # by the process that was killed
     assert found.spans is not None
     assert {version for spans in found.spans.lists() for _, version in spans} == {1}
     assert Bench(engine, folders).worst(found, PROMPTS, 1.0) < CLOSE
