@@ -23,11 +23,14 @@ from rlhf_pipeline import (
     ChatHistory,
     GRPOLoss,
     KLRewardTransform,
+    LogProbs,
     MCAdvantage,
     RetrieveLogProb,
+    Tokens,
     TrajectoryReplayBuffer,
     TrajectoryStorage,
 )
+from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.interop.torchrl import ChatTrajectories, as_policy
 
@@ -240,6 +243,37 @@ def test_what_is_missing_is_named(tiny):
     named = step(tiny, query=NonTensorData("why?"))
     got: Any = ChatTrajectories(group_key="query").inv(lazy_stack([named]))
     assert got[0]["query"] == "why?"
+
+
+def test_turns_of_several_versions(tmp_path):
+    """A conversation is as old as its oldest turn; where each version begins is stored if the store has the column."""
+
+    def turn(prompt: list[int], response: list[int], version: int, done: bool) -> TensorDict:
+        tokens = Tokens(
+            prompt=torch.tensor(prompt), response=torch.tensor(response), full=torch.tensor(prompt + response)
+        )
+        return TensorDict(
+            {
+                "tokens": tokens,
+                "log_probs": LogProbs(response=torch.full((len(response),), -1.0)),
+                "group_id": torch.tensor(3),
+                "policy_version": torch.tensor(version),
+                "next": {"reward": torch.tensor([0.0]), "done": torch.tensor([done])},
+            }
+        )
+
+    talk = [turn([5], [6, 7], 6, False), turn([5, 6, 7, 8], [9], 6, False), turn([5, 6, 7, 8, 9, 8], [7], 4, True)]
+    storage = TrajectoryStorage(tmp_path / "store", extra=SAMPLED_BY)
+    buffer = TrajectoryReplayBuffer(storage=storage, transform=ChatTrajectories())
+    buffer.extend(lazy_stack([*talk, turn([5], [6], 4, True)]))
+    rows = storage.store.read([0, 1])
+    assert rows["policy_version"].tolist() == [4, 4]
+    assert rows["newest_policy_version"].tolist() == [6, -1]
+    assert [spans.tolist() for spans in rows["version_spans"]] == [[[1, 6], [6, 4]], []]
+    alone = ChatTrajectories().inv(lazy_stack([turn([5], [6], 4, True)]))
+    assert alone is not None
+    assert "version_spans" not in alone[0].keys()  # noqa: SIM118
+    storage.close()
 
 
 def test_padding_of_a_policy_that_pads_is_no_token(tiny):

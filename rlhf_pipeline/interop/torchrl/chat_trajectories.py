@@ -81,6 +81,8 @@ class ChatTrajectories(Transform):
         rows = [self._row(turns) for turns in _trajectories(tensordict)]
         self._check_sampler(rows)
         out: Any = [row for row, _ in rows]
+        if not any(len(row.get(keys.VERSION_SPANS, ())) for row in out):
+            out = [row.exclude(keys.VERSION_SPANS) for row in out]
         return lazy_stack(out)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -93,13 +95,14 @@ class ChatTrajectories(Transform):
         full = full[_real(turns[-1], len(full), len(turns))]
         said = torch.zeros(len(full), dtype=torch.bool)
         scores = torch.full((len(full),), float("nan"))
-        first, num_prompt_tokens = [], 0
+        first, begins, num_prompt_tokens = [], [], 0
         for number, turn in enumerate(turns, 1):
             prompt, response = _tokens(turn, "prompt", number), _tokens(turn, "response", number)
             real = _real(turn, len(prompt) + len(response), number)
             real, sampled = real[: len(prompt)], real[len(prompt) :]
             prompt, response = prompt[real], response[sampled]
             num_prompt_tokens = num_prompt_tokens or len(prompt)
+            begins.append(len(prompt))
             end = len(prompt) + len(response)
             if not torch.equal(torch.cat((prompt, response)), full[:end]):
                 raise DataError(
@@ -125,11 +128,11 @@ class ChatTrajectories(Transform):
         if self.keep_log_probs:
             row[keys.LOG_PROBS] = scores
         row[keys.NUM_PROMPT_TOKENS] = torch.tensor(num_prompt_tokens)
-        self._label(row, turns)
+        self._label(row, turns, begins)
         _keep_further(row, turns[-1])
         return row, first
 
-    def _label(self, row: TensorDict, turns: Sequence[Any]) -> None:
+    def _label(self, row: TensorDict, turns: Sequence[Any], begins: Sequence[int]) -> None:
         first, last = turns[0], turns[-1]
         rewards = [turn.get(("next", "reward"), None) for turn in turns]
         if all(reward is None for reward in rewards):
@@ -148,9 +151,15 @@ class ChatTrajectories(Transform):
             row["query"] = NonTensorData(identity)
         else:
             row[keys.GROUP_ID] = torch.tensor(int(identity))
-        versions = [v for turn in turns if isinstance(v := _plain(turn, keys.POLICY_VERSION), int | float)]
+        versions = [int(v) for turn in turns if isinstance(v := _plain(turn, keys.POLICY_VERSION), int | float)]
         if versions:
-            row[keys.POLICY_VERSION] = torch.tensor(int(min(versions)))
+            oldest, newest = min(versions), max(versions)
+            row[keys.POLICY_VERSION] = torch.tensor(oldest)
+            row[keys.NEWEST_POLICY_VERSION] = torch.tensor(newest if newest > oldest else -1)
+            known = newest > oldest and len(versions) == len(turns)
+            changes = [i for i, v in enumerate(versions) if known and (i == 0 or v != versions[i - 1])]
+            spans = [[begins[i], versions[i]] for i in changes]
+            row[keys.VERSION_SPANS] = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
         ended = last.get(("next", "terminated"), None)
         row[keys.FINISH_REASON] = NonTensorData("turns" if ended is not None and not bool(ended.any()) else "stop")
         prompt = _plain(first, "query")
