@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.heartbeat import holder
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
@@ -32,10 +31,36 @@ from rlhf_pipeline.run.processes.weights import Published
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """The limits that decide whether another rollout may start."""
+    """The limits that decide whether another rollout may start, so that collectors sample nothing to be discarded.
+
+    Attributes:
+        updates_per_rollout: optimizer steps on each rollout.
+        max_staleness: the largest age, in optimizer steps, that the learner accepts.
+    """
 
     updates_per_rollout: int
     max_staleness: int
+
+    def may_start(self, *, version: int, next_version: int, num_waiting: int, oldest_in_flight: int | None) -> bool:
+        """Return True if a rollout that starts now cannot make any trajectory too old to learn from.
+
+        The learner takes rollouts in the order of arrival. At worst the new one, or the one in flight with the oldest
+        weights, arrives last, after `num_waiting` others. Its last update is then at version
+        `next_version + (num_waiting + 1) * updates_per_rollout - 1`; its age is that minus the version of its weights.
+
+        Args:
+            version: the version of the newest published weights, with which the new rollout would be sampled.
+            next_version: the version at which the learner begins with the next waiting rollout.
+            num_waiting: the number of rollouts that are stored and not learned from yet, or in flight.
+            oldest_in_flight: the oldest version of the weights of a rollout in flight; None if there is none.
+
+        >>> strict, now = Flow(updates_per_rollout=1, max_staleness=0), dict(version=4, next_version=4)
+        >>> [strict.may_start(num_waiting=n, oldest_in_flight=None, **now) for n in (0, 1)]
+        [True, False]
+        """
+        last_use = next_version + (num_waiting + 1) * self.updates_per_rollout - 1
+        oldest = version if oldest_in_flight is None else min(version, oldest_in_flight)
+        return last_use - oldest <= self.max_staleness
 
 
 class Claims(ABC):
@@ -85,13 +110,11 @@ class Claims(ABC):
 
         It would be sampled with the `published` weights; `oldest` is the version of the oldest weights in flight.
         """
-        return may_start(
+        return self._flow.may_start(
             version=published.version,
             next_version=published.next_version,
             num_waiting=begun - published.rollouts_done,
             oldest_in_flight=oldest,
-            updates_per_rollout=self._flow.updates_per_rollout,
-            max_staleness=self._flow.max_staleness,
         )
 
 

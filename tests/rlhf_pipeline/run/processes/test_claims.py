@@ -8,7 +8,6 @@ import obstore.store
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.admission import may_start
 from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
@@ -17,18 +16,6 @@ from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
-
-
-def limits(**changes):
-    return {
-        "version": 4,
-        "next_version": 4,
-        "num_waiting": 0,
-        "oldest_in_flight": None,
-        "updates_per_rollout": 1,
-        "max_staleness": 0,
-        **changes,
-    }
 
 
 @pytest.mark.parametrize(
@@ -45,7 +32,9 @@ def limits(**changes):
 )
 def test_a_rollout_starts_only_if_nothing_gets_too_old(changes, starts):
     """The oldest trajectory at the last update that may see it, counted by hand."""
-    assert may_start(**limits(**changes)) is starts
+    limits = {name: changes.get(name, least) for name, least in (("updates_per_rollout", 1), ("max_staleness", 0))}
+    now = {"version": 4, "next_version": 4, "num_waiting": 0, "oldest_in_flight": None}
+    assert Flow(**limits).may_start(**now | {name: changes[name] for name in changes.keys() & now.keys()}) is starts
 
 
 @pytest.fixture
