@@ -117,23 +117,32 @@ class ProcessFailedError(PipelineError, RuntimeError):
     """A process of a run failed repeatedly; acknowledged trajectories are kept."""
 
 
-def refuse_unknown(owner: str, names: Iterable[str], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+def refuse_unknown(
+    owner: str,
+    given: Mapping[str, object],
+    known: Iterable[str],
+    reasons: Mapping[str, str],
+    harmless: Mapping[str, tuple[object, ...]],
+) -> None:
     """Refuse the first unknown argument of a call, with a reason if there is one.
 
     Args:
         owner: the function or class that was called.
-        names: the unknown arguments that were passed.
+        given: the unknown arguments that were passed.
         known: the valid arguments.
         reasons: why some arguments of other libraries are not taken, one sentence each.
+        harmless: the values of such arguments that ask for nothing, and are accepted.
 
     Raises:
-        DefinitionError: `names` is not empty.
+        DefinitionError: an argument asks for something.
 
-    >>> refuse_unknown("GRPOLoss", ["clip_epsilom"], ["clip_epsilon"], {})
+    >>> refuse_unknown("GRPOLoss", {"clip_epsilom": 0.2}, ["clip_epsilon"], {}, {})
     Traceback (most recent call last):
     rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
     """
-    for name in names:
+    for name, value in given.items():
+        if any(value == other for other in harmless.get(name, ())):
+            continue
         if name in reasons:
             raise DefinitionError(f"{owner} takes no {name}: {reasons[name]}")
         raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, known)}")

@@ -10,7 +10,7 @@ from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
 from rlhf_pipeline.losses.loss_batch import MaskingStrategy
 
-__all__ = ["REFUSED", "check_arguments"]
+__all__ = ["HARMLESS", "REFUSED", "check_arguments"]
 
 REFUSED = {
     "critic_network": "GRPO has no critic; its baseline is the group. Leave it out.",
@@ -18,16 +18,17 @@ REFUSED = {
     "value_key": "GRPO has no value network.",
     "separate_losses": "there is no critic to separate from.",
     "functional": "the parameters stay in the actor; there is no functional copy.",
+    "gamma": "GRPO has no discount; returns are formed on the write path. Leave it out.",
+    "clip_value": "GRPO has no value network to clip. Leave it out.",
 }
+HARMLESS = {"gamma": (None, 1), "clip_value": (None, False)}
 
 
-def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | None, token_level: bool) -> None:
+def check_arguments(s: Any, *, token_level: bool) -> None:
     """Refuse arguments that cannot work, with the reason.
 
     Args:
         s: the loss, with its attributes set.
-        gamma: as passed.
-        clip_value: as passed.
         token_level: whether the loss is a sum over tokens of functions of that token alone.
 
     Raises:
@@ -52,14 +53,6 @@ def check_arguments(s: Any, *, gamma: float | None, clip_value: bool | float | N
         canonical_aggregation(s.aggregation)
     _check_as_declared(s)
     rules: list[tuple[bool, str]] = [
-        (
-            gamma in (None, 1, 1.0),
-            f"gamma={gamma}: GRPO has no discount; returns are formed on the write path. Leave it out.",
-        ),
-        (
-            not clip_value,
-            f"clip_value={clip_value}: GRPO has no value network to clip. Leave it out.",
-        ),
         (
             s.decoupled or (s.tis_cap is None and s.icepop is None),
             "tis_cap and icepop compare proximal with behaviour log-probs; without decoupled=True they are the same "

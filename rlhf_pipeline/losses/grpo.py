@@ -24,7 +24,7 @@ from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
-from rlhf_pipeline.losses._checks import REFUSED, check_arguments
+from rlhf_pipeline.losses._checks import HARMLESS, REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy, read_batch
 
@@ -213,10 +213,8 @@ class GRPOLoss(LossModule):
         samples_mc_entropy: samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a
             language model's head is exact, and needs none.
         entropy_coeff: weight of the entropy bonus.
-        gamma: refused unless 1: GRPO has no discount; returns are formed on the write path.
         reduction: `mean` (by `aggregation`), `sum` (plain sum over tokens), or `none` ([B, T], weighted only by
             `"loss_weight"`).
-        clip_value: refused: there is no value network.
         kl_to_ref_coeff: weight of a KL term against `("next", "ref_log_probs", "full")`. None or 0 for none.
         kl_to_inference_coeff: weight of a KL term against the behaviour log-probs.
         device: where the batch's tensors are moved; None leaves them where they are.
@@ -241,6 +239,7 @@ class GRPOLoss(LossModule):
         head: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`.
         chunk_size: rows per chunk of the head.
         padding_side: where ragged leaves are padded.
+        **unknown: refused, with a reason for TorchRL's arguments; `gamma=1` and `clip_value=False` are accepted.
 
     Raises:
         DefinitionError: an argument cannot work; the message says why.
@@ -296,9 +295,7 @@ class GRPOLoss(LossModule):
         entropy_bonus: bool = True,
         samples_mc_entropy: int = 1,
         entropy_coeff: float = 0.01,
-        gamma: float | None = None,
         reduction: str | None = None,
-        clip_value: bool | float | None = None,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
         device: torch.device | str | None = None,
@@ -323,7 +320,7 @@ class GRPOLoss(LossModule):
         **unknown: Any,
     ) -> None:
         known = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
-        refuse_unknown("GRPOLoss", unknown, known, REFUSED)
+        refuse_unknown("GRPOLoss", unknown, known, REFUSED, HARMLESS)
         super().__init__()
         self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = pl.clip_bounds(clip_epsilon, objective)
@@ -352,7 +349,7 @@ class GRPOLoss(LossModule):
         self.temperature = temperature
         self.head: Head = head
         self.chunk_size = chunk_size
-        check_arguments(self, gamma=gamma, clip_value=clip_value, token_level=self._is_token_level())
+        check_arguments(self, token_level=self._is_token_level())
         self._adapter: tuple[Any, Actor] | None = None
         self._set_in_keys()
 

@@ -306,13 +306,13 @@ _REASONS = {
     "actor_name": "there is no Ray actor.",
     "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) puts a KL term into the loss.",
 }
+_HARMLESS = {"use_ray_service": (False,)}
 
 
 def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
     """Refuse arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
-    given = [name for name, value in unknown.items() if not (name == "use_ray_service" and value is False)]
     known = set(kind.__init__.__annotations__) - {"unknown", "return"}
-    refuse_unknown("KLRewardTransform", given, known, _REASONS)
+    refuse_unknown("KLRewardTransform", unknown, known, _REASONS, _HARMLESS)
 
 
 _forms: list[tuple[Callable[[object], bool], Any]] = []
