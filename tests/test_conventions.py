@@ -8,6 +8,7 @@ from pathlib import Path
 
 import rlhf_pipeline
 import trajectory_store
+from rlhf_pipeline.cli.parser import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,14 +58,21 @@ def test_modules_with_an_underscore_stay_in_their_package():
 
 
 def test_a_module_name_has_one_meaning():
-    """In a package only a command is called as the module that does its work, and what is remote as what is local."""
-    for package in ("rlhf_pipeline", "storage"):
-        modules = [path for path in (ROOT / package).rglob("*.py") if not path.name.startswith("__")]
-        for shared in (("cli",), ("remote", "objects")):
-            names = [path.name.lstrip("_") for path in modules if path.parent.name in shared]
-            assert len(set(names)) == len(names), (package, shared)
-        names = [path.name.lstrip("_") for path in modules if path.parent.name not in ("cli", "remote", "objects")]
-        assert len(set(names)) == len(names), (package, sorted(name for name in set(names) if names.count(name) > 1))
+    """Only a command is called as the module that does its work, and what is remote as what is local.
+
+    Both packages have `errors`, and a `medium`: the folder or object store that keeps a store, or a run.
+    """
+    found = [path for package in ("rlhf_pipeline", "storage") for path in (ROOT / package).rglob("*.py")]
+    rooms: dict[str, list[str]] = {"commands": [], "remote": [], "objects": [], "local": []}
+    for path in (path for path in found if not path.name.startswith("__")):
+        name, room = path.stem.lstrip("_"), path.parent.name
+        if room == "cli":
+            room = "commands" if name.rstrip("_").replace("_", "-") in COMMANDS else "local"
+        rooms[room if room in rooms else "local"].append(name)
+    for room, names in rooms.items():
+        allowed = {"errors", "medium"} if room == "local" else set[str]()
+        assert {name for name in names if names.count(name) > 1} == allowed, room
+    assert {*rooms["local"]} & {*rooms["remote"], *rooms["objects"]} == {"medium", "rollouts", "rows"}
 
 
 def test_private_attributes_of_tensordict_are_touched_in_one_module():

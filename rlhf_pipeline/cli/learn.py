@@ -35,24 +35,24 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
-    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli import several
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.cli.plan import make_joining_plan
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
     from trajectory_store import StoreError
 
-    if sharded.is_follower():
-        return sharded.follow(args)
+    if several.is_follower():
+        return several.follow(args)
     plan, view = make_joining_plan(args), view_of_stdout()
     reopen(RunFolder(plan.out))
     view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
 
     def work() -> RunFinished:
-        joined = sharded.joined(plan)
+        joined = several.joined(plan)
         from rlhf_pipeline.run.processes.learn import learn
 
-        return learn(joined.pipeline, parent=sharded.parent(args.parent), on_event=view, **joined.inputs)
+        return learn(joined.pipeline, parent=several.parent(args.parent), on_event=view, **joined.inputs)
 
     try:
         finished, code = attend(
@@ -64,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
             debug=args.debug,
         )
     finally:
-        sharded.leave()
+        several.leave()
     if finished is not None and args.parent is None:  # otherwise the supervisor reports it
         finish(finished, plan, view)
     return code

@@ -75,11 +75,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Replay; return 1 if a step differs from its record."""
     if args.from_step is None:
-        from rlhf_pipeline.cli import sharded
+        from rlhf_pipeline.cli import several
         from rlhf_pipeline.cli.plan import make_replay_plan
         from rlhf_pipeline.cli.run import run_plan
 
-        plan = sharded.joined(make_replay_plan(args))
+        plan = several.joined(make_replay_plan(args))
         return run_plan(plan, then=lambda view: compare(plan, view))
     from rlhf_pipeline.run.folder import is_run, not_found
     from rlhf_pipeline.run.medium import address_of

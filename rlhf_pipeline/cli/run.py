@@ -94,11 +94,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
-    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli import several
     from rlhf_pipeline.cli.plan import make_plan
 
-    if sharded.is_follower():
-        return sharded.follow(args)
+    if several.is_follower():
+        return several.follow(args)
     plan = make_plan(args)
     if args.ray is not None and not plan.collectors:
         raise DefinitionError(f"--ray places the processes of a run: say how many. {plan.again} --collectors 2")
@@ -107,7 +107,7 @@ def execute(args: argparse.Namespace) -> int:
             f"--learners goes with collectors in processes of their own: {plan.again} --collectors 1. Or start the run "
             "in one process and share its steps with torchrun, see docs/learner.md."
         )
-    return _supervise(args, plan) if plan.collectors else run_plan(sharded.joined(plan))
+    return _supervise(args, plan) if plan.collectors else run_plan(several.joined(plan))
 
 
 def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> int:
@@ -120,7 +120,7 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
     Returns:
         The exit code: 130 or 143 if a signal stopped it.
     """
-    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli import several
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.folder import is_run
 
@@ -136,12 +136,12 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
         from rlhf_pipeline.run import start
 
         view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
-        return start.run(plan.pipeline, resume=plan.resume, parent=sharded.parent(), on_event=view, **plan.inputs)
+        return start.run(plan.pipeline, resume=plan.resume, parent=several.parent(), on_event=view, **plan.inputs)
 
     try:
         finished, code = attend(view, work, device=plan.device, stopped=stopped)
     finally:
-        sharded.leave()
+        several.leave()
     if finished is None:
         return code
     finish(finished, plan, view)
@@ -150,12 +150,12 @@ def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> 
 
 def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     """Keep collector and learner processes alive."""
-    from rlhf_pipeline.cli import sharded
+    from rlhf_pipeline.cli import several
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.medium import below
     from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 
-    if sharded.is_one_of_several():
+    if several.is_one_of_several():
         raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
     config = SupervisorConfig(
         collectors=plan.collectors,

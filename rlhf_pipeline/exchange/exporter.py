@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._columns import arrow_schema, to_json
 from rlhf_pipeline.exchange._tables import Container, need, schema_beside
+from rlhf_pipeline.exchange._values import arrow_schema, to_json
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._columns import batch_of, from_row
 from rlhf_pipeline.exchange._completion import Encoder, Rollout
 from rlhf_pipeline.exchange._reader import ONE_ROW, Reader
 from rlhf_pipeline.exchange._tables import Container, Source, find_sources
+from rlhf_pipeline.exchange._values import batch_of, from_row
 from rlhf_pipeline.exchange.formats import (
     CONTAINERS,
     Rewards,
