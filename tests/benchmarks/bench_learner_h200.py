@@ -1,4 +1,4 @@
-"""The learner's step at real sizes: tokens per second, MFU and peak memory, beside full logits and TRL's layout.
+"""Learning, sampling and GRPO as a whole at real sizes, beside full logits, TRL's layout, vLLM and TRL's trainer.
 
     python tests/benchmarks/bench_learner_h200.py                  # one GPU: Qwen2.5-0.5B and 1.5B shapes, bfloat16
     python tests/benchmarks/bench_learner_h200.py --models 0.5b --json results.json
@@ -16,8 +16,16 @@ keeps the logits of the completions, and computes log-probs and entropies by TRL
 Every path must give the same loss and gradient norm; the deviation from the first stands in the table. MFU is
 `ModelCost.flops` (real tokens, causal attention, the head on completions only) over the *measured* peak of large
 matmuls in the same run. Decoding is timed without the prompts: what a call with one new token each takes is
-subtracted. The exit code is 1 if a path fails or computes something else; a missed goal does not change it, nor does a
-peer that is not installed.
+subtracted.
+
+The last section is GRPO end to end: our collector and learner, and TRL's `GRPOTrainer.train()` with whatever is
+installed that its GPU users turn on: vLLM colocated, FlashAttention-2, Liger's layer kernels, bfloat16 with float32
+weights (`pip install trl vllm flash-attn liger-kernel`; TRL 1.16 has no padding-free GRPO). Both get the same model,
+questions, group size and reward; a share of the vocabulary ends a completion, so lengths are ragged. `--model` names a
+real model. On a CPU, TRL samples with transformers.
+
+The exit code is 1 if a path fails or computes something else; a missed goal does not change it, nor does a peer that is
+not installed.
 """
 
 from __future__ import annotations
@@ -66,7 +74,7 @@ class Shape:
 SHAPES = {
     "0.5b": Shape(896, 4864, 24, 14, 2, 151_936, 0.35, 95_000),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, 0.45, 38_000),
-    "tiny": Shape(64, 160, 2, 4, 2, 997),
+    "tiny": Shape(64, 160, 2, 4, 2, 4_997),
 }
 GOAL_AGAINST_TRL = 4.0
 GOAL_DECODE = 60_000.0
@@ -74,6 +82,7 @@ GOAL_OF_VLLM = 0.7
 MOST_OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """How far loss and gradient norm of a path may be from those of the first, as a share of them: rounding."""
 NOT_INSTALLED = "not installed"
+GOAL_GRPO = 2.0
 REPS = 3
 LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 BETA, LOW, HIGH, TRL_ROWS = 0.04, 0.2, 0.28, 8
@@ -555,6 +564,92 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
     return found
 
 
+def grpo_section(
+    name: str, sizes: Sizes, device: torch.device, *, model: Path | None, questions: Path | None
+) -> dict[str, Any]:
+    """Print trajectories and tokens per second of whole steps: ours, and TRL's trainer where it is installed."""
+    from _grpo import QUESTIONS, Task, made_up_questions, run_ours, run_trl, save_checkpoint
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def made(special: dict[str, Any]) -> Any:
+        policy = make_policy(SHAPES[name], torch.device("cpu"))
+        for key, value in special.items():
+            setattr(policy.model.config, key, value)
+        return policy.model
+
+    on_gpu, found = device.type == "cuda", dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        if questions is None:
+            questions = QUESTIONS if QUESTIONS.is_file() else made_up_questions(Path(folder) / "questions.jsonl")
+        vocab, share = SHAPES[name].vocab, 1 / sizes.completion_median
+        task = Task(
+            model=model or save_checkpoint(Path(folder), made, questions=questions, vocab=vocab, stop_share=share),
+            questions=questions,
+            prompts=sizes.prompts,
+            group=sizes.group,
+            limit=sizes.completion_most,
+            steps=sizes.reps,
+            dtype="bfloat16" if on_gpu else "float32",
+            device=device.type,
+        )
+        options = _options_of_trl(task, on_gpu=on_gpu)
+        print(f"\ngrpo, {model or name}: {task.prompts} prompts of {task.group} completions, up to {task.limit} tokens")
+        print(f"  {'trainer':12} {'s/step':>8} {'trajectories/s':>15} {'tokens/s':>10} {'tokens each':>12}")
+        for trainer, call in {"ours": partial(run_ours, task, clock), "TRL": partial(run_trl, task, clock)}.items():
+            try:
+                row: dict[str, Any] = call(**options) if trainer == "TRL" else call()
+            except ModuleNotFoundError as error:
+                found[trainer] = {NOT_INSTALLED: str(error.name)}
+                print(f"  {trainer:12} {NOT_INSTALLED}: {error.name}")
+                continue
+            except RuntimeError as error:
+                found[trainer] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
+                print(f"  {trainer:12} failed: {found[trainer]['failed']}")
+                continue
+            finally:
+                _free(device)
+            row |= {"trajectories_per_s": task.rows / row["seconds"]}
+            row |= {"tokens_per_s": row["length"] * row["trajectories_per_s"]}
+            found[trainer] = row | ({"options": {k: str(v) for k, v in options.items()}} if trainer == "TRL" else {})
+            print(
+                f"  {trainer:12} {row['seconds']:8.3f} {row['trajectories_per_s']:15.2f} {row['tokens_per_s']:10,.0f} "
+                f"{row['length']:12.1f}",
+                flush=True,
+            )
+    if "seconds" in found["ours"] and "seconds" in found["TRL"]:
+        ratio, of_tokens = (found["ours"][rate] / found["TRL"][rate] for rate in ("trajectories_per_s", "tokens_per_s"))
+        goal = f", goal {GOAL_GRPO:g}: {'met' if ratio >= GOAL_GRPO else 'missed'}" if on_gpu else ""
+        print(f"  {ratio:.2f} x TRL's trajectories a second{goal}; {of_tokens:.2f} x its tokens")
+        print(f"  TRL ran with {', '.join(f'{key}={value}' for key, value in options.items())}")
+    return found
+
+
+def _options_of_trl(task: Any, *, on_gpu: bool) -> dict[str, Any]:
+    """Return what a user of TRL turns on, as far as it is installed."""
+    if not on_gpu:
+        return {"model_init_kwargs": {"dtype": "float32"}}
+    has = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "flash_attn", "liger_kernel")}
+    options: dict[str, Any] = {
+        "use_cpu": False,
+        "bf16": True,
+        "model_init_kwargs": {"dtype": "float32"},
+        "batch": min(TRL_ROWS, task.rows),
+        "accumulate": max(1, task.rows // TRL_ROWS),
+    }
+    if has["flash_attn"]:
+        options["model_init_kwargs"]["attn_implementation"] = "flash_attention_2"
+    if has["liger_kernel"]:
+        options["use_liger_kernel"] = True
+    if has["vllm"]:
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+        options["vllm_max_model_length"] = 2 * task.limit
+    return options
+
+
 def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack) -> Any:
     """Give vLLM with the policy's weights until the stack ends; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
@@ -595,17 +690,22 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int, 
 
 def main() -> int:
     """Run the sections that were asked for."""
+    from transformers.utils.logging import disable_progress_bar
+
     from rlhf_pipeline.learner.metrics import known_peak_flops
 
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tiny", "--quick", action="store_true", help="a tiny model, on the device there is")
     parser.add_argument("--models", default="0.5b,1.5b")
-    parser.add_argument("--sections", default="step,decode")
+    parser.add_argument("--sections", default="step,decode,grpo")
     parser.add_argument("--token-budget", type=int, default=16_384)
     parser.add_argument("--prompt-median", type=int, default=200)
     parser.add_argument("--completion-median", type=int, default=500)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--model", type=Path, help="a model's folder for the section grpo, instead of random weights")
+    parser.add_argument("--questions", type=Path, help="JSONL with a `question` per line for that section; GSM8K's")
     parser.add_argument("--json", type=Path, help="write hardware, versions and figures here")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -632,7 +732,7 @@ def main() -> int:
     variants = [f"ours, {layout}" for layout in LAYOUTS]
     variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
     variants += ["Liger loss", "Liger loss, padding-free"]
-    libraries = ("torch", "transformers", "torchrl", "vllm", "liger-kernel", "flash-attn")
+    libraries = ("torch", "transformers", "torchrl", "trl", "vllm", "liger-kernel", "flash-attn")
     results: dict[str, Any] = {
         "hardware": hardware,
         "command": shlex.join(["python", *sys.argv]),
@@ -645,11 +745,14 @@ def main() -> int:
             results[f"step {name}"] = step_section(name, sizes, device, peak, variants)
         if "decode" in args.sections:
             results[f"decode {name}"] = decode_section(name, device, slots, context, new)
+        if "grpo" in args.sections:
+            results[f"grpo {name}"] = grpo_section(name, sizes, device, model=args.model, questions=args.questions)
         _free(device)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"\nwritten: {args.json}")
-    paths = [row for name in models for row in results.get(f"step {name}", {}).values()]
+    sections = [results.get(f"{section} {name}", {}) for name in models for section in ("step", "grpo")]
+    paths = [row for section in sections for row in section.values()]
     return 1 if any("failed" in row for row in paths) else 0
 
 

@@ -22,24 +22,20 @@ rows at once as completions are live, which is slower than the large products of
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import resource
 import shutil
 import tempfile
 import time
 import warnings
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from _gsm8k import DATA
+from _grpo import QUESTIONS, Task, run_ours, run_trl, save_checkpoint
 from _models import HIDDEN, INTERMEDIATE, forked, qwen2
 
-QUESTIONS = DATA / "train.jsonl"
-PROMPTS, LAYERS, BETA = 2, 4, 0.04
+PROMPTS, LAYERS = 2, 4
 MEMORY_GOAL = 0.4
 
 
@@ -72,140 +68,22 @@ CASES = {
 QUICK = {"quick": Case(limit=32, stop_share=1 / 40)}
 
 
-def reward(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-    """0 or 1 by a checksum of the completion: costs nothing and differs inside a group."""
-    return float(zlib.crc32(completion.encode()) & 1)
-
-
-def trl_reward(completions: list[str], **columns: Any) -> list[float]:
-    """The same, as TRL asks for it."""
-    return [reward("", completion, None, {}) for completion in completions]
-
-
-def make_checkpoint(folder: Path, case: Case) -> None:
-    """A model whose first tokens, a share of the vocabulary, end a completion."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    from rlhf_pipeline.policies.new_model import new_model
-
-    small = folder / "tokenizer"
-    if not small.exists():
-        new_model(small, text_file=QUESTIONS, vocab_size=4000, hidden_size=8, num_layers=1, num_heads=1)
-    tokenizer = AutoTokenizer.from_pretrained(small)
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = qwen2(case.vocab, layers=LAYERS, **special)
-    # Ids above the tokenizer's own, so that no prompt contains one.
-    ends = [tokenizer.eos_token_id, *range(case.vocab - round(case.stop_share * case.vocab), case.vocab)]
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, do_sample=True)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-
-def run_trl(folder: Path, case: Case) -> dict[str, float]:
-    """`GRPOTrainer.train()`; processor seconds per step after the first."""
-    import _trl
-    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
-
-    ends: list[float] = []
-    lengths: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            ends.append(time.process_time())
-
-    def graded(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        lengths.extend(map(len, completion_ids))
-        return trl_reward(completions)
-
-    with QUESTIONS.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line in lines]
-    trainer = _trl.trainer(
-        str(folder / "model"),
-        AutoTokenizer.from_pretrained(folder / "model"),
-        prompts=questions[: PROMPTS * (case.steps + 1)],
-        batch=case.rows,
-        group=case.group,
-        max_new_tokens=case.limit,
-        steps=case.steps + 1,
-        reward=graded,
-        model_init_kwargs={"dtype": "float32"},
+def make_task(folder: Path, questions: Path, case: Case) -> Task:
+    """Save the model of a case, and return what to do with it."""
+    make = partial(qwen2, case.vocab, layers=LAYERS)
+    model = save_checkpoint(
+        folder,
+        lambda special: make(**special),
+        questions=questions,
+        vocab=case.vocab,
+        stop_share=case.stop_share,
     )
-    trainer.add_callback(Clock())
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    # The calls of the first step are not counted, and neither are its lengths.
-    own = lengths[case.rows :]
-    return {"seconds": (ends[-1] - ends[0]) / case.steps, "length": sum(own) / len(own)}
+    return Task(model=model, questions=questions, prompts=PROMPTS, group=case.group, limit=case.limit, steps=case.steps)
 
 
-def run_ours(folder: Path, case: Case) -> dict[str, float]:
-    """Collector and learner; processor seconds per step after the first."""
-    import torch
-    from torchrl.envs.transforms import Compose
-
-    from rlhf_pipeline import (
-        CausalLMPolicy,
-        Collect,
-        Collector,
-        GRPOLoss,
-        JsonlPrompts,
-        Learn,
-        MCAdvantage,
-        RetrieveLogProb,
-        TrajectoryReplayBuffer,
-    )
-    from rlhf_pipeline.learner.learner import Learner
-    from rlhf_pipeline.run.ledger import Ledger
-
-    sampling: dict[str, Any] = {"max_new_tokens": case.limit, "num_slots": case.rows, "dtype": torch.float32}
-    policy, reference = (CausalLMPolicy.from_pretrained(folder / "model", **sampling) for _ in range(2))
-    reference.requires_grad_(False)
-    config = Learn(lr=1e-6)
-    reference.scoring_layout = config.layout  # as a run has it
-    run = Path(tempfile.mkdtemp(dir=folder))
-    buffer = TrajectoryReplayBuffer(
-        storage=run / "store", transform=Compose(MCAdvantage(case.group), RetrieveLogProb(reference))
-    )
-    collector = Collector(
-        policy=policy,
-        prompts=JsonlPrompts(path=str(QUESTIONS), as_chat=False),
-        reward=reward,
-        buffer=buffer,
-        config=Collect(
-            prompts_per_rollout=PROMPTS, group_size=case.group, max_new_tokens=case.limit, num_slots=case.rows
-        ),
-        seed=0,
-    )
-    learner = Learner(
-        policy=policy,
-        loss=GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=BETA, kl_estimator="k3"),
-        buffer=buffer,
-        config=config,
-        max_staleness=0,
-        max_completion_tokens=case.limit,
-        ledger=Ledger(run / "ledger.jsonl"),
-        seed=0,
-    )
-    ends: list[float] = []
-    tokens: list[int] = []
-    for step in range(case.steps + 1):
-        tokens.append(collector.collect(step, policy_version=step).num_tokens)
-        learner.step(step + 1)
-        ends.append(time.process_time())
-    for notice in learner.take_notices():
-        raise SystemExit(notice)
-    lengths = buffer.store.read_scalars("num_prompt_tokens")[case.rows :: case.group]
-    buffer.trajectories.close()
-    return {
-        "seconds": (ends[-1] - ends[0]) / case.steps,
-        "length": sum(tokens[1:]) / (case.steps * case.rows),
-        "prompt": float(lengths.mean()),
-    }
-
-
-def measure(variant: str, folder: Path, case: Case) -> dict[str, float]:
+def measure(variant: str, task: Task) -> dict[str, float]:
     """Run a variant in this process, which nothing else has used."""
-    found = run_trl(folder, case) if variant == "trl" else run_ours(folder, case)
+    found = run_trl(task, model_init_kwargs={"dtype": "float32"}) if variant == "trl" else run_ours(task)
     return {**found, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
@@ -246,6 +124,7 @@ def held_now() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, help="JSONL with a question per line")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -274,8 +153,8 @@ def main() -> int:
         )
         print(f"{'':22} {'TRL':>8}{'ours':>8} {'TRL':>8}{'ours':>8} {'TRL':>7}{'ours':>7} {'row':>7}{'token':>8}")
         for name, case in cases.items():
-            make_checkpoint(folder, case)
-            trl, ours = (forked(measure, variant, folder, case) for variant in ("trl", "ours"))
+            task = make_task(folder, args.questions, case)
+            trl, ours = (forked(measure, variant, task) for variant in ("trl", "ours"))
             each = [1e3 * run["seconds"] / (case.rows * run["length"]) for run in (trl, ours)]
             per_row, per_token = trl["seconds"] / ours["seconds"], each[0] / each[1]
             more = [run["memory"] - imports for run in (trl, ours)]
