@@ -296,15 +296,26 @@ FEW_SHAPES = [(8, 64), (1, 128), (1, 192)]
 
 
 def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch):
-    """Powers of two, and at most the window: as many columns as the longest needs, as few slots as are live."""
+    """At most the window: about as many columns as the longest needs, as few slots as are live."""
     shapes = shapes_of_steps(make_model(), monkeypatch)
     assert list(dict.fromkeys(shapes)) == FEW_SHAPES
     assert shapes.count((8, 64)) < 64
 
 
+def test_columns_are_few_and_near_what_is_needed():
+    """Four sizes between powers of two, never fewer than needed, and at most a quarter or 64 more."""
+    found = [static_module._few_columns(n) for n in range(1, 4097)]
+    assert all(n <= columns <= max(1.25 * n, n + 63) for n, columns in enumerate(found, 1))
+    assert sorted({columns for columns in found if columns > 1024}) == [
+        *range(1280, 2049, 256),
+        *range(2560, 4097, 512),
+    ]
+    assert len(set(found)) == 20
+
+
 def test_a_shape_that_follows_the_longest_row_is_found(make_model: Make, monkeypatch: pytest.MonkeyPatch):
     """Columns as many as are needed, and no more: a graph for each look, which the check above keeps away."""
-    monkeypatch.setattr(static_module, "_power_of_two", lambda n: n)
+    monkeypatch.setattr(static_module, "_few_columns", lambda n: n)
     assert len(set(shapes_of_steps(make_model(), monkeypatch))) > len(FEW_SHAPES)
 
 
