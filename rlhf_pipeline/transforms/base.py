@@ -28,7 +28,7 @@ from rlhf_pipeline.data.trajectories import (
     ragged_tokens,
     token_level,
 )
-from rlhf_pipeline.data.upload import upload
+from rlhf_pipeline.data.upload import download, upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
 from rlhf_pipeline.policies.packed import plan_batches
@@ -218,6 +218,8 @@ def score(
         device = _device_of(model) or home
     out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
     starts = lengths.cumsum(0) - lengths
+    scores: list[Tensor] = []
+    places: list[tuple[Tensor, Tensor]] = []
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
         real = length_mask(lengths[rows])
         at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # index of each position in the ids
@@ -226,9 +228,12 @@ def score(
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
         given = [ids, real, targets]
-        found = model.log_probs(*(given if device is None else upload(given, device))).to(home)
+        scores.append(model.log_probs(*(given if device is None else upload(given, device))))
+        places.append((targets, at[targets]))
+    # The host prepares each pass while the device computes the one before, and waits once for all.
+    scores = download(scores) if home.type == "cpu" else [found.to(home) for found in scores]
+    for found, (targets, index) in zip(scores, places, strict=True):
         picked = found[targets].float()
-        index = at[targets]
         out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
     return out
 

@@ -243,8 +243,8 @@ def test_half_precision_and_moments_on_the_host(offload: bool, layout: str, tmp_
     assert not all(torch.equal(one, now.held) for one, now in zip(before, policy.parameters(), strict=True))
 
 
-def test_reference_log_probs_wait_once_per_batch(tmp_path: Path):
-    """The write path scores a rollout on the device: one copy back for each batch of the token budget."""
+def test_reference_log_probs_wait_once_per_rollout(tmp_path: Path):
+    """The write path scores a rollout on the device in several batches, and waits for the last alone."""
     reference = policy_of()
     to_device(reference.model)
     with FakeDevice() as seen:
@@ -257,7 +257,7 @@ def test_reference_log_probs_wait_once_per_batch(tmp_path: Path):
     one, other = (b.store.read_ragged("ref_log_probs", b.store.ids()).values for b in (buffer, plain))
     assert one.tobytes() == other.tobytes()
     assert seen.total("refused") == 0, seen.events
-    assert set(host_waits(seen)) == {("transforms/base.py", "a copy to the host")}, seen.events
+    assert host_waits(seen) == {("data/upload.py", "synchronize"): 1}, seen.events
     for made in (buffer, plain):
         made.trajectories.close()
 
@@ -307,7 +307,7 @@ def test_collecting_waits_at_the_looks_of_the_engine(tmp_path: Path, monkeypatch
     assert seen.total("refused") == 0, seen.events
     assert host_waits(seen) == {
         ("policies/engines/static.py", "a copy to the host"): 1,
-        ("transforms/base.py", "a copy to the host"): 1,
+        ("data/upload.py", "synchronize"): 1,
     }, seen.events
     for made in stores:
         made.trajectories.close()
