@@ -361,8 +361,7 @@ class TrajectoryStore(StoreReads):
         known = stream.ordinal
         ordinal, first = stream.append(batch, schema, begin)
         self._catalog.refresh_segment(ordinal)
-        if ordinal != known:
-            self._background.tidy(self._catalog)
+        self._background.tidy(self._catalog, began=ordinal != known)
         return ordinal, first
 
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:

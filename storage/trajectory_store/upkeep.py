@@ -41,6 +41,9 @@ MANY, MANY_FILES = 64, 1024
 the number is higher: it answers quickly, and single columns of single commits can be read."""
 
 LEASE_S = 120.0
+TIDY_S = 600.0
+"""How often a process that begins no segment looks for small ones to merge, which killed processes left to others."""
+
 log = logging.getLogger("trajectory_store")
 
 
@@ -439,28 +442,34 @@ class Background:
         self._root = root
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._looked = time.monotonic()
 
-    def tidy(self, catalog: Catalog) -> None:
-        """After a new segment was begun, evict what exceeds the limits, and start a merge if one is due.
+    def tidy(self, catalog: Catalog, *, began: bool) -> None:
+        """After a commit that began a segment, evict what exceeds the limits; then and now and then, merge what is due.
 
-        The segment's first rows are committed by then, so a failure here must not look like a failed append.
+        The rows are committed by then, so a failure here must not look like a failed append.
         """
+        now = time.monotonic()
+        if not began and now - self._looked < TIDY_S:
+            return
+        self._looked = now
         try:
-            evict(catalog, self._root)
+            if began:
+                evict(catalog, self._root)
             if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
                 self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
                 self._thread.start()
         except SegmentGoneError:  # another process is doing the same
             return
         except (StoreError, OSError) as error:
-            log.warning("upkeep failed; the next new segment tries again: %s", error)
+            log.warning("upkeep failed; it is tried again later: %s", error)
 
     def _run(self) -> None:
         try:
             with self._look_in() as catalog:
                 fold(catalog, self._root, self._stop.is_set)
         except (StoreError, OSError) as error:
-            log.warning("merging small segments failed; the next new segment tries again: %s", error)
+            log.warning("merging small segments failed; it is tried again later: %s", error)
 
     def pause(self) -> None:
         """Wait for the current merge; the next one begins when one is due again."""

@@ -158,6 +158,25 @@ def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend):
             assert store.read_scalars("priority", ids).tolist() == [i if i % 3 == 0 else 0 for i in range(19)]
 
 
+def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, backend, clock, monkeypatch):
+    """Each of them was killed before it could do its share, and nobody else comes."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as writer:
+        writer.append(rows([20]))
+        live(path, 20, 0)
+        clock(7200)
+        writer.refresh()
+        left = len(writer._catalog.state.entries)
+        assert left > 16
+        monkeypatch.setattr(upkeep, "TIDY_S", 0.0)
+        writer.append(rows([21]))
+        writer._background.pause()
+        writer.refresh()
+        assert len(writer._catalog.state.entries) < left - 7
+        assert sorted(writer.read_scalars("tag").tolist()) == list(range(22))
+    assert sorted(tags_of(path)) == list(range(22))
+
+
 def test_rows_of_slow_writers_stay_after_an_eviction(tmp_path, backend):
     """18 writers of unequal pace in a ring: the newest rows are the same for an old and for a fresh reader."""
     path = create(tmp_path / "s", backend, max_trajectories=200, segment_rows=20)
