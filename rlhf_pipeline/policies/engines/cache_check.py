@@ -22,8 +22,9 @@ from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 T = TypeVar("T")
 
 WITHOUT_SLOTS = (
-    "So `rlhf-pipeline run` cannot train it: name another model (policy.path). CausalLMPolicy still scores with "
-    "it, and `rlhf-pipeline replay` learns from completions that are stored."
+    "Sample it with vLLM, in the process (--set collect.engine=vllm) or on a server "
+    "(--set collect.engine=http://HOST:PORT), or name another model (--set policy.path=MODEL). "
+    "`rlhf-pipeline replay` learns from completions that are stored."
 )
 """The advice for a model that the slot engine cannot generate with."""
 

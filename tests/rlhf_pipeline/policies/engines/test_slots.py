@@ -204,9 +204,9 @@ def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
 
 
 def test_linear_attention_is_refused(make_model: Make) -> None:
-    """Recurrent state does not fit slots; the message says which kind of cache it is."""
+    """Recurrent state does not fit slots; the message says which kind of cache it is, and which engine has it."""
     policy = TokenPolicy(make_model("qwen3_next", head_dim=8))
-    with pytest.raises(DefinitionError, match="cache of the kind linear_attention"):
+    with pytest.raises(DefinitionError, match=r"the kind linear_attention\. Sample it with vLLM.*collect\.engine=vllm"):
         policy.generate_groups([[5]], seed=0)
 
 
