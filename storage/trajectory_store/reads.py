@@ -394,7 +394,7 @@ class StoreReads:
         Without that, every fault costs the disk's read-ahead, which may be megabytes.
         """
         blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-        if blocks > self._blocks:
+        if blocks > self._blocks and self._catalog.medium.keeps_arrays:  # else what is read is fetched before
             self._cold = COLD_BATCHES
         self._blocks = blocks
 

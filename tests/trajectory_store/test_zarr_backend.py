@@ -523,6 +523,13 @@ def test_a_cache_that_somebody_tidied_away_is_fetched_again(tmp_path):
             assert store.read_scalars(name).tolist() == list(range(50))
             for path in (tmp_path / "cache").glob(gone):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with TrajectoryStore.create(tmp_path / "more", schema, backend="zarr") as store:
+        ids = [store.append({"n": [n]}) for n in range(1, 4)]
+    with TrajectoryStore.open(tmp_path / "more", cache_dir=tmp_path / "other") as store:
+        for n in range(1, 4):  # the file that is mapped is not the one to which the next commit is fetched
+            assert store.read_scalars("n", ids[n - 1]).tolist() == [n]
+            shutil.rmtree(tmp_path / "other")
+        assert store.read_scalars("n").tolist() == [1, 2, 3]
     (tmp_path / "file").touch()
     with (
         TrajectoryStore.open(tmp_path / "s", cache_dir=tmp_path / "file") as store,

@@ -296,8 +296,7 @@ class ObjectSegment(Segment):
         keys: dict[str, None] = {}
         with self._cache.lock:
             for name, rows in parts:
-                units = self._units(name, rows)
-                units = units[~self._done(name)[units]].tolist()
+                units = self._missing(name, rows).tolist()
                 some = [self.key(seq) for seq in units] if self.sealed is None else shards(self.name, self.specs[name])
                 keys |= dict.fromkeys(some if units else ())
         return [key for key in keys if key not in self.got]
@@ -332,7 +331,7 @@ class ObjectSegment(Segment):
         """Return the cached file of an array, laid out like the chunk of a local segment."""
         path = self._cached(name)
         if not path.exists():  # new, or the temporary folder was cleaned
-            self._fetched.pop(name, None)
+            self.forget(name)
             os.makedirs(path.parent, 0o700, exist_ok=True)
             spec = self.specs[name]
             try:
@@ -348,12 +347,11 @@ class ObjectSegment(Segment):
 
     def _fetch(self, name: str, rows: Rows | None) -> None:
         """Fetch the missing parts of an array that rows need."""
+        if name in self._maps and not len(self._missing(name, rows)):
+            return
         try:
             self._file(name)
-            units = self._units(name, rows)
-            missing = units[~self._done(name)[units]]
-            if not len(missing):
-                return
+            missing = self._missing(name, rows)
             if self.sealed is not None:
                 self._fetch_chunks(name, missing, self.sealed)
             else:
@@ -371,6 +369,11 @@ class ObjectSegment(Segment):
                 f"keeping {self.name}/{name} failed: {error.strerror}. Give a cache_dir with room, or less cache_bytes",
                 str(self._cache.folder),
             ) from error
+
+    def _missing(self, name: str, rows: Rows | None) -> Int64Array:
+        """Return the units with values of rows that are not in the cached file."""
+        units = self._units(name, rows)
+        return units[~self._done(name)[units]]
 
     def _units(self, name: str, rows: Rows | None) -> Int64Array:
         """Return the units that hold the values of rows: commits, or chunks of the array in a merged segment."""
