@@ -173,6 +173,9 @@ class Bucket(ABC):
 
         return self._each(one, list(zip(keys, sizes, strict=True)))
 
+    def expect(self, keys: Iterable[str]) -> None:  # noqa: B027 - elsewhere they are requested together
+        """Let the system begin to read objects that will be read soon."""
+
     @abstractmethod
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Get some ranges of bytes of one object.
@@ -335,6 +338,12 @@ class FolderBucket(Bucket):
                 return os.pread(fd, size, whole - size), whole
         except CorruptionError:  # a link or a pipe is not part of this store
             return b"", 0
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Let the disk read files ahead: the waits for them overlap."""
+        for key in keys:
+            with suppress(StoreError, OSError), self._opened(key) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read parts of a file."""

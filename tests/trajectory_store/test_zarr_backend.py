@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from trajectory_store import (
     WriteFailedError,
     bucket,
     fs,
+    reads,
     upkeep,
 )
 from trajectory_store.bucket import FolderBucket
@@ -511,6 +515,21 @@ def test_what_was_fetched_stays_within_its_budget(tmp_path, budget):
             assert sum(f.stat().st_blocks * 512 for f in tmp_path.rglob("*") if f.is_file()) <= 1.1 * (
                 budget or 1 << 20
             )
+
+
+def test_a_slow_batch_makes_the_next_ones_fetch_no_more_than_their_rows(tmp_path, monkeypatch):
+    """Reading ahead is for maps: with objects it fetched every commit of the columns, of a large store all of it."""
+    schema = Schema([Column("n", "int64"), Column("x", "int64", ragged=True)])
+    with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as store:
+        ids = [store.append({"n": [n], "x": [np.arange(100) + n]})[0] for n in range(20)]
+    monkeypatch.setattr(reads, "COLD_COPY_S", -1.0)
+    blocks = itertools.count()
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_inblock=next(blocks)))
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        for n in (3, 17, 9):
+            found = store.read_padded(ids[n : n + 1])
+            assert (found["x"] == np.arange(100) + n).all()
+        assert store._catalog.medium._cache._bytes <= 3 * 1000
 
 
 def test_a_cache_that_somebody_tidied_away_is_fetched_again(tmp_path):

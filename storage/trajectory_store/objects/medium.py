@@ -241,6 +241,10 @@ class ObjectMedium(Medium):
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
         if self.bucket.local:
+            for segment, parts in wanted.items():
+                parts = list(parts)
+                if isinstance(segment, ObjectSegment) and not segment.sealed and 2 * len(parts) > len(segment.specs):
+                    self.bucket.expect(segment.missing(parts[:1])[:AHEAD])  # most of these objects will be read
             return
         asked = [(s, key) for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)]
         for (segment, key), raw in zip(asked[:AHEAD], self.bucket.get_many([k for _, k in asked[:AHEAD]]), strict=True):
