@@ -80,6 +80,8 @@ class VLLMEngine:
                 enforce_eager=eager,
                 # Otherwise a step returns the previous step's tokens, which other weights may have sampled.
                 async_scheduling=False,
+                # On a CPU vLLM cannot cut the prefill of a seeded completion in two, as after new weights.
+                enable_chunked_prefill=False if eager else None,
                 seed=0,
             )
         self._positions = int(self._llm.llm_engine.model_config.max_model_len)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.vllm import VLLMEngine
-from tests.rlhf_pipeline.policies.engines.contract import POSITIONS, VOCAB, Bench, EngineContract
+from tests.rlhf_pipeline.policies.engines.contract import CLOSE, POSITIONS, VOCAB, Bench, EngineContract
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -40,6 +41,19 @@ class TestVLLM(EngineContract):
         """The engine with the weights of version 1."""
         vllm.load_weights(folders[1], 1)
         return Bench(vllm, folders)
+
+    def test_new_weights_late_in_flight(self, bench: Bench):
+        """When they arrive, the completions in progress are longer than vLLM prefills at once: they are recomputed."""
+
+        def load() -> int:
+            bench.engine.load_weights(bench.folders[2], 2)
+            return 2
+
+        request = Request(prompts=[[5]], group_size=4, max_new_tokens=1_600, temperature=0.7, seed=5)
+        found = bench.engine.generate(request, WeightRefresh(load, every=1_500, version=1))
+        assert found.spans is not None
+        assert found.spans.lists() == [[(0, 1), (1_500, 2)]] * 4
+        assert bench.worst(found, request.prompts, 0.7) < CLOSE
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
