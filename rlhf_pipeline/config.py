@@ -140,7 +140,8 @@ class Collect(Settings):
         help="For a collector beside a learner: sampled tokens of each slot between two checks for newer weights, "
         "with which sampling continues in the middle of completions; 0 loads them between rollouts only. Each "
         "log-prob is that of the weights that sampled its token; the caches of the prompt and of earlier tokens "
-        "are recomputed with the new ones. A server at an address checks twice a second instead.",
+        "are recomputed with the new ones, and the store tells which weights sampled which tokens. A server at an "
+        "address checks twice a second instead.",
     )
 
     @property
@@ -224,7 +225,7 @@ class Buffer(Settings):
     max_staleness: int = setting(
         0,
         min=0,
-        help="Largest age of a sampled trajectory, in optimizer steps since the weights that produced it.",
+        help="Largest age of a sampled trajectory, in optimizer steps since the oldest weights that produced it.",
     )
 
 
