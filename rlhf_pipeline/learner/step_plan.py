@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_sampler
+from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
@@ -135,13 +136,17 @@ def plan_step(
         shards: given if several processes share the step.
 
     Raises:
-        MissingKeyError: a row has no advantage.
+        MissingKeyError: the store or a row has no advantage.
     """
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
-    advantages = torch.from_numpy(store.read_scalars(keys.column_name(loss.tensor_keys.advantage), row_ids))
+    name = loss.tensor_keys.advantage
+    column = column_of_key(store.schema).get(name)
+    if column is None:
+        raise MissingKeyError(f"the store at {store.path} has no column for {name!r}, which MCAdvantage writes.")
+    advantages = torch.from_numpy(store.read_scalars(column.name, row_ids))
     if bool(advantages.isnan().any()):
         row = int(row_ids[int(advantages.isnan().nonzero()[0])])
-        raise MissingKeyError(f"row {row} has no {loss.tensor_keys.advantage!r}, which MCAdvantage writes.")
+        raise MissingKeyError(f"row {row} has no {name!r}, which MCAdvantage writes.")
     useful = contributes(
         advantages,
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),

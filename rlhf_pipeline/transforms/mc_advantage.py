@@ -571,8 +571,7 @@ class MCAdvantage(Transform):
             arrived = arrived.take(kept.tolist())
         if not arrived.groups:
             return None
-        one_each = self.rows is not None and self.rows.one_each(self._grader)
-        columns = self._grader.columns(arrived, graded, one_each=one_each)
+        columns = self._grader.columns(arrived, graded, one_each=self.rows is not None and self.rows.one_each)
         return _Finished(arrived.batch, columns, len(arrived.groups))
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
@@ -592,6 +591,8 @@ class MCAdvantage(Transform):
             self.rows = rows
             if rows is not None:
                 rows.eps = torch.finfo(self.scored_in).eps
+                name, schema = rows.column_of(self.advantage_key), rows.store.schema
+                rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
             self._queue = self._new_queue()
 
     @contextmanager

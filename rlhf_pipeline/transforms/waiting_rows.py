@@ -82,6 +82,7 @@ class WaitingRows:
 
     Attributes:
         eps: machine epsilon of the dtype that log-probs were computed in.
+        one_each: whether the store keeps one advantage per trajectory, and one is computed.
         held: the rows known to be waiting.
         is_known: False if the waiting rows must be looked up again.
     """
@@ -90,6 +91,7 @@ class WaitingRows:
         self.store = store
         self.look = look
         self.eps = torch.finfo(torch.float32).eps
+        self.one_each = False
         self.held: set[int] = set()
         self.is_known = False
 
@@ -163,11 +165,6 @@ class WaitingRows:
         name = column_name(key)
         return name if name in self.store.schema else None
 
-    def one_each(self, grader: Grader) -> bool:
-        """Return whether the store keeps one advantage per trajectory, and the grader gives one."""
-        name = self.column_of(grader.advantage_key)
-        return name is not None and not self.store.schema[name].ragged and grader.trajectory_return is not None
-
     def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
         """Read columns of the given rows, by key; columns that the store lacks are left out."""
         out = Trajectories(len(rows))
@@ -237,7 +234,7 @@ class StoreCall:
         if not part.groups:
             return None
         if not waiting:
-            new = grader.columns(part, graded, one_each=self._rows.one_each(grader))
+            new = grader.columns(part, graded, one_each=self._rows.one_each)
             return Trajectories(part.batch.n, part.batch | new)
         self._part = part
         return self._with_waiting(part, graded, queue, now)
@@ -252,7 +249,7 @@ class StoreCall:
     def _with_waiting(self, part: Arrived, graded: Graded, queue: GroupQueue, now: float) -> Trajectories:
         """Return rows; the last ones wait, without an advantage, with the exact return and their group's number."""
         k, more = len(part.groups) - len(self._waiting), len(self._waiting)
-        columns = self._grader.columns(part, graded.followed_by(more), one_each=self._rows.one_each(self._grader))
+        columns = self._grader.columns(part, graded.followed_by(more), one_each=self._rows.one_each)
         owner = part.owners()
         late = owner >= k
         value = columns[self._grader.advantage_key]
@@ -325,7 +322,7 @@ class StoreCall:
 
     def _stored_advantage(self, name: str, rows: Ints, graded: Graded) -> Any:
         """Return the advantages in the form of their column."""
-        if self._rows.one_each(self._grader):
+        if self._rows.one_each:
             return graded.advantages.to(torch.float32).numpy()
         store, by_step = self._rows.store, self._grader.trajectory_return is None
         read: Any = self._rows.columns(["assistant_mask", "task_reward"], rows)
