@@ -26,6 +26,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
+from trajectory_store.maps import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (rlhf_pipeline, trajectory_store))
@@ -74,15 +75,19 @@ def figures(found: Counter[CodeType]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("changes", "files", "functions"),
     [
-        pytest.param({}, 53, 350, id="default"),
-        pytest.param({"write.kl_coef": "0.05"}, 58, 376, id="kl_in_the_reward"),
+        pytest.param({}, 52, 335, id="default"),
+        pytest.param({"write.kl_coef": "0.05"}, 57, 360, id="kl_in_the_reward"),
     ],
 )
 def test_a_step_stays_within_its_bounds(changes: dict[str, str], files: int, functions: int, tmp_path: Path):
-    """One rollout and one optimizer step of copy_digits enter at most so many files and functions of this project."""
+    """One rollout and one optimizer step of copy_digits enter at most so many files and functions of this project.
+
+    Where a store's files are read instead of mapped, as in memory, one file and up to 14 functions more do that.
+    """
+    more = (1, 14) if choose(tmp_path) == "pread" else (0, 0)
     found = figures(one_step(_copy_digits(changes), tmp_path / "run"))
-    assert found <= (files, functions)
-    assert found[1] <= functions
+    assert found[0] <= files + more[0]
+    assert found[1] <= functions + more[1]
 
 
 def _copy_digits(changes: dict[str, str]) -> Pipeline:
