@@ -97,6 +97,8 @@ def import_torch(device: str) -> None:
         if int(index or 0) >= found:
             seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
             raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
+        if index:
+            torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
     if kind == "mps" and not torch.backends.mps.is_available():
         raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
 

@@ -41,10 +41,10 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the host, waiting once for those on a device."""
+    """Return tensors on the host, waiting once for each device that they are on."""
     found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)  # which need not be the current one
     return found
 
 

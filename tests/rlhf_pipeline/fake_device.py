@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)
+"""Not the current device of a process, which is number 0: a call that names no number means another one."""
 
 # Kernels whose result's shape or value the host needs.
 _WAITS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
@@ -237,13 +238,17 @@ class FakeDevice(TorchFunctionMode):
         if device is None:
             return func(*args, **kwargs)
         there = torch.device(device).type == "cuda"
+        if there and torch.device(device) != CUDA:
+            note("refused", f"{name} on {device}")
         if there and name in ("tensor", "as_tensor") and not isinstance(first, OnDevice):
             note("wait", f"torch.{name}")
         out = func(*args, **{**kwargs, "device": "cpu"})
         return OnDevice(out) if there and not isinstance(out, OnDevice) else out
 
-    def _synchronized(self, *_: Any) -> None:
+    def _synchronized(self, device: Any = None) -> None:
         note("wait", "synchronize")
+        if device is None or torch.device(device) != CUDA:
+            note("refused", "synchronize of another device")
         self._unread = False
 
     def _again(self, function: Any, *args: Any) -> Any:
@@ -258,6 +263,8 @@ class FakeDevice(TorchFunctionMode):
         if name == "to" and rest and isinstance(rest[0], str | torch.device):
             target = rest.pop(0)
         target = tensor.device if target is None else torch.device(target)
+        if target.type == "cuda" and target != CUDA:
+            note("refused", f"{name} to {target}")
         # A copy that blocks ends with a synchronisation of the stream: the host waits for all that was launched before.
         # So may one from memory that is not pinned.
         waits = not kwargs.pop("non_blocking", False) or (target.type == "cuda" and tensor not in _pinned)

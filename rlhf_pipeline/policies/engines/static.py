@@ -53,14 +53,17 @@ MaskForm = Literal["full", "near", "by_kind"]
 _FEWEST_COLUMNS = 64
 _Places = list[tuple[int, torch.dtype]]
 _forms: weakref.WeakKeyDictionary[nn.Module, MaskForm | None] = weakref.WeakKeyDictionary()
+_capturing = threading.Lock()
+"""A process captures one graph at a time."""
 
 
 class Graphs:
-    """Captures steps as CUDA graphs."""
+    """Captures steps as CUDA graphs on a device, which need not be the current one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         # One pool for all graphs of a state: they run one at a time, and all that outlives a step is in the state.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Capture a step that has run before, without running it; return a function that runs it.
@@ -69,15 +72,21 @@ class Graphs:
             RuntimeError: the step waits for the device.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that loads data, may allocate memory and wait for the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            _capturing,
+            torch.cuda.device(self._device),
+            # A capture that fails leaves its own stream as the current one; leaving this context sets the former.
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            # Other threads, such as one that loads data, may allocate memory and wait for the device meanwhile.
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             step()
         return graph.replay
 
 
 def graphs_of(device: torch.device) -> Graphs | None:
     """Return what captures steps on a device; None where there are no graphs."""
-    return Graphs() if device.type == "cuda" else None
+    return Graphs(device) if device.type == "cuda" else None
 
 
 class _StaticLayer(CacheLayer):

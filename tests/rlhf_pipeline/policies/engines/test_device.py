@@ -15,7 +15,7 @@ from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
+from tests.rlhf_pipeline.fake_device import CUDA, FakeDevice, OnDevice, to_device
 
 Make = Callable[..., PreTrainedModel]
 
@@ -104,6 +104,8 @@ HERE, INDEX = torch.tensor([1.0, 2.0]), torch.tensor([0, 1])
         ("refused", lambda x: HERE[OnDevice(INDEX)]),
         ("refused", lambda x: x.index_put_((OnDevice(INDEX),), HERE)),
         ("refused", lambda x: x.numpy()),
+        ("refused", lambda x: HERE.pin_memory().to("cuda", non_blocking=True)),
+        ("refused", lambda x: torch.zeros(2, device="cuda")),
         ("wait", lambda x: x[0].item()),
         ("wait", lambda x: bool(x[0] > 0)),
         ("wait", lambda x: x.tolist()),
@@ -130,6 +132,6 @@ def test_what_a_device_allows_is_no_fault():
         x = _there(1.0, 2.0)
         _ = x * torch.tensor(2.0)
         _ = x.clone().masked_fill_(x > 1, 0.0)
-        _ = HERE.pin_memory().to("cuda", non_blocking=True) + x
-        _ = torch.zeros(2, device="cuda") + x
+        _ = HERE.pin_memory().to(CUDA, non_blocking=True) + x
+        _ = torch.zeros(2, device=CUDA) + x
         assert not seen.events

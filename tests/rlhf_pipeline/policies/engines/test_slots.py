@@ -214,13 +214,19 @@ def test_linear_attention_is_refused(make_model: Make) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2"])
 def test_cuda_gives_the_tokens_of_the_cpu(name: str, make_model: Make) -> None:
-    """The same code on a CUDA device: same tokens in float32, log-probs within 1e-4."""
-    a = TokenPolicy(make_model(name), num_slots=5)
-    on_cpu = a.generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
-    on_cuda = a.to("cuda").generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=1)
-    assert [c.token_ids for c in on_cpu] == [c.token_ids for c in on_cuda]
-    for x, y in zip(on_cpu, on_cuda, strict=True):
-        torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-4, rtol=0)
+    """The same code on a CUDA device, before and after a step: same tokens in float32, log-probs within 1e-4."""
+    here = TokenPolicy(make_model(name), num_slots=5)
+    there = TokenPolicy(make_model(name), num_slots=5).to("cuda")
+    for seed in (1, 2):
+        on_cpu, on_cuda = (
+            policy.generate_groups(PROMPTS, group_size=3, max_new_tokens=RAGGED, seed=seed) for policy in (here, there)
+        )
+        assert [c.token_ids for c in on_cpu] == [c.token_ids for c in on_cuda]
+        for x, y in zip(on_cpu, on_cuda, strict=True):
+            torch.testing.assert_close(x.log_probs, y.log_probs, atol=1e-4, rtol=0)
+        with torch.no_grad():
+            for parameter in (*here.parameters(), *there.parameters()):
+                parameter.mul_(1.01)
 
 
 def test_weights_that_do_not_change_on_the_way_change_nothing(make_model: Make) -> None:
