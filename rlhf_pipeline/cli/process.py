@@ -13,10 +13,12 @@ from typing import Final, TypeVar
 
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.cli.several import is_one_of_several
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
+from rlhf_pipeline.run.processes.launch import PLACE
 from rlhf_pipeline.run.signals import STOPPING
 
 TRY_AGAIN: Final = 3
@@ -92,6 +94,8 @@ def import_torch(device: str) -> None:
     import torch
 
     kind, _, index = device.partition(":")
+    if device == "cuda" and PLACE in os.environ and not is_one_of_several():
+        _take_a_gpu(int(os.environ[PLACE]), torch.cuda.device_count())
     if kind == "cuda":
         found = torch.cuda.device_count()
         if int(index or 0) >= found:
@@ -101,6 +105,18 @@ def import_torch(device: str) -> None:
             torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
     if kind == "mps" and not torch.backends.mps.is_available():
         raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
+
+
+def _take_a_gpu(place: int, found: int) -> None:
+    """Let this process see one GPU alone: a supervisor's processes take them in turn.
+
+    Other libraries, such as vLLM, then use it as well. CUDA reads the variable when it is first used.
+    """
+    if found < 2:
+        return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = named.split(",")[:found] if named else [str(number) for number in range(found)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[place % found]
 
 
 @contextmanager

@@ -13,6 +13,9 @@ GROUP: Final = "RLHF_PIPELINE_GROUP"
 HOST: Final = "RLHF_PIPELINE_HOST"
 """The environment variable with the address at which the others reach the first of them; by default this machine."""
 
+PLACE: Final = "RLHF_PIPELINE_PLACE"
+"""The environment variable with the number of a process among those that one supervisor started on a machine."""
+
 
 class Process(Protocol):
     """A started process, with the methods of `subprocess.Popen`."""
@@ -55,7 +58,7 @@ class Launcher(Protocol):
 
 
 class Subprocesses:
-    """Starts processes on this machine.
+    """Starts processes on this machine, numbered in the order of their first starts.
 
     Args:
         environment: of the processes; None inherits this one's.
@@ -63,17 +66,19 @@ class Subprocesses:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = environment
+        self._places: dict[str, int] = {}
 
     def __call__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """Start a process in its own process group: Ctrl-C reaches only the supervisor, which asks each child once."""
+        place = {PLACE: str(self._places.setdefault(name, len(self._places)))}
         with log.open("ab") as errors:
             return subprocess.Popen(
                 [*command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**(os.environ if self._environment is None else self._environment), **environment},
+                env={**(os.environ if self._environment is None else self._environment), **environment, **place},
                 process_group=0,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.cli import plan as plans
 from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.parser import parse
+from rlhf_pipeline.cli.process import import_torch
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.processes.launch import PLACE
 
 from ..report.conftest import write_run
 from .conftest import Cli
@@ -148,3 +151,42 @@ def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli:
     finish(ended, plan, RunView(out, live=False))
     assert "stopped and saved: no rollout was finished" in out.getvalue()
     assert plan.again in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place", "named", "more", "taken"),
+    [
+        (2, "0", None, {}, "0"),
+        (2, "3", None, {}, "1"),
+        (3, "3", "4,7,9", {}, "4"),
+        (1, "3", "5", {}, "5"),
+        (2, None, None, {}, None),
+        (2, "1", None, {"WORLD_SIZE": "2", "RANK": "1"}, None),
+    ],
+    ids=[
+        "the learner",
+        "a third collector",
+        "some GPUs",
+        "one GPU",
+        "started by hand",
+        "a learner of several processes",
+    ],
+)
+def test_processes_of_a_supervisor_take_gpus_in_turn(
+    gpus: int,
+    place: str | None,
+    named: str | None,
+    more: dict[str, str],
+    taken: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With `--device cuda`, each process sees one; learners that share a step see all, and take their rank's."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    for name, value in {PLACE: place, "CUDA_VISIBLE_DEVICES": named, **more}.items():
+        monkeypatch.setenv(name, "" if value is None else value)  # so that it is restored whatever is set
+        if value is None:
+            monkeypatch.delenv(name)
+    import_torch("cuda")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken
+    import_torch("cpu")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken

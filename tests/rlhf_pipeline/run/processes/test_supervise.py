@@ -19,6 +19,7 @@ from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
 from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
+from rlhf_pipeline.run.processes.launch import PLACE, Subprocesses
 from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig, share_cores
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -201,6 +202,7 @@ import sys
 from pathlib import Path
 from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
+from rlhf_pipeline.run.processes.launch import PLACE, Subprocesses
 from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig
 from rlhf_pipeline.run.signals import stop_on_signals
 
@@ -302,3 +304,12 @@ def test_a_clock_that_jumps_back_does_not_stop_a_heartbeat(tmp_path, monkeypatch
     assert read_heartbeat(tmp_path, "learner")["time"] == 1e9
     heartbeat.beat("waiting")
     assert read_heartbeat(tmp_path, "learner")["time"] == 1e9 - 7200
+
+
+def test_processes_are_numbered_in_the_order_of_their_first_starts(tmp_path):
+    """So that each takes a GPU of its own, and the same one again when it is restarted."""
+    launch, command = Subprocesses(), [sys.executable, "-c", f"import os, sys; sys.stderr.write(os.environ['{PLACE}'])"]
+    for name in ("learner", "collector-0", "collector-1", "collector-0"):
+        launch(name, command, tmp_path / f"{name}.log", {}).wait()
+    said = {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
+    assert said == {"learner": "0", "collector-0": "11", "collector-1": "2"}
