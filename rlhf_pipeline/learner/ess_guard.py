@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf_pipeline.config import Sample
+from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, weight_sums
 from rlhf_pipeline.learner.step_plan import StepPlan
 from rlhf_pipeline.losses.loss_batch import LossBatch
@@ -135,10 +136,14 @@ def guard(
     """
     if sample.min_ess is None or not plan.batches or not (ages > 0).any():
         return plan, 1.0, ""
-    parts = [_log_ratio(policy, read(plan, chosen)) for chosen in plan.batches]
-    width = max(mask.shape[1] for _, mask in parts)
-    log_ratio = torch.cat([pad(ratio, (0, width - ratio.shape[1])) for ratio, _ in parts])
-    mask = torch.cat([pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
+    batches = [read(plan, chosen) for chosen in plan.batches]
+    with torch.no_grad():
+        own = download([policy.log_probs(batch.tokens, batch.attention, batch.mask) for batch in batches])
+    width = max(batch.mask.shape[1] for batch in batches)
+    pairs = [(scores - batch.behaviour, batch.mask) for scores, batch in zip(own, batches, strict=True)]
+    log_ratio, mask = (
+        torch.cat([pad(values, (0, width - values.shape[1])) for values in kind]) for kind in zip(*pairs, strict=True)
+    )
     order = torch.cat(plan.batches)
     verdict = ess_guard(
         log_ratio, mask, torch.from_numpy(ages)[order], min_ess=sample.min_ess, skip_below=sample.skip_below_ess
@@ -148,10 +153,3 @@ def guard(
     weighed = dataclasses.replace(plan, weights=weights)
     # Without any gradient, the optimizer leaves the weights as they are.
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message
-
-
-def _log_ratio(policy: TokenPolicy, batch: LossBatch) -> tuple[Tensor, Tensor]:
-    """Return the policy's log-probs minus the behaviour policy's, and the mask of the loss, `[B, T]`."""
-    with torch.no_grad():
-        own = policy.log_probs(batch.tokens, batch.attention, batch.mask).cpu()
-    return own - batch.behaviour, batch.mask

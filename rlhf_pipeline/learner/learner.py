@@ -17,6 +17,7 @@ from rlhf_pipeline.buffer.samplers import StoreView
 from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
 from rlhf_pipeline.learner.metrics import (
@@ -478,13 +479,16 @@ class Learner:
         for batches in (plan.batches, plan.measured):
             numbers = [number for number, chosen in enumerate(batches) if bool(new[chosen].any())]
             if self.shards is None:
-                for number in numbers:
-                    found |= self._own_log_probs(plan, batches[number])
+                # One wait for all of them: meanwhile the host prepares the next.
+                scores = download([self._own_log_probs(plan, batches[number]) for number in numbers])
+                for number, of_batch in zip(numbers, scores, strict=True):
+                    found |= _of_rows(plan, batches[number], of_batch)
                 continue
             own: dict[int, torch.Tensor] = {}
             for number in self.shards.share(numbers):
                 chosen = None if number is None else batches[number]
-                own |= self.shards.run(lambda chosen=chosen: self._own_log_probs(plan, chosen))
+                of_batch = self.shards.run(lambda chosen=chosen: self._own_log_probs(plan, chosen))
+                own |= {} if chosen is None else _of_rows(plan, chosen, of_batch.cpu())
             wanted = [at for number in numbers for at in batches[number].tolist()]
             found |= self.shards.exchange(own, wanted) if wanted else {}
         for at in new.nonzero()[:, 0].tolist():
@@ -495,15 +499,12 @@ class Learner:
             return plan
         return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
 
-    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
+    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
+        """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""
         if chosen is None:
-            self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
-            return {}
+            return self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
         batch = plan.parts[int(chosen[0])]
-        own = self.policy.log_probs(batch.tokens, batch.attention, batch.candidates).cpu()
-        own = own.where(torch.isfinite(batch.behaviour), 0.0)  # the loss leaves these out already
-        return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, batch.candidates, strict=True)}
+        return self.policy.log_probs(batch.tokens, batch.attention, batch.candidates)
 
     def _forget_proximal(self, version: int, max_staleness: int) -> None:
         """Drop the log-probs of trajectories that are too old or no longer in the store."""
@@ -573,3 +574,10 @@ class Learner:
                 f"step {step} uses other trajectories than before the restart; the run goes on, but it is not the "
                 "one that was interrupted."
             )
+
+
+def _of_rows(plan: StepPlan, chosen: torch.Tensor, own: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
+    batch = plan.parts[int(chosen[0])]
+    own = own.where(torch.isfinite(batch.behaviour), 0.0)  # the loss leaves these out already
+    return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, batch.candidates, strict=True)}

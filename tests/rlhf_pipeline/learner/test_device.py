@@ -27,6 +27,7 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
+from rlhf_pipeline.config import Sample
 from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
@@ -186,12 +187,15 @@ def test_recomputed_layers_wait_once(tmp_path: Path):
     assert seen.total("wait") == 1, seen.events
 
 
-def learner_of(folder: Path, policy: CausalLMPolicy, **config: Any) -> Learner:
+def learner_of(
+    folder: Path, policy: CausalLMPolicy, *, loss: Any = None, sample: Sample | None = None, **config: Any
+) -> Learner:
     buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
     buffer.extend(rows())
     return Learner(
         policy=policy,
-        loss=GRPOLoss(policy, entropy_bonus=True),
+        loss=GRPOLoss(policy, entropy_bonus=True, **(loss or {})),
+        sample=sample,
         buffer=buffer,
         config=Learn(token_budget=48, lr=1e-2, **config),
         max_staleness=None,
@@ -221,6 +225,25 @@ def test_a_step_waits_as_often_as_is_written_down(layout: str, tmp_path: Path):
         torch.testing.assert_close(other.held, own, rtol=0, atol=1e-6)  # the optimizer's kernels are others there
     for learner in (*learners, here, there):
         learner.buffer.trajectories.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss": {"decoupled": True}}, {"sample": Sample(min_ess=0.5)}], ids=["own log-probs", "ess guard"]
+)
+def test_scores_before_a_step_wait_once(options: dict[str, Any], tmp_path: Path):
+    """Log-probs of three micro-batches, and then the step: the weights of the CPU, and one more wait."""
+    policy = policy_of()
+    there = policy_of()
+    learner_of(tmp_path / "plain", policy, layout="padded", **options).step(2)
+    there.log_probs(torch.ones(1, 4), torch.ones(1, 4))
+    to_device(there.model)
+    learner = learner_of(tmp_path / "store", there, layout="padded", **options)
+    with FakeDevice() as seen:
+        learner.step(2)
+    assert seen.total("refused") == 0, seen.events
+    assert host_waits(seen) == WAITS_OF_A_STEP | {("data/upload.py", "synchronize"): 1}, seen.events
+    for own, other in zip(policy.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(other.held, own, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
