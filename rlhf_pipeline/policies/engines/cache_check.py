@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache, prefill
-from rlhf_pipeline.policies.model_parts import ModelParts, rounding
+from rlhf_pipeline.policies.model_parts import ModelParts, evaluated, rounding
 
 T = TypeVar("T")
 
@@ -75,20 +75,21 @@ def first_right(
         That way or None; the error of the last way that ran, None where the model's own states are not finite; and the
         exception of the last way that failed.
     """
-    expected = _plain_states(parts)
-    if not bool(torch.isfinite(expected).all()):
-        return None, None, None
-    gap, problem = float("inf"), None
-    for way in ways:
-        try:
-            found = through(parts, way)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-            problem = error
-            continue
-        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
-            return way, gap, problem
-    return None, gap, problem
+    with evaluated(parts.trunk):  # without dropout, and layers that are recomputed in training take no cache
+        expected = _plain_states(parts)
+        if not bool(torch.isfinite(expected).all()):
+            return None, None, None
+        gap, problem = float("inf"), None
+        for way in ways:
+            try:
+                found = through(parts, way)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+                problem = error
+                continue
+            gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            if gap < rounding(parts.head.weight, fine=1e-3, coarse=0.1):
+                return way, gap, problem
+        return None, gap, problem
 
 
 def probe(parts: ModelParts) -> tuple[Tensor, Tensor, int]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
+from rlhf_pipeline.policies.model_parts import recomputes
 from rlhf_pipeline.policies.token_policy import Completion, TokenPolicy
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
@@ -201,6 +202,16 @@ def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
     with pytest.raises(DefinitionError, match="through a KV cache its hidden states differ from its own by"):
         policy.generate_groups([[5], [6, 7]], seed=0)
     assert policy.log_probs(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool)).shape == (1, 2)
+
+
+def test_an_engine_is_checked_while_layers_are_recomputed(make_model: Make) -> None:
+    """Such layers take no cache; they are restored, and completions are those of the plain model."""
+    policy, request = TokenPolicy(make_model()), {"max_new_tokens": 5, "seed": 4}
+    policy.checkpoint_activations()
+    assert policy.engine.name == "slots"
+    assert recomputes(policy.model)
+    found, expected = (p.generate_ragged([[5, 6]], **request) for p in (policy, TokenPolicy(make_model())))
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
 
 
 def test_linear_attention_is_refused(make_model: Make) -> None:
