@@ -173,7 +173,6 @@ class Memmap(Medium):
             try:
                 for batch in parts:
                     writer.commit(batch, int(batch.extra[ROW_TIME].max()), 0)
-                writer.sync()
                 writer.finish()
                 fs.sync_tree(writer.folder)
                 fs.sync_path(self.folder)
@@ -357,7 +356,7 @@ class LocalWriter(SegmentWriter):
             if self._company:
                 time.sleep(GROUP_DELAY_S)
             before = self._synced
-            self.sync()
+            self._make_safe()
             self._company = self.meta.durability == "group" and self._synced - before > 1
             if self._synced < records:
                 raise OSError(errno.EIO, "the segment was closed before it was synced")
@@ -366,8 +365,8 @@ class LocalWriter(SegmentWriter):
                 self._syncing = False
                 self._sync.notify_all()
 
-    def sync(self) -> None:
-        """Wait until everything written so far is on the disk, data and records in any order; acknowledge it.
+    def _make_safe(self) -> None:
+        """Sync everything written so far, data and records in any order, and acknowledge it.
 
         After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
         """
@@ -383,8 +382,7 @@ class LocalWriter(SegmentWriter):
                 self._failed = True
                 raise
             self._synced = done
-            if self._waits:
-                self._acknowledge(done)
+            self._acknowledge(done)
 
     def _datasync(self, fds: list[int]) -> None:
         """Sync several files at once, so that they share the journal's commit and the disk's flush."""
@@ -536,7 +534,7 @@ class LocalSegment(Segment):
         except (OSError, StoreError):
             return None
 
-    def check_prefix(self, first: int = 0) -> int:
+    def check_prefix(self, first: int) -> int:
         """Count the records whose data checksum holds, up to the first that does not; those before `first` are safe."""
         seq, edges = first, dict[str, int]()
         with suppress(CorruptionError, SegmentGoneError, IndexError, ValueError):  # a later read would find the same
