@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 from trajectory_store.columns import ColumnReader
+from trajectory_store.testing import example_rows, example_schema, same_rows
 
 TOKENS = Column("tokens_of", "int32", ragged=True)
 LATER = Column("score", "float32", ragged=True, fill=-2.0)
@@ -144,3 +147,21 @@ def test_an_arrow_table(spread):
     assert found["tokens_of"] == [rows[i] for i in picked]
     assert found["score"] == [[0.5 * x for x in rows[i]] if i >= 16 else None for i in picked]
     assert found["level"] == [i if i >= 16 else None for i in picked]
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_threads_that_fetch_at_the_same_time_read_the_same(tmp_path, backend):
+    """Four threads start on a reader that has read nothing yet, in orders of their own, and compare every row."""
+    parts = [example_rows(4, seed=seed) for seed in range(12)]
+    with TrajectoryStore.create(tmp_path / "s", example_schema(), backend=backend, segment_rows=8) as writer:
+        ids = [writer.append(part) for part in parts]
+    with TrajectoryStore.open(tmp_path / "s") as reader, ThreadPoolExecutor(4) as pool:
+        start = Barrier(4)
+
+        def compare(seed: int) -> int:
+            start.wait()
+            for k in np.random.default_rng(seed).permutation(12).tolist():
+                same_rows(reader, ids[k], parts[k])
+            return seed
+
+        assert list(pool.map(compare, range(4))) == [0, 1, 2, 3]

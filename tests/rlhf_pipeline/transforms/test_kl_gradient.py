@@ -75,6 +75,13 @@ def test_k1_in_the_reward_is_unbiased(length):
     assert_unbiased(returns[:, None] * score, -length * exact(forward_kl))
 
 
+def test_k3_as_a_loss_is_biased():
+    """Its gradient under the policy's own samples is far from that of the KL, of which it is an estimate."""
+    weight = LOGITS.softmax(-1)
+    gradient = exact(lambda log_probs: (weight * kl_k3(log_probs, REFERENCE)).sum())
+    assert float((gradient - exact(forward_kl)).norm() / exact(forward_kl).norm()) > 0.1
+
+
 def test_through_the_group_advantage():
     """With the leave-one-out baseline: the gradient of task reward minus coef * KL, for a group of two."""
     tokens, columns = sampled(60_000, 1, 0.4, [MCAdvantage(2, estimator="rloo")])
