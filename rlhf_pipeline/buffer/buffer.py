@@ -40,6 +40,10 @@ from trajectory_store import MissingRowError, Snapshot, TrajectoryStore
 class TrajectoryWriter(RoundRobinWriter):
     """TorchRL's round-robin writer with the storage's cursor, which is right after reopening as well."""
 
+    def __init__(self, *, track_generations: bool = False) -> None:
+        # Plain numbers: a semaphore brings a tracker process, which reports a leak when this process is killed.
+        super().__init__(compilable=True, track_generations=track_generations)
+
     def register_storage(self, storage: Any) -> None:
         """Register the storage and continue at its next slot."""
         super().register_storage(storage)

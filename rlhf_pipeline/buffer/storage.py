@@ -159,7 +159,7 @@ class TrajectoryStorage(Storage):
         if max_size is not None and max_size < 1:
             raise DefinitionError(f"max_size is {max_size}; it must be at least 1, or None for no limit.")
         _check_layout(layout)
-        super().__init__(UNBOUNDED if max_size is None else int(max_size))
+        super().__init__(UNBOUNDED if max_size is None else int(max_size), compilable=True)  # see TrajectoryWriter
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
         else:

@@ -6,6 +6,7 @@ A comprehension belongs to the function that it is written in: from Python 3.12 
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from collections import Counter
@@ -44,6 +45,7 @@ def calls_of_the_project() -> Iterator[Counter[CodeType]]:
             found[code] += 1
 
     before = sys.getprofile()
+    gc.collect()  # what earlier work left behind is not finalised within the step
     sys.setprofile(profile)
     try:
         yield found

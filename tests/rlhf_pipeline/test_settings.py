@@ -114,4 +114,4 @@ def test_the_command(cli: Cli, tmp_path: Path):  # noqa: F811
     assert "Did you mean 'learn.lr'?" in cli("config", "lern.lr").err
     assert "Did you mean 'learn.lr'?" in cli("config", "copy_digits", "lern.lr").err
     assert "Did you mean 'copy_digits'?" in cli("config", "copy_digit").err
-    assert "Did you mean 'learn.lr'?" in cli("run", "copy_digits", "--set", "lr=1e-3").err
+    assert "Did you mean 'learn.lr'?" in cli("run", "copy_digits", "--set", "lr=1e-3", "--out", tmp_path / "run").err

@@ -343,6 +343,22 @@ def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
     assert found.stdout.strip() == here
 
 
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_to_report(tmp_path):
+    """No helper process of a buffer outlives it, to warn of semaphores that were not released."""
+    code = f"""
+    import os
+    from rlhf_pipeline import MCAdvantage, TrajectoryReplayBuffer
+    rb = TrajectoryReplayBuffer(storage={str(tmp_path / "store")!r}, transform=MCAdvantage(2), batch_size=2)
+    os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=False, env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (-9, "")
+
+
 def test_steps_by_version_and_ledger(make_buffer, make_rows):
     """The fresh strategy with a ledger is pure; without one the store's use counts decide."""
     rb = make_buffer(sampler=FreshSampler(max_staleness=1))
