@@ -72,9 +72,6 @@ class Places:
         places.runs = [(ordinal, slice(first, first + count)) for ordinal, first, count in runs]
         return places
 
-    def __len__(self) -> int:
-        return self.edges[-1]
-
     @cached_property
     def ordinals(self) -> Int64Array:
         """`[B]` int64: the segment of each row, in the order of the batch."""
@@ -91,11 +88,6 @@ class Places:
         inverse = np.empty(len(self.rows), np.int64)
         inverse[self.order] = np.arange(len(inverse))
         return inverse
-
-    @cached_property
-    def owners(self) -> list[int]:
-        """The segment of each row of the batch."""
-        return self.ordinals.tolist()
 
     def restore(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Reorder values from run order to the order of the batch."""
@@ -118,7 +110,7 @@ class Spans:
         starts: `[B]` int64, in run order: the first elements.
         ends: `[B]` int64, in run order: one past the last.
         lengths: `[B]` int64, in the order of the batch.
-        width: the length of the longest row.
+        width: the length of the longest row; a negative length counts as a huge one.
     """
 
     def __init__(self, places: Places, edges: Int64Array) -> None:
@@ -128,12 +120,8 @@ class Spans:
         self.starts, self.ends = edges.T.copy()
         self._counts = self.ends - self.starts
         self.lengths: Int64Array = places.restore(self._counts)
+        self.width = int(np.maximum.reduce(self.lengths.view(np.uint64))) if len(self.lengths) else 0
         self._zeros: dict[tuple[int, int], list[memoryview]] = {}
-
-    @cached_property
-    def width(self) -> int:
-        """The length of the longest row; a negative length counts as a huge one."""
-        return int(np.maximum.reduce(self.lengths.view(np.uint64))) if len(self.lengths) else 0
 
     @cached_property
     def heads(self) -> list[tuple[int, Int64Array]]:
@@ -142,10 +130,10 @@ class Spans:
         return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in runs if b - a > _FEW]
 
     @cached_property
-    def parts(self) -> list[slice]:
-        """The elements to copy per row, in the order of the batch."""
+    def parts(self) -> tuple[list[int], list[slice]]:
+        """The segment of each row and its elements in it, in the order of the batch."""
         starts, ends = self.places.restore(self.starts), self.places.restore(self.ends)
-        return list(map(slice, starts.tolist(), ends.tolist()))
+        return self.places.ordinals.tolist(), list(map(slice, starts.tolist(), ends.tolist()))
 
     def blanks(self, column: Column, width: int, pad: Any, pool: BufferPool) -> list[memoryview]:
         """Return the padding of each row of the batch to `width` elements."""
@@ -226,9 +214,6 @@ class ColumnReader:
         ids, runs = catalog.newest(most)
         return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs))
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def fetch(self, columns: Iterable[Column]) -> None:
         """If columns have to be fetched, request all of them together instead of one after another."""
         medium, catalog = self._catalog.medium, self._catalog
@@ -307,8 +292,8 @@ class ColumnReader:
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or by an update: `[B]` bool."""
         places = self._places(column)
-        if not column.optional or not len(places):
-            return np.ones(len(places), bool)
+        if not column.optional or not places.runs:
+            return np.ones(places.edges[-1], bool)
         given = [self._catalog.any_segment(ordinal).present(column, rows) for ordinal, rows in places.runs]
         sizes = [b - a for a, b in itertools.pairwise(places.edges)]
         return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
@@ -392,10 +377,10 @@ class ColumnReader:
 
     def _rows(self, column: Column, spans: Spans) -> list[Any]:
         """Return the values of each row, in the order of the batch."""
-        items, parts = self._items(column, spans.places), spans.parts
+        items, (owners, parts) = self._items(column, spans.places), spans.parts
         if column.width > 1:
             parts = [slice(part.start * column.width, part.stop * column.width) for part in parts]
-        return list(_pieces(items, spans.places.owners, parts))
+        return list(_pieces(items, owners, parts))
 
     def text(self, column: Column) -> list[Any]:
         """Return the rows of a column of text or bytes."""
@@ -426,7 +411,7 @@ class ColumnReader:
         out: npt.NDArray[Any] | None,
     ) -> npt.NDArray[Any]:
         """Return the rows of a ragged column, padded with `pad`: `[B, width, *shape]`."""
-        shape, dtype = (len(self), width, *column.shape), column.np_dtype
+        shape, dtype = (len(self.ids), width, *column.shape), column.np_dtype
         target = None if out is None else _fit(out, column, *shape[:2])
         self._touch(column, spans)
         pieces: list[Any] = [None] * (2 * shape[0])

@@ -47,12 +47,10 @@ KINDS: tuple[Kind, ...] = ("rows", "update")
 Durability = Literal["process", "power", "group"]
 DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 
-_extend = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  # pyright: ignore[reportUnknownMemberType]
-
-
-def crc32c(data: bytes | npt.NDArray[Any], start: int = 0) -> int:
-    """Return the CRC32C of bytes or of a contiguous array, continued from `start`."""
-    return _extend(start, data)
+crc32c = cast("Callable[[bytes | npt.NDArray[Any]], int]", _crc.value)  # pyright: ignore[reportUnknownMemberType]
+"""The CRC32C of bytes or of a contiguous array."""
+continued = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  # pyright: ignore[reportUnknownMemberType]
+"""The CRC32C of what a first one is of, followed by further bytes."""
 
 
 def whole(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:

@@ -36,6 +36,7 @@ from trajectory_store.format import (
     commits_cap,
     commits_json,
     commits_path,
+    continued,
     crc32c,
     group_json,
     mark_path,
@@ -339,7 +340,7 @@ class LocalWriter(SegmentWriter):
             if len(values):
                 raw = values.view(np.uint8)
                 fs.pwrite(self._fds[name], raw, start * spec.itemsize)
-                crc = crc32c(raw, crc)  # after the write, when the values are in the processor's cache
+                crc = continued(crc, raw)  # after the write, when the values are in the processor's cache
         return ends, crc
 
     def wait_durable(self, records: int) -> None:
@@ -571,11 +572,11 @@ class LocalSegment(Segment):
             spans[axis] = (start, stop)
         for column in self.schema:
             start, stop = (first, end) if column.axis is None else spans[column.axis]
-            crc = crc32c(self.part(column.name, start, stop).view(np.uint8), crc)
+            crc = continued(crc, self.part(column.name, start, stop).view(np.uint8))
         for axis in self.schema.axes:
-            crc = crc32c(self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8), crc)
+            crc = continued(crc, self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8))
         for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
-            crc = crc32c(self.part(name, first, end).view(np.uint8), crc)
+            crc = continued(crc, self.part(name, first, end).view(np.uint8))
         return crc
 
     def release(self) -> None:

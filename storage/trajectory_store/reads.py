@@ -185,7 +185,7 @@ class StoreReads:
         def column(name: str) -> npt.NDArray[Any]:
             return self._scalars(reader, self.schema[name])
 
-        return reader.ids[np.broadcast_to(evaluate(condition, column), len(reader))]
+        return reader.ids[np.broadcast_to(evaluate(condition, column), len(reader.ids))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
@@ -354,7 +354,7 @@ class StoreReads:
             result[name] = reader.padded(column, spans, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
-        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(reader) + 64):
+        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(reader.ids) + 64):
             self._note_reads()
         return result | lengths
 

@@ -370,7 +370,7 @@ def _discard(catalog: Catalog, entry: Entry) -> None:
 
 def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
     """Read whole rows in the form in which they are written; columns that no row was given are left out."""
-    batch = Batch(len(reader), {}, {})
+    batch = Batch(len(reader.ids), {}, {})
     for column in schema:
         given = reader.present(column)
         if column.optional and not given.any():
