@@ -1018,12 +1018,9 @@ def merge_steps(columns: Trajectories) -> Trajectories:
     Raises:
         DataError: if the last trajectory is not complete.
     """
-    done = columns.get(DONE)
-    if isinstance(done, Flat) and done.lengths is None and bool(done.values.all()):
-        return columns  # the usual case: every row ends a trajectory
     ended = ends(columns)
     if ended is None or bool(ended.all()):
-        return columns
+        return columns  # the usual case: every row ends a trajectory
     last = torch.nonzero(ended).reshape(-1)
     if not last.numel() or int(last[-1]) != columns.n - 1:
         first = int(last[-1]) + 1 if last.numel() else 0

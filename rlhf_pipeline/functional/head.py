@@ -555,13 +555,6 @@ def _common_scale(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return first
 
 
-def _scaled(value: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor | None:
-    """Scale a gradient in place; it is used only once."""
-    if value is None or (scale.device.type == "cpu" and bool(scale == 1)):
-        return value
-    return value.mul_(scale)
-
-
 class _FusedTokenLoss(torch.autograd.Function):
     """See `fused_token_loss`. If the terms have different gradients, the backward pass recomputes the logits."""
 
@@ -634,7 +627,9 @@ class _FusedTokenLoss(torch.autograd.Function):
         collected, ctx.collected = ctx.collected, None
         scale = _common_scale(term_grads)
         if collected is not None and scale is not None:
-            return (*(_scaled(value, scale) for value in collected), *[None] * 4)
+            if scale.device.type != "cpu" or bool(scale != 1):
+                collected = [value if value is None else value.mul_(scale) for value in collected]
+            return (*collected, *[None] * 4)
         hidden, weight, bias, targets, log_probs, entropy, *rows = ctx.saved_tensors
         del collected
         with torch.autocast(hidden.device.type, enabled=False):

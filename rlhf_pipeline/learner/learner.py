@@ -20,14 +20,7 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
-from rlhf_pipeline.learner.metrics import (
-    ModelCost,
-    StepMeter,
-    data_metrics,
-    kl_metrics,
-    known_peak_flops,
-    loss_metrics,
-)
+from rlhf_pipeline.learner.metrics import StepMeter, data_metrics, kl_metrics, loss_metrics
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
@@ -170,9 +163,11 @@ class Learner:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
         self.optimizer = PolicyOptimizer(policy.model, config)
-        self.cost = ModelCost.of(policy)
-        self.peak_flops = config.peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
-        self._check_sampler = check_sampler
+        self._meter = StepMeter(
+            policy, peak_flops=config.peak_flops, processes=1 if shards is None else shards.world_size
+        )
+        self._allowed_gap = rounding(policy.head_weight, fine=1e-5, coarse=5e-3) if check_sampler else None
+        """The difference of sampled and scored log-probs that rounding explains; None if it is not checked any more."""
         self._notices: list[str] = []
         self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()
@@ -276,7 +271,7 @@ class Learner:
         Raises:
             DataError: no graded trajectory is fresh enough.
         """
-        meter = StepMeter(self.policy.device)
+        self._meter.start()
         store, version = self.buffer.store, step - 1
         if self.loss.decoupled and self.max_staleness is not None:
             self._forget_proximal(version, self.max_staleness)
@@ -312,8 +307,8 @@ class Learner:
             if said:
                 self._notices.append(f"step {step}: {said}")
         losses = loss_metrics(self._accumulate_gradient(plan))
-        if self._check_sampler and len(chosen.ages) and not chosen.ages.any():
-            self._compare_with_the_sampler(step, losses)
+        if self._allowed_gap is not None and len(chosen.ages) and not chosen.ages.any():
+            self._compare_with_the_sampler(step, losses, self._allowed_gap)
         gradient_norm = self.optimizer.clip(self.config.max_grad_norm)
         if not torch.isfinite(gradient_norm):
             self.optimizer.zero_grad()
@@ -346,9 +341,7 @@ class Learner:
             **kl_metrics(plan.parts, [*plan.batches, *plan.measured], self.shards),
             "grad_norm": float(gradient_norm),
             "lr": lr,
-            **meter.metrics(
-                self.cost, plan, peak_flops=self.peak_flops, processes=self.shards.world_size if self.shards else 1
-            ),
+            **self._meter.metrics(plan),
         }
 
     def _fresh(self, version: int, watermark: int | None) -> Chosen:
@@ -538,14 +531,11 @@ class Learner:
         weight = plan.weights[chosen][:, None] * batch.candidates
         return dataclasses.replace(batch, mask=mask, ref=ref, proximal=proximal, weight=weight)
 
-    def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None]) -> None:
+    def _compare_with_the_sampler(self, step: int, losses: Mapping[str, float | int | None], allowed: float) -> None:
         """Report, once, if the stored log-probs differ from those of the weights that sampled."""
         bias, gap = losses["kl_approx"], losses["sampler_gap"]
-        if bias is None or gap is None:
-            return
-        allowed = rounding(self.policy.head_weight, fine=1e-5, coarse=5e-3)
-        if gap > allowed:
-            self._check_sampler = False
+        if bias is not None and gap is not None and gap > allowed:
+            self._allowed_gap = None
             self._notices.append(
                 f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
                 f"by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). Does the sampler use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 import time
@@ -169,17 +170,7 @@ class ModelCost:
             scored: int64 [n], tokens that the head is applied to.
             backward: False counts only the forward pass.
         """
-        return training_flops(
-            lengths,
-            scored,
-            trained=self.trained,
-            frozen=self.frozen,
-            head=self.head,
-            head_is_trained=self.head_is_trained,
-            layers=self.layers,
-            width=self.width,
-            backward=backward,
-        )
+        return training_flops(lengths, scored, **dataclasses.asdict(self), backward=backward)
 
 
 def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -191,20 +182,29 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepMeter:
-    """Measures time, memory and utilisation of one step.
+    """Measures time, memory and utilisation of a policy's steps.
 
     Args:
-        device: where the model is.
+        policy: the policy that learns.
+        peak_flops: operations per second of one device; None takes those of a known GPU's data sheet.
+        processes: devices that share a step.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+    def __init__(self, policy: TokenPolicy, *, peak_flops: float | None, processes: int = 1) -> None:
+        self.device = policy.device
+        self.cost = ModelCost.of(policy)
+        self.peak_flops = peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
+        self.processes = processes
         self._started = time.perf_counter()
 
-    def metrics(self, cost: ModelCost, plan: StepPlan, *, peak_flops: float | None, processes: int = 1) -> Metrics:
-        """Return the figures since the meter was made.
+    def start(self) -> None:
+        """Begin a step."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._started = time.perf_counter()
+
+    def metrics(self, plan: StepPlan) -> Metrics:
+        """Return the figures since the start of the step.
 
         `update_s`: wall time. `processes`: devices that shared the step. `num_tokens`: real tokens that went through
         the model. `num_scored_tokens`: tokens in the loss. `num_unscored_tokens`: tokens of the policy that are not in
@@ -216,10 +216,7 @@ class StepMeter:
         CPU the peak memory of the process since it started.
 
         Args:
-            cost: of the model.
             plan: of the step, of all processes.
-            peak_flops: of one device, or None.
-            processes: devices that shared the step.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -229,13 +226,13 @@ class StepMeter:
         seconds = time.perf_counter() - self._started
         tokens = int(plan.lengths.sum())
         rate = None
-        if peak_flops and tokens:
+        if self.peak_flops and tokens:
             learned, measured = plan.learns, ~plan.learns
-            flops = cost.flops(plan.lengths[learned], plan.scored[learned])
-            flops += cost.flops(plan.lengths[measured], plan.scored[measured], backward=False)
-            rate = flops / (seconds * peak_flops * processes)
+            flops = self.cost.flops(plan.lengths[learned], plan.scored[learned])
+            flops += self.cost.flops(plan.lengths[measured], plan.scored[measured], backward=False)
+            rate = flops / (seconds * self.peak_flops * self.processes)
         return {
-            "processes": processes,
+            "processes": self.processes,
             "num_tokens": tokens,
             "num_scored_tokens": int(plan.scored.sum()),
             "num_unscored_tokens": int((plan.produced - plan.scored).sum()),

@@ -118,6 +118,8 @@ class Loop:
         self.learn = learner.config
         self.learner = learner
         self.source = source
+        self.total_steps = self.learn.steps if source.last is None else min(self.learn.steps, source.last)
+        """The last step of the run."""
         self.stop = stop
         self.on_event = with_logger(self.learn.logger, run, on_event)
         self.after = after
@@ -129,12 +131,6 @@ class Loop:
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
         self._started = time.perf_counter() if started is None else started
-
-    @property
-    def total_steps(self) -> int:
-        """The last step of the run."""
-        last = self.source.last
-        return self.learn.steps if last is None else min(self.learn.steps, last)
 
     def restore(self) -> None:
         """Load the newest whole checkpoint, if there are checkpoints.

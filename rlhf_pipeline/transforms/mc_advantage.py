@@ -330,7 +330,7 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             self._current()
-            arrived, now = self._arrived(batch), self._now()
+            arrived, now = self._arrived(batch), self.clock()
             if self.rows is not None:
                 return self._write_rows(arrived, now)
             done = self._in_memory(arrived, now)
@@ -348,14 +348,14 @@ class MCAdvantage(Transform):
             if self.rows is not None and not self._is_writing:
                 raise self._elsewhere("inv", "extend")
             if 0 in tensordict.batch_size:
-                done = self._finish(self._queue.close_overdue(self._now()))
+                done = self._finish(self._queue.close_overdue(self.clock()))
                 return None if done is None else done.in_form_of(tensordict)
             batch = some_steps_of(tensordict, self._needed(tensordict))
             arrived = self._arrived(batch)
             if ROWS in batch:  # the rest stays in the rows
                 for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY, arrived.reward_key)]:
                     del batch[key]
-            done = self._in_memory(arrived, self._now())
+            done = self._in_memory(arrived, self.clock())
         if done is None:
             return None
         if done.source is batch and tensordict.batch_dims == 1:
@@ -382,9 +382,6 @@ class MCAdvantage(Transform):
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # for the rounding error of the penalty
         return list(dict.fromkeys(key for key in named if key is not None))
-
-    def _now(self) -> float:
-        return self.clock() if self.group_timeout_s is not None or self.rows is not None else 0.0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
@@ -482,7 +479,7 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             queue, group = self._begin("report_failed"), self._name(group)
-            waiting, closed = queue.fail(group, int(count), self._now())
+            waiting, closed = queue.fail(group, int(count), self.clock())
             if waiting is None or closed:
                 return self._out(closed)
             if self._store_call is not None:
@@ -516,7 +513,7 @@ class MCAdvantage(Transform):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            return self._out(self._begin("close_overdue").close_overdue(self._now()))
+            return self._out(self._begin("close_overdue").close_overdue(self.clock()))
 
     def _name(self, group: Hashable) -> Hashable:
         return group if self.rows is None else number_of_group(group)
@@ -653,7 +650,7 @@ class MCAdvantage(Transform):
         rows.fill(queue, found)
         for group, lost in before.waiting.items():
             if lost.failed and not lost.members:
-                (queue.waiting.get(group) or queue.open(group, self._now())).failed += lost.failed
+                (queue.waiting.get(group) or queue.open(group, self.clock())).failed += lost.failed
         self._queue = queue
 
     def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
@@ -781,7 +778,7 @@ class MCAdvantage(Transform):
                 self._queue = self._new_queue()
             else:
                 self.clear_queues()
-            queue, now = self._queue, self._now()
+            queue, now = self._queue, self.clock()
             for saved in state["chunks"]:
                 arrived = self._arrived(columns_from_state(saved["columns"]))
                 since = saved.get("since") or [now] * len(arrived.groups)

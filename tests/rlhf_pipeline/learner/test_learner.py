@@ -21,7 +21,7 @@ from trajectory_store import Column, Schema
 def make_learner(tmp_path):
     buffers = []
 
-    def make(budget: int, **options) -> Learner:
+    def make(budget: int, *, check_sampler: bool = False, **options) -> Learner:
         folder = tmp_path / f"store-{len(buffers)}"
         buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
         buffers.append(buffer)
@@ -35,6 +35,7 @@ def make_learner(tmp_path):
             max_completion_tokens=8,
             ledger=Ledger(tmp_path / f"ledger-{len(buffers)}.jsonl"),
             seed=0,
+            check_sampler=check_sampler,
         )
 
     yield make
@@ -183,8 +184,7 @@ def test_the_trainers_own_log_probs_correct_the_sampler(make_learner):
 
 def test_a_sampler_that_disagrees_with_the_policy_is_reported_once(make_learner):
     """Fresh trajectories whose log-probs are not the policy's give one notice with both figures."""
-    learner = make_learner(4096)
-    learner._check_sampler = True
+    learner = make_learner(4096, check_sampler=True)
     learner.buffer.extend(lazy_stack(TURNS))
     learner.step(1)
     (notice,) = learner.take_notices()
@@ -336,9 +336,8 @@ def test_a_reduction_that_fixed_weights_would_override_is_refused(make_learner, 
 
 def test_the_mismatch_is_judged_by_its_size(make_learner):
     """Log-probs that are off up as much as down are reported, though their mean is small; exact ones are not."""
-    quiet, loud = make_learner(4096), make_learner(4096)
+    quiet, loud = make_learner(4096, check_sampler=True), make_learner(4096, check_sampler=True)
     for learner, error in ((quiet, 0.0), (loud, 1e-3)):
-        learner._check_sampler = True
         rows = spread_out()
         for row in rows:
             mask = row["masks", "all_assistant_mask"]
