@@ -79,7 +79,7 @@ class StepRows(Sequence[Row]):
         self.num_passed_over = 0
         """Entries of the index whose lines are gone or changed, at the end of the file."""
         self._last: Entry | None = None
-        """The entry of the last row, once known, so that a writer need not read it again for every step."""
+        """The entry of the last row."""
         self._mended = False
         self.refresh()
 
@@ -95,19 +95,20 @@ class StepRows(Sequence[Row]):
             return 0
         size = _size(self.path)
         written = _size(self.index_path) // _ENTRY.size
-        known, gone, end = written, 0, 0
+        known, gone = written, 0
         while known:
             entry = self._indexed(known - 1)
             if entry is not None and self._holds(entry, size):
-                end = entry.end
+                self._last = entry
                 break
             known -= 1
             gone += entry is not None
-        if known == self._num_indexed and self._later and self._later[-1].end == size and self._later[0].start == end:
-            return len(self)
-        self._num_indexed, self.num_passed_over = known, gone
-        self._later = list(self._scan(end))
-        self._torn = size - (self._later[-1].end if self._later else end)
+        begin, later = self._end, self._later
+        if not (known == self._num_indexed and later and later[-1].end == size and later[0].start == begin):
+            self._num_indexed, self.num_passed_over = known, gone
+            self._later = list(self._scan(begin))
+        self._last = self._later[-1] if self._later else self._last
+        self._torn = size - self._end
         return len(self)
 
     @property
@@ -118,7 +119,12 @@ class StepRows(Sequence[Row]):
     @property
     def last_step(self) -> int:
         """The step of the last row; 0 if there are no rows."""
-        return self.entry(len(self) - 1).step if len(self) else 0
+        return 0 if self._last is None else self._last.step
+
+    @property
+    def _end(self) -> int:
+        """Where the line after the last row starts."""
+        return 0 if self._last is None else self._last.end
 
     def __len__(self) -> int:
         return self._num_indexed + len(self._later)
@@ -143,10 +149,8 @@ class StepRows(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, oldest first, with one in memory at a time."""
-        if not len(self):
-            return
-        last = self.entry(len(self) - 1).end
-        with self.path.open("rb") as file:
+        last = self._end
+        with _opened(self.path) as file:
             at, place = 0, 0
             while at < last and (line := file.readline()):
                 at += len(line)
@@ -186,18 +190,15 @@ class StepRows(Sequence[Row]):
         Raises:
             DataError: another process has removed the row.
         """
-        if place == len(self) - 1 and self._last is not None:
-            return self._last
         found = self._indexed(place) if place < self._num_indexed else None
         if found is None and place < self._num_indexed:
             self._num_indexed, self._mended = 0, False  # an index with a damaged entry is not trusted
             self._later = list(self._scan(0))
+            self._last = self._later[-1] if self._later else None
         if found is None:
             if place - self._num_indexed >= len(self._later):
                 raise DataError(f"another process has removed line {place + 1} of {self.path}. Read it again.")
             found = self._later[place - self._num_indexed]
-        if place == len(self) - 1:
-            self._last = found
         return found
 
     def problems(self) -> Iterator[str]:
@@ -240,7 +241,7 @@ class StepRows(Sequence[Row]):
         if self.num_passed_over and self._later:
             raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
         if (self._torn or self.num_passed_over) and self.path.exists():  # a power loss may take the whole file
-            os.truncate(self.path, self.entry(len(self) - 1).end if len(self) else 0)
+            os.truncate(self.path, self._end)
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
         if self._later:
@@ -257,8 +258,7 @@ class StepRows(Sequence[Row]):
         """
         self.mend()
         self._mended = False  # until both are written
-        line = line_of(row)
-        start = self.entry(len(self) - 1).end if len(self) else 0
+        line, start = line_of(row), self._end
         append_line(self.path, line)
         added = Entry(row["step"], start, len(line), google_crc32c.value(line))
         try:
@@ -274,11 +274,11 @@ class StepRows(Sequence[Row]):
         place = self._first_from(step)
         if place == len(self):
             return
-        start = self.entry(place).start
+        start, last = self.entry(place).start, self.entry(place - 1) if place else None
         self.mend()  # in case the index was found to be damaged on the way
         os.truncate(self.path, start)
         os.truncate(self.index_path, place * _ENTRY.size)
-        self._num_indexed, self._last = place, None
+        self._num_indexed, self._last = place, last
 
     def sync(self) -> None:
         """Sync all rows to the disk, so that they survive a power loss."""
