@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,7 @@ import torch
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.samplers import StoreView
-from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
-from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
@@ -290,13 +287,12 @@ class Learner:
         if self.shards is not None:
             self.shards.tell("step", step=step, row_ids=chosen.row_ids.tolist(), ages=chosen.ages.tolist())
         plan = plan_step(
-            store,
+            self.buffer.trajectories,
             chosen.row_ids,
             loss=self.loss,
             config=self.config,
             max_completion_tokens=self.max_completion_tokens,
             head_weight=self.policy.head_weight,
-            read=partial(self.buffer.trajectories.columns, keys=self._keys(chosen.row_ids)),
             shards=self.shards,
         )
         if self.loss.decoupled:
@@ -507,15 +503,6 @@ class Learner:
         there = store.holds(held)
         young = version - store.read_scalars("policy_version", held[there]) <= max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
-
-    def _keys(self, row_ids: np.ndarray) -> list[keys.Key]:
-        """Return what a step reads of its rows; the reference's log-probs only if a row has them."""
-        names, store = self.loss.tensor_keys, self.buffer.store
-        wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob]
-        reference = column_of_key(store.schema).get(names.ref_log_probs)
-        if reference is not None and bool(store.present(reference.name, row_ids).any()):
-            wanted.append(names.ref_log_probs)
-        return wanted
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
         """Return a micro-batch, with its loss weights."""

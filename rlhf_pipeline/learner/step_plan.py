@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_sampler
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data import keys
@@ -111,14 +112,13 @@ def check_reduction(loss: GRPOLoss) -> None:
 
 
 def plan_step(
-    store: TrajectoryStore,
+    storage: TrajectoryStorage,
     row_ids: np.ndarray,
     *,
     loss: GRPOLoss,
     config: Learn,
     max_completion_tokens: int,
     head_weight: Tensor,
-    read: Callable[[Ints], Mapping[keys.Key, Tensor]],
     shards: Shards | None = None,
 ) -> StepPlan:
     """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
@@ -126,27 +126,33 @@ def plan_step(
     A row longer than the token budget gets a micro-batch of its own size.
 
     Args:
-        store: where the trajectories are.
+        storage: where the trajectories are.
         row_ids: int64 [n], the rows that the step learns from.
         loss: a loss that `check_reduction` accepts.
         config: token budget and layout.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         head_weight: of the policy; see `plan_micro_batches`.
-        read: reads rows, as padded columns by key.
         shards: given if several processes share the step.
 
     Raises:
         MissingKeyError: the store or a row has no advantage.
     """
+    store, names = storage.store, loss.tensor_keys
+    columns = column_of_key(store.schema)
     lengths = torch.from_numpy(np.asarray(store.lengths("input_ids", row_ids), dtype=np.int64))
-    name = loss.tensor_keys.advantage
-    column = column_of_key(store.schema).get(name)
+    column = columns.get(names.advantage)
     if column is None:
-        raise MissingKeyError(f"the store at {store.path} has no column for {name!r}, which MCAdvantage writes.")
+        raise MissingKeyError(
+            f"the store at {store.path} has no column for {names.advantage!r}, which MCAdvantage writes."
+        )
     advantages = torch.from_numpy(store.read_scalars(column.name, row_ids))
     if bool(advantages.isnan().any()):
         row = int(row_ids[int(advantages.isnan().nonzero()[0])])
-        raise MissingKeyError(f"row {row} has no {name!r}, which MCAdvantage writes.")
+        raise MissingKeyError(f"row {row} has no {names.advantage!r}, which MCAdvantage writes.")
+    wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob]
+    reference = columns.get(names.ref_log_probs)
+    if reference is not None and bool(store.present(reference.name, row_ids).any()):
+        wanted.append(names.ref_log_probs)
     useful = contributes(
         advantages,
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
@@ -174,7 +180,8 @@ def plan_step(
         for number in range(len(some)) if shards is None else shards.share(range(len(some))):
             if number is not None:
                 chosen = some[number]
-                part = parts[int(chosen[0])] = _micro_batch(read(row_ids[chosen.numpy()]), advantages[chosen], loss)
+                read = storage.columns(row_ids[chosen.numpy()], wanted)
+                part = parts[int(chosen[0])] = _micro_batch(read, advantages[chosen], loss)
                 counts[:, chosen] = torch.stack([part.candidates[:, 1:].sum(1), part.mask.sum(1)])
     produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
