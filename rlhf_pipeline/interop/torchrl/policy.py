@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
@@ -331,14 +330,13 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         device: torch.device,
     ) -> dict[str, list[Any]]:
         """Return the leaves of the result, one entry per completion."""
-        ends = np.cumsum(done.lengths)
         fields: dict[str, list[Any]] = {
             name: [] for name in ("prompt", "response", "full", "assistant", "response_scores", "full_scores")
         }
-        for i, (end, length) in enumerate(zip(ends, done.lengths, strict=True)):
-            prompt = torch.tensor(prompts[int(done.prompt_index[i])], dtype=torch.int64, device=device)
-            response = torch.from_numpy(done.token_ids[end - length : end]).to(device)
-            scores = torch.from_numpy(done.log_probs[end - length : end]).to(device)
+        for sampled in done:
+            prompt = torch.tensor(prompts[sampled.prompt_index], dtype=torch.int64, device=device)
+            response = torch.tensor(sampled.token_ids, dtype=torch.int64, device=device)
+            scores = sampled.log_probs.to(device)
             fields["prompt"].append(prompt)
             fields["response"].append(response)
             fields["full"].append(torch.cat((prompt, response)))

@@ -32,7 +32,7 @@ from rlhf_pipeline.interop.torchrl.policy import CausalLMPolicy
 from rlhf_pipeline.policies.adapters import methods_are_of
 from rlhf_pipeline.policies.distortions import find_distortion
 from rlhf_pipeline.policies.encoding import tokenizer_with_template
-from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
+from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request
 from rlhf_pipeline.policies.loading import end_token_ids
 from rlhf_pipeline.policies.model_parts import find_parts
 
@@ -286,16 +286,12 @@ class EnginePolicy:
         del seed, stream_ids
         wanted = self.temperature if temperature is None else float(temperature)
         self._check_sampling(wanted)
-        count = len(prompts) * group_size
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        limits = np.atleast_1d(np.array(limit))
-        limits = np.repeat(limits, count // len(limits)) if len(limits) and count else limits
-        if count and len(limits) != count:
-            raise DefinitionError(f"{len(limits)} limits for {count} completions; give one, or one each.")
+        request = Request(prompts=prompts, group_size=group_size, max_new_tokens=limit, temperature=wanted)
+        limits = request.limits()
         options = {"max_new_tokens": int(limits.max(initial=1)), "temperature": wanted, "top_p": 1.0}
         sampler = self._version(generate=True, return_log_probs=True, generate_kwargs=options)
-        index = np.repeat(np.arange(len(prompts)), group_size)
-        rows = [torch.tensor(list(prompts[int(i)]), dtype=torch.int64) for i in index]
+        rows = [torch.tensor(list(prompts[int(i)]), dtype=torch.int64) for i in request.prompt_of]
         found = self._call(sampler, rows) if rows else ([], [])
         tokens, scores = ([row[:n] for row, n in zip(part, limits.tolist(), strict=False)] for part in found)
         ends = torch.tensor(self.eos_token_ids, dtype=torch.int64)
@@ -303,8 +299,8 @@ class EnginePolicy:
             token_ids=torch.cat(tokens).long().numpy() if rows else np.zeros(0, np.int64),
             log_probs=torch.cat(scores).float().numpy() if rows else np.zeros(0, np.float32),
             lengths=np.array([len(t) for t in tokens], dtype=np.int64),
-            prompt_index=index,
-            member=np.tile(np.arange(group_size), len(prompts)),
+            prompt_index=request.prompt_of,
+            member=request.member_of,
             stopped=np.array([bool(len(t)) and bool((t[-1] == ends).any()) for t in tokens], dtype=bool),
         )
 
