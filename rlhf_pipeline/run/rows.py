@@ -49,6 +49,10 @@ class Entry(NamedTuple):
         return self.start + self.length
 
 
+_BEFORE_ALL: Final = Entry(step=0, start=0, length=0, checksum=0)
+"""Stands for the last row of a file without rows."""
+
+
 class StepRows(Sequence[Row]):
     """The rows of a file with one JSON line per step, by place or by step.
 
@@ -78,7 +82,7 @@ class StepRows(Sequence[Row]):
         self._torn = 0
         self.num_passed_over = 0
         """Entries of the index whose lines are gone or changed, at the end of the file."""
-        self._last: Entry | None = None
+        self._last = _BEFORE_ALL
         """The entry of the last row."""
         self._mended = False
         self.refresh()
@@ -89,7 +93,7 @@ class StepRows(Sequence[Row]):
         Raises:
             DataError: a line that the index lacks is not a row.
         """
-        self._last, self._mended = None, False
+        self._last, self._mended = _BEFORE_ALL, False
         if not self.path.exists() and not self.index_path.exists():
             self._num_indexed, self._later, self._torn, self.num_passed_over = 0, [], 0, 0
             return 0
@@ -103,12 +107,12 @@ class StepRows(Sequence[Row]):
                 break
             known -= 1
             gone += entry is not None
-        begin, later = self._end, self._later
+        begin, later = self._last.end, self._later
         if not (known == self._num_indexed and later and later[-1].end == size and later[0].start == begin):
             self._num_indexed, self.num_passed_over = known, gone
             self._later = list(self._scan(begin))
         self._last = self._later[-1] if self._later else self._last
-        self._torn = size - self._end
+        self._torn = size - self._last.end
         return len(self)
 
     @property
@@ -119,12 +123,7 @@ class StepRows(Sequence[Row]):
     @property
     def last_step(self) -> int:
         """The step of the last row; 0 if there are no rows."""
-        return 0 if self._last is None else self._last.step
-
-    @property
-    def _end(self) -> int:
-        """Where the line after the last row starts."""
-        return 0 if self._last is None else self._last.end
+        return self._last.step
 
     def __len__(self) -> int:
         return self._num_indexed + len(self._later)
@@ -149,7 +148,7 @@ class StepRows(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, oldest first, with one in memory at a time."""
-        last = self._end
+        last = self._last.end
         with _opened(self.path) as file:
             at, place = 0, 0
             while at < last and (line := file.readline()):
@@ -194,7 +193,7 @@ class StepRows(Sequence[Row]):
         if found is None and place < self._num_indexed:
             self._num_indexed, self._mended = 0, False  # an index with a damaged entry is not trusted
             self._later = list(self._scan(0))
-            self._last = self._later[-1] if self._later else None
+            self._last = self._later[-1] if self._later else _BEFORE_ALL
         if found is None:
             if place - self._num_indexed >= len(self._later):
                 raise DataError(f"another process has removed line {place + 1} of {self.path}. Read it again.")
@@ -241,7 +240,7 @@ class StepRows(Sequence[Row]):
         if self.num_passed_over and self._later:
             raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
         if (self._torn or self.num_passed_over) and self.path.exists():  # a power loss may take the whole file
-            os.truncate(self.path, self._end)
+            os.truncate(self.path, self._last.end)
         if _size(self.index_path) != self._num_indexed * _ENTRY.size:
             os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
         if self._later:
@@ -258,7 +257,7 @@ class StepRows(Sequence[Row]):
         """
         self.mend()
         self._mended = False  # until both are written
-        line, start = line_of(row), self._end
+        line, start = line_of(row), self._last.end
         append_line(self.path, line)
         added = Entry(row["step"], start, len(line), google_crc32c.value(line))
         try:
@@ -274,7 +273,7 @@ class StepRows(Sequence[Row]):
         place = self._first_from(step)
         if place == len(self):
             return
-        start, last = self.entry(place).start, self.entry(place - 1) if place else None
+        start, last = self.entry(place).start, self.entry(place - 1) if place else _BEFORE_ALL
         self.mend()  # in case the index was found to be damaged on the way
         os.truncate(self.path, start)
         os.truncate(self.index_path, place * _ENTRY.size)

@@ -222,7 +222,7 @@ class KLRewardTransform(ColumnTransform):
             out[self.ref_out_key] = ref
         lp, lr, valid, k1 = _k1(log_probs.values, ref.values, mask)
         kl = segment_sum(k1, lengths)
-        coef = self.coef
+        coef = self.controller.coef
         base, shape = self._base(batch, log_probs, mask)
         if self.add_to_reward:
             out[self.reward_out_key] = Flat((base - coef * k1).float().reshape(shape), lengths)
