@@ -282,7 +282,11 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         spread[1::3] = values
         return np.repeat(spread, runs.reshape(-1)).reshape(mask.shape)
 
-    return Places(starts, starts + last_assistant(mask, lengths), other, lambda values: values[:, None], said)
+    last = np.maximum(lengths - 1, 0)
+    if not mask[np.arange(len(last)), last].all():
+        back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
+        last = np.where(mask.any(1), mask.shape[1] - 1 - back, last)
+    return Places(starts, starts + last, other, lambda values: values[:, None], said)
 
 
 def jagged_batch(
@@ -363,17 +367,3 @@ def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> np
     values = np.zeros(2 * shape[0], np.bool_)
     values[::2] = True
     return np.repeat(values, runs.reshape(-1)).reshape(shape)  # a third of the time of a comparison
-
-
-def last_assistant(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the column of the last assistant token of each row of `[B, T]`; the last token if there is none.
-
-    >>> mask = np.array([[False, True, False], [False, True, True], [False, False, False]])
-    >>> last_assistant(mask, np.array([3, 3, 2])).tolist()
-    [1, 2, 1]
-    """
-    last = np.maximum(lengths - 1, 0)
-    if mask[np.arange(len(last)), last].all():
-        return last
-    back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
-    return np.where(mask.any(1), mask.shape[1] - 1 - back, last)

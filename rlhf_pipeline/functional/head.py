@@ -222,11 +222,6 @@ class HeadPass:
             torch.square(x, out=self._slope[: x.shape[0]]).neg_().add_(1.0)
         return x.mul_(cap)
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the logits are linear in the hidden state."""
-        return self.cap is None
-
     def blocks(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield blocks of the rows of `x` that fit in a cache, as slices and views."""
         for start in range(0, x.shape[0], self.block):
@@ -582,8 +577,8 @@ class _FusedTokenLoss(torch.autograd.Function):
                 part = slice(start, end)
                 ent = entropy[part]
                 x, t = head.logits(start, end), head.targets[part]
-                # Without a hidden gradient, or if logits are not linear in the state, no product gives the entropy.
-                keep_log = entropy_gradient or not needs[0] or not head.is_linear
+                # Without a hidden gradient, or with a cap, which is not linear, no product gives the entropy.
+                keep_log = entropy_gradient or not needs[0] or head.cap is not None
                 if keep_log:
                     head.log_softmax_(x, t, log_probs[part], ent)
                 else:

@@ -124,12 +124,6 @@ class Spans:
         self._zeros: dict[tuple[int, int], list[memoryview]] = {}
 
     @cached_property
-    def heads(self) -> list[tuple[int, Int64Array]]:
-        """The first elements of the rows, per segment that has more than a few of them."""
-        runs = zip(self.places.runs, itertools.pairwise(self.places.edges), strict=True)
-        return [(ordinal, self.starts[a:b]) for (ordinal, _), (a, b) in runs if b - a > _FEW]
-
-    @cached_property
     def parts(self) -> tuple[list[int], list[slice]]:
         """The segment of each row and its elements in it, in the order of the batch."""
         starts, ends = self.places.restore(self.starts), self.places.restore(self.ends)
@@ -284,9 +278,9 @@ class ColumnReader:
         if not self._catalog.medium.keeps_arrays:
             return
         arrays = self._values(column, spans.places)
-        for ordinal, firsts in spans.heads:
-            array = arrays[ordinal]
-            if len(array):  # an empty row may begin at the very end of the array
+        for (ordinal, _), (a, b) in zip(spans.places.runs, itertools.pairwise(spans.places.edges), strict=True):
+            array, firsts = arrays[ordinal], spans.starts[a:b]
+            if b - a > _FEW and len(array):  # an empty row may begin at the very end of the array
                 array.take(firsts if column.width == 1 else firsts * column.width, mode="clip")
 
     def present(self, column: Column) -> npt.NDArray[np.bool_]:

@@ -199,11 +199,6 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
     return merges
 
 
-def is_due(catalog: Catalog, root: Root) -> bool:
-    """Return whether `fold` has something to do, as far as this reader sees."""
-    return bool(_due(catalog, root, sealing=False))
-
-
 def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     """Return the small segments of similar size to merge next; empty if there are not enough."""
     most = _most(root)
@@ -456,7 +451,7 @@ class Background:
         try:
             if began:
                 evict(catalog, self._root)
-            if (self._thread is None or not self._thread.is_alive()) and is_due(catalog, self._root):
+            if (self._thread is None or not self._thread.is_alive()) and _due(catalog, self._root, sealing=False):
                 self._thread = threading.Thread(target=self._run, name="trajectory-upkeep", daemon=True)
                 self._thread.start()
         except SegmentGoneError:  # another process is doing the same
