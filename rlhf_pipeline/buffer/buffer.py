@@ -134,6 +134,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             storage = TrajectoryStorage(storage)
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
+        self.trajectories: TrajectoryStorage = storage
+        """The storage, with its own type."""
+        self.store: TrajectoryStore = storage.store
+        """The store underneath."""
         self.seed = int(seed)
         self._to_device = collated if device is None else partial(on_device, device=torch.device(device))
         if sampler is None:
@@ -159,23 +163,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    @property
-    def store(self) -> TrajectoryStore:
-        """The store underneath."""
-        return self.trajectories.store
-
-    @property
-    def trajectories(self) -> TrajectoryStorage:
-        """The storage, with its own type."""
-        if not self.initialized:  # TorchRL's delayed_init
-            self._init()
-        storage: Any = self._storage
-        return storage
+    def set_storage(self, storage: Any, collate_fn: Callable[..., Any] | None = collated) -> Any:
+        """Set another storage of trajectories, and return the one before."""
+        self.trajectories, self.store = storage, storage.store
+        return super().set_storage(storage, collate_fn)
 
     def _transforms(self) -> list[Transform]:
-        if not self.initialized:
-            self._init()
-        transform: Any = self._transform
+        transform: Any = self.transform
         return list(transform) if isinstance(transform, Compose) else [transform]
 
     def _advantage(self) -> MCAdvantage | None:
@@ -295,7 +289,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return torch.zeros((0, 1), dtype=torch.int64)
         rows = merge_steps(data) if isinstance(data, Trajectories) else along_one_dimension(data)
         waiting = rows.get(WAITING, None) if isinstance(rows, Trajectories) else None
-        if not isinstance(self._writer, TrajectoryWriter):
+        if not isinstance(self.writer, TrajectoryWriter):
             rows = td_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
         elif isinstance(waiting, Flat) and bool((waiting.values >= 0).all()):
             with self._replay_lock, self._write_lock:
@@ -312,7 +306,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             with self._replay_lock, self._write_lock:
                 slots = torch.from_numpy(storage.settle(later))
                 if slots.numel():
-                    writer: Any = self._writer
+                    writer: Any = self.writer
                     writer.completed(slots)
                     self._sampler.extend(slots)
                     found.append(slots)
@@ -366,15 +360,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         advantage = self._advantage()
         if advantage is None:
             return None
-        storage = self._storage
-        if not isinstance(storage, TrajectoryStorage) or not isinstance(self._writer, TrajectoryWriter):
-            return advantage
-        store = storage.store
-        if (
-            store.mode == "a"
-            and WAITING in store.schema
-            and (advantage.rows is None or advantage.rows.store is not store)
-        ):
+        storage, store = self.trajectories, self.store
+        writes = isinstance(self.writer, TrajectoryWriter) and store.mode == "a" and WAITING in store.schema
+        if writes and (advantage.rows is None or advantage.rows.store is not store):
             advantage.attach(WaitingRows(store, lambda: _refreshed(storage)))
         return advantage
 
@@ -489,7 +477,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         strategy: str | TrajectorySampler | None,
         seed: int | None,
     ) -> Ints:
-        chosen = strategy if strategy is not None else self._sampler
+        chosen = strategy if strategy is not None else self.sampler
         sampler = as_sampler(chosen) if isinstance(chosen, (str, TrajectorySampler)) else as_sampler("uniform")
         size = self._batch_size if batch_size is None else batch_size
         return rows.ids[sampler.select(rows, size, seed=self.seed if seed is None else seed, step=step)]

@@ -16,7 +16,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data.replay_buffers import LazyStackStorage
 from torchrl.envs.transforms import Compose, Transform
 
-from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer, TrajectoryWriter
 from rlhf_pipeline.buffer.samplers import FreshSampler, PrioritySampler, UniformSampler
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.data import keys
@@ -149,6 +149,19 @@ def test_delayed_init(tmp_path, make_rows):
     assert rb.store is storage.store
     assert rb.extend(lazy_stack(make_rows([4, 5]))).tolist() == [0, 1]
     storage.close()
+
+
+def test_another_storage_is_the_one_that_is_written_and_read(tmp_path, make_rows):
+    """TorchRL's `set_storage`, and a writer for it: the buffer's own names follow."""
+    first, second = TrajectoryStorage(tmp_path / "first"), TrajectoryStorage(tmp_path / "second")
+    rb = TrajectoryReplayBuffer(storage=first, transform=MCAdvantage(2), batch_size=2)
+    assert rb.set_storage(second) is first
+    rb.set_writer(TrajectoryWriter())
+    rb.extend(lazy_stack(make_rows([4, 5])))
+    assert (len(first), len(second), rb.store is second.store) == (0, 2, True)
+    assert sorted(rb.sample_step(0, strategy="fresh")["row_id"].tolist()) == rb.store.ids().tolist()
+    for storage in (first, second):
+        storage.close()
 
 
 def test_one_commit_per_extend(make_buffer, make_rows, to_form, form):
