@@ -73,7 +73,7 @@ class SlotMap:
 
     def expected(self, n: int) -> np.ndarray:
         """Return the next `n` slots."""
-        first = self._count % self.max_size
+        first = self.next_slot
         slots = np.arange(first, first + n, dtype=np.int64)
         return slots if first + n <= self.max_size else slots % self.max_size
 

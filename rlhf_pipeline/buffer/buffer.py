@@ -44,21 +44,16 @@ class TrajectoryWriter(RoundRobinWriter):
         # Plain numbers: a semaphore brings a tracker process, which reports a leak when this process is killed.
         super().__init__(compilable=True, track_generations=track_generations)
 
-    def register_storage(self, storage: Any) -> None:
-        """Register the storage and continue at its next slot."""
-        super().register_storage(storage)
-        self._follow()
-
-    def _follow(self) -> None:
-        if isinstance(self._storage, TrajectoryStorage):
-            self._cursor = self._storage.next_slot
+    @RoundRobinWriter._cursor.getter
+    def _cursor(self) -> int:
+        """The slot of the next trajectory."""
+        return self._storage.next_slot if isinstance(self._storage, TrajectoryStorage) else super()._cursor
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write trajectories in one commit and return their slots."""
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
         index = torch.from_numpy(self._storage.extend(data))
-        self._cursor = self._storage.next_slot
         self._write_count += len(index)
         self._bump_generation(index, data)
         self._mark_update_entities(index)
@@ -66,14 +61,8 @@ class TrajectoryWriter(RoundRobinWriter):
 
     def completed(self, index: torch.Tensor) -> None:
         """Count the slots of rows that were written earlier and may be drawn now."""
-        self._follow()
         self._write_count += len(index)
         self._mark_update_entities(index)
-
-    def add(self, data: Any) -> int | torch.Tensor:
-        """Write one trajectory and return its slot."""
-        self._follow()
-        return super().add(data)
 
 
 class TrajectoryReplayBuffer(TensorDictReplayBuffer):
