@@ -358,10 +358,10 @@ class TrajectoryStore(StoreReads):
         self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None
     ) -> tuple[int, int]:
         """Commit rows or updates and read them back; return their segment and the first row in it."""
-        known = stream.ordinal
+        made = stream.made
         ordinal, first = stream.append(batch, schema, begin)
         self._catalog.refresh_segment(ordinal)
-        self._background.tidy(self._catalog, began=ordinal != known)
+        self._background.tidy(self._catalog, began=stream.made != made)
         return ordinal, first
 
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
@@ -409,7 +409,7 @@ class TrajectoryStore(StoreReads):
     @property
     def segment(self) -> int | None:
         """The number of the segment that this process appends rows to, or None if it has none open."""
-        return None if self._stream.ordinal < 0 else self._stream.ordinal
+        return self._stream.ordinal
 
     def on_segment(self, begin: Callable[[int], None] | None) -> None:
         """Register a function to call with the number of each new segment of this process, before its first commit.

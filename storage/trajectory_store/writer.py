@@ -46,7 +46,8 @@ class Stream:
         self._root = root
         self.kind: Kind = kind
         self.durability: Durability = durability
-        self._made = 0
+        self.made = 0
+        """The number of segments that were begun."""
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
         self._writer: SegmentWriter | None = None
@@ -55,9 +56,9 @@ class Stream:
         self._pid = os.getpid()
 
     @property
-    def ordinal(self) -> int:
-        """The ordinal of the current segment, or -1."""
-        return -1 if self._writer is None else self._writer.ordinal
+    def ordinal(self) -> int | None:
+        """The ordinal of the current segment, if there is one."""
+        return None if self._writer is None else self._writer.ordinal
 
     def append(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None = None) -> tuple[int, int]:
         """Commit a batch of one row or more.
@@ -137,7 +138,7 @@ class Stream:
         columns = schema.only(self._names)
         fitted = batch.fitted(columns)
         longest = max((int(lengths.sum()) for lengths in fitted.lengths.values()), default=0)
-        if not self._made:
+        if not self.made:
             self._first = max(FIRST_ROWS, FIRST * batch.n_rows), max(FIRST_ELEMENTS, FIRST * longest)
         most = self._root.largest
         own = self.kind == "rows"
@@ -157,7 +158,7 @@ class Stream:
         except UnsyncedError as error:  # the segment may be there, but not these rows
             raise fs.failed(error, medium.where, "beginning a segment") from error
         self._writer = writer
-        self._made += 1
+        self.made += 1
         try:
             self._catalog.refresh()
             if begin is not None:
@@ -191,7 +192,7 @@ class Stream:
         return state
 
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
-        return option if option is not None else min(first << (GROWTH * self._made), largest)
+        return option if option is not None else min(first << (GROWTH * self.made), largest)
 
     def _give_up(self) -> None:
         """End the segment after its last good record; after an error this overwrites a torn record."""
