@@ -152,10 +152,10 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def set_storage(self, storage: Any, collate_fn: Callable[..., Any] | None = collated) -> Any:
-        """Set another storage of trajectories, and return the one before."""
+    def set_storage(self, storage: Any, collate_fn: Callable[..., Any] | None = None) -> Any:
+        """Set another storage of trajectories, and return the one before; batches go to the same device."""
         self.trajectories, self.store = storage, storage.store
-        return super().set_storage(storage, collate_fn)
+        return super().set_storage(storage, collate_fn or self._to_device)
 
     def _transforms(self) -> list[Transform]:
         transform: Any = self.transform
