@@ -14,7 +14,14 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import Head, token_log_probs
 from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
-from rlhf_pipeline.policies.engines.protocol import Completion, Engine, RaggedCompletions, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import (
+    Completion,
+    Ended,
+    Engine,
+    RaggedCompletions,
+    Request,
+    WeightRefresh,
+)
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.loading import (
     as_dtype,
@@ -308,6 +315,7 @@ class TokenPolicy(nn.Module):
         seed: int,
         stream_ids: Sequence[int] | None = None,
         refresh: WeightRefresh | None = None,
+        ended: Ended | None = None,
     ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt.
 
@@ -325,6 +333,7 @@ class TokenPolicy(nn.Module):
             seed: any integer.
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
             refresh: loads newer weights during sampling.
+            ended: takes each completion as it ends; see `Engine.generate`.
 
         Returns:
             Completions, prompt-major and member-minor, in flat arrays, which a store appends without a loop.
@@ -346,7 +355,7 @@ class TokenPolicy(nn.Module):
                 seed=seed,
                 stream_ids=stream_ids,
             )
-            return self.engine.generate(request, refresh)
+            return self.engine.generate(request, refresh, ended)
         finally:
             if self._checkpointing:
                 self._recompute(True)

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh, Weights
 
 __all__ = ["HTTPEngine"]
 
@@ -115,7 +115,9 @@ class HTTPEngine:
         self._lock = threading.RLock()
         self._calls: set[_Call] = set()
 
-    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+    def generate(
+        self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
+    ) -> RaggedCompletions:
         """See `Engine.generate`.
 
         The seed of a completion follows from the request's seed, its stream id and its member. vLLM's results also
@@ -129,7 +131,7 @@ class HTTPEngine:
         with self._lock:
             self._calls.add(call)
         try:
-            rows = call.run(refresh)
+            rows = call.run(refresh, ended)
         finally:
             with self._lock:
                 self._calls.discard(call)
@@ -356,14 +358,14 @@ class _Call:
         self._over = threading.Event()
         """Set when replies are no longer needed."""
 
-    def run(self, refresh: WeightRefresh | None) -> list[Row]:
+    def run(self, refresh: WeightRefresh | None, ended: Ended | None) -> list[Row]:
         """Return the completions, in the order of the request."""
         if not self._jobs:
             return []
         with ThreadPoolExecutor(min(len(self._jobs), _CONNECTIONS), thread_name_prefix="engine") as pool:
-            futures = [pool.submit(self._job, job) for job in self._jobs]
+            futures = {pool.submit(self._job, job): job for job in self._jobs}
             try:
-                self._watch(set(futures), refresh)
+                self._watch(futures, refresh, ended)
                 return [row for future in futures for row in future.result()]
             finally:
                 self._over.set()
@@ -377,14 +379,16 @@ class _Call:
         if names:
             self._engine._ask("POST", "/abort_requests", {"request_ids": names})
 
-    def _watch(self, pending: set[Future[list[Row]]], refresh: WeightRefresh | None) -> None:
+    def _watch(self, jobs: dict[Future[list[Row]], Job], refresh: WeightRefresh | None, ended: Ended | None) -> None:
         """Wait for the replies; meanwhile load newer weights, enforce the deadline and check the server's health."""
-        engine = self._engine
+        engine, pending = self._engine, set(jobs)
         heard = looked = time.monotonic()
         while pending:
             done, pending = wait(pending, timeout=engine._look_s, return_when=FIRST_EXCEPTION)
             for future in done:
-                future.result()
+                for place, row in enumerate(future.result(), jobs[future].first):
+                    if ended is not None and row.reason != "abort":
+                        ended(place, row.tokens)
             now = time.monotonic()
             if done:
                 heard = now

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 
-__all__ = ["Completion", "Engine", "RaggedCompletions", "Request", "VersionSpans", "WeightRefresh", "Weights"]
+__all__ = ["Completion", "Ended", "Engine", "RaggedCompletions", "Request", "VersionSpans", "WeightRefresh", "Weights"]
 
 FinishReason = Literal["stop", "length", "abort"]
 Int64Array = npt.NDArray[np.int64]
 Weights = Path | Mapping[str, Tensor]
 """The source of new weights: a checkpoint folder as `save_pretrained` writes it, or the model's state dict."""
+Ended = Callable[[int, Sequence[int]], None]
+"""Takes the index of a completion in its request, and its token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,13 +312,17 @@ class Engine(Protocol):
         """The version of the weights in use; None if unknown."""
         ...
 
-    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+    def generate(
+        self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
+    ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt, prompt-major and member-minor.
 
         Args:
             request: what to sample.
             refresh: loads newer weights while completions are sampled; None keeps the weights of the start, unless
                 `load_weights` is called from another thread.
+            ended: called in this thread, once for each completion, soon after it has ended and while others are being
+                sampled; not for one that is cut short. What it raises ends the call.
 
         Returns:
             The completions, with the version of the weights that sampled each token. A log-prob that the engine could

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +18,14 @@ from torch import Tensor
 
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans, WeightRefresh
+from rlhf_pipeline.policies.engines.protocol import (
+    Ended,
+    Int64Array,
+    RaggedCompletions,
+    Request,
+    VersionSpans,
+    WeightRefresh,
+)
 from rlhf_pipeline.policies.engines.sampling import stream_keys
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, prefill
 
@@ -113,6 +122,7 @@ class Rollout:
         request: what to sample.
         limits: the most new tokens of each completion, int64 `[N]`.
         refresh: loads newer weights during sampling.
+        ended: takes the completions that have ended.
     """
 
     def __init__(
@@ -122,9 +132,11 @@ class Rollout:
         *,
         limits: Int64Array,
         refresh: WeightRefresh | None,
+        ended: Ended | None,
     ) -> None:
         self.engine = engine
         self.refresh = refresh
+        self.ended = ended
         self.parts = engine.parts
         self.weight = engine.parts.sampling_weight()
         self.device = self.weight.device
@@ -145,10 +157,13 @@ class Rollout:
         """The first completion that has not started."""
         self.batches: list[Prefilled] = []
         self.prefilled_up_to = 0
+        self.sampled_ids = [array("q") for _ in range(self.count)]
+        """The tokens of each completion so far."""
         self.out_rows: list[Int64Array] = []
-        self.out_tokens: list[Int64Array] = []
         self.out_log_probs: list[npt.NDArray[np.float32]] = []
         self.out_versions: list[int | None] = []
+        self.unreported: list[int] = []
+        """Completions that have ended since the last `report`."""
         self.stopped = np.zeros(self.count, dtype=np.bool_)
         self.unfinished: npt.NDArray[np.bool_] | None = None
         """Which completions were cut short; None if none was."""
@@ -167,7 +182,7 @@ class Rollout:
             versions = np.repeat(np.array(self.out_versions, np.int64), [len(part) for part in self.out_rows])
             spans = VersionSpans.of_tokens(versions[order], lengths)
         return RaggedCompletions(
-            token_ids=np.concatenate(self.out_tokens)[order],
+            token_ids=np.fromiter(chain.from_iterable(self.sampled_ids), np.int64, len(flat)),
             log_probs=np.concatenate(self.out_log_probs)[order],
             lengths=lengths,
             prompt_index=self.prompt_of,
@@ -193,16 +208,29 @@ class Rollout:
         """
         if not np.isfinite(log_probs).all():
             bad = int(rows[int((~np.isfinite(log_probs)).argmax())])
-            at = int(sum((part == bad).sum() for part in self.out_rows))
+            at = len(self.sampled_ids[bad])
             raise DataError(
                 f"The model's logits are not finite at token {at} of a completion of prompt {self.prompt_of[bad]}. "
                 "Its weights have diverged or overflow their dtype: load an earlier checkpoint, lower the learning "
                 "rate, or use float32."
             )
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            self.sampled_ids[row].append(token)
         self.out_rows.append(rows)
-        self.out_tokens.append(tokens)
         self.out_log_probs.append(log_probs)
         self.out_versions.append(self.engine.version)
+
+    def end(self, rows: Int64Array, stopped: npt.NDArray[np.bool_]) -> None:
+        """Note that these completions have ended, with an end token where `stopped`."""
+        self.stopped[rows[stopped]] = True
+        self.unreported += rows.tolist()
+
+    def report(self) -> None:
+        """Pass on the completions that have ended; called where the host would wait for the device next."""
+        rows, self.unreported = self.unreported, []
+        if self.ended is not None:
+            for row in rows:
+                self.ended(row, self.sampled_ids[row])
 
     def give_way(self) -> bool:
         """Let other threads change the weights, and wait until they are done; True if the weights may have changed."""
@@ -279,7 +307,6 @@ class Rollout:
         Returns:
             Per batch: its slice of `completions`, their keys and values, and their last hidden states.
         """
-        rows, tokens = np.concatenate(self.out_rows), np.concatenate(self.out_tokens)
         most = max(1, PREFILL_TOKENS // int(lengths.max()))
         out = []
         for first in range(0, len(completions), most):
@@ -288,7 +315,7 @@ class Rollout:
             for i, completion in enumerate(completions[part].tolist()):
                 prompt, length = self.prompts[int(self.prompt_of[completion])], int(lengths[first + i])
                 ids[i, : len(prompt)] = prompt
-                ids[i, len(prompt) : length] = tokens[rows == completion][: length - len(prompt)]
+                ids[i, len(prompt) : length] = self.sampled_ids[completion][: length - len(prompt)]
             out.append((part, *self._prefilled(ids, lengths[part])))
         return out
 

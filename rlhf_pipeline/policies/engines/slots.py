@@ -28,7 +28,14 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
-from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import (
+    Ended,
+    Int64Array,
+    RaggedCompletions,
+    Request,
+    WeightRefresh,
+    Weights,
+)
 from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
 from rlhf_pipeline.policies.engines.sampling import sample_rows, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
@@ -86,7 +93,9 @@ class SlotEngine:
         self.aborts = 0
 
     @torch.inference_mode()
-    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+    def generate(
+        self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
+    ) -> RaggedCompletions:
         """See `Engine.generate`.
 
         The random number behind a token is a pure function of (seed, stream id, member, token index). A completion also
@@ -106,11 +115,12 @@ class SlotEngine:
             if refresh is not None:
                 self.version = refresh.version
             if form is None:
-                run: Rollout = _Ragged(self, request, limits=limits, refresh=refresh)
+                run: Rollout = _Ragged(self, request, limits=limits, refresh=refresh, ended=ended)
             else:
-                run = StaticRun(self, request, form=form, limits=limits, refresh=refresh)
+                run = StaticRun(self, request, form=form, limits=limits, refresh=refresh, ended=ended)
             while run.step():
                 pass
+            run.report()
         return run.completions()
 
     def notice(self) -> str | None:
@@ -199,10 +209,10 @@ class _Ragged(Rollout):
         tokens, log_probs = self._sample(hidden, rows, sampled)
         sampled = sampled + 1
         self.emit(rows, tokens, log_probs)
-        ended = self.is_end[tokens]
-        done = ended | (sampled >= self.limits[rows])
+        stopped = self.is_end[tokens]
+        done = stopped | (sampled >= self.limits[rows])
         if done.any():
-            self.stopped[rows[ended]] = True
+            self.end(rows[done], stopped[done])
         # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
         changed = self.give_way()
         if self.must_end():
@@ -221,6 +231,7 @@ class _Ragged(Rollout):
             self.forget()
             self._fill_again()
         self._forward(tokens)
+        self.report()
         return True
 
     def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:

@@ -393,6 +393,7 @@ class StaticRun(Rollout):
         left = self.limits[self.owner[held]] - self.sampled[held]
         steps = min(self.look_every, int(left.max()))
         self.state.advance(steps, columns=int(self.stored[held].max()) + steps + 1)
+        self.report()
         self._look(steps)
         changed = self.give_way()
         if self.must_end():
@@ -441,9 +442,9 @@ class StaticRun(Rollout):
             rows, drawn = self.owner[slots], tokens[slots, step]
             self.emit(rows, drawn, log_probs[slots, step])
             self.sampled[slots] += 1
-            ended = self.is_end[drawn]
-            self.stopped[rows[ended]] = True
-            done = ended | (self.sampled[slots] >= self.limits[rows])
+            stopped = self.is_end[drawn]
+            done = stopped | (self.sampled[slots] >= self.limits[rows])
+            self.end(rows[done], stopped[done])
             # The token that ends a completion is not fed.
             self.stored[slots[~done]] += 1
             self.owner[slots[done]] = -1

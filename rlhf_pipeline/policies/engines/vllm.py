@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.rollout import Gate
 
 __all__ = ["VLLMEngine"]
@@ -86,18 +86,27 @@ class VLLMEngine:
             )
         self._positions = int(self._llm.llm_engine.model_config.max_model_len)
 
-    def generate(self, request: Request, refresh: WeightRefresh | None = None) -> RaggedCompletions:
+    def generate(
+        self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
+    ) -> RaggedCompletions:
         """See `Engine.generate`; seeds as in `HTTPEngine.generate`."""
         limits = request.limits(vocab=self._vocab, positions=self._positions, positions_by="max_model_len of vLLM")
         jobs = jobs_of(request, limits, most=None)
         rows = [Row() for _ in range(request.count)]
         with self._one, self._gate:
             if rows:
-                self._run(request, jobs, rows, refresh)
+                self._run(request, jobs, rows, refresh, ended)
         versioned = self.version is not None and all(len(row.versions) == len(row.tokens) for row in rows)
         return collected(request, rows, versioned=versioned)
 
-    def _run(self, request: Request, jobs: list[Job], rows: list[Row], refresh: WeightRefresh | None) -> None:
+    def _run(
+        self,
+        request: Request,
+        jobs: list[Job],
+        rows: list[Row],
+        refresh: WeightRefresh | None,
+        ended: Ended | None,
+    ) -> None:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
@@ -116,7 +125,10 @@ class VLLMEngine:
                 # One token of each live completion, all sampled with the weights in use.
                 for output in engine.step():
                     for part in output.outputs:
-                        self._add(rows[first_of[output.request_id] + part.index], part)
+                        place = first_of[output.request_id] + part.index
+                        self._add(rows[place], part)
+                        if ended is not None and part.finish_reason in ("stop", "length"):
+                            ended(place, rows[place].tokens)
                 steps += 1
                 with self._gate.standing_aside():
                     if refresh is not None:

@@ -237,9 +237,9 @@ def test_turns_that_the_engine_gives_up_are_not_taken_for_whole(monkeypatch):
     engine, turns = policy.engine, []
     generate = engine.generate
 
-    def late(request: Any, refresh: Any = None) -> Any:
+    def late(request: Any, *rest: Any) -> Any:
         turns.append(request)
-        return generate(request if len(turns) == 1 else replace(request, deadline_s=0.0), refresh)
+        return generate(request if len(turns) == 1 else replace(request, deadline_s=0.0), *rest)
 
     monkeypatch.setattr(engine, "generate", late)
     with pytest.raises(EngineError, match=r"the engine aborted \d+ of \d+ turns"):

@@ -251,6 +251,59 @@ class EngineContract:
         assert found.aborted.tolist() == [False, True, True]
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
 
+    def test_each_completion_is_passed_on_when_it_ends(self, bench: Bench):
+        """Once, in the thread that asked, with the tokens that are returned in the end, also across new weights."""
+
+        def load() -> int:
+            if bench.engine.version == 1:
+                bench.engine.load_weights(bench.folders[2], 2)
+            return 2
+
+        seen: list[tuple[int, list[int]]] = []
+        threads = set()
+
+        def ended(index: int, tokens: Sequence[int]) -> None:
+            threads.add(threading.get_ident())
+            seen.append((index, list(tokens)))
+
+        limits = [1, 2, 40, self.in_flight_tokens, 7, self.in_flight_tokens, 3, 3, 90]
+        request = Request(prompts=PROMPTS, group_size=3, max_new_tokens=limits, end_token_ids=[7], seed=1)
+        found = bench.engine.generate(request, WeightRefresh(load, every=9, version=1), ended)
+        assert {c.finish_reason for c in found} == {"stop", "length"}
+        assert sorted(seen) == [(i, c.token_ids) for i, c in enumerate(found)]
+        assert threads == {threading.get_ident()}
+        seen.clear()
+        bench.engine.generate(Request(prompts=[]), None, ended)
+        assert seen == []
+
+    def test_a_completion_is_passed_on_while_others_are_sampled(self, bench: Bench):
+        """So that the first to end can stop the others, which are cut short and therefore not passed on."""
+        seen: list[int] = []
+
+        def ended(index: int, tokens: Sequence[int]) -> None:
+            seen.append(index)
+            bench.engine.abort()
+
+        limits = [self.in_flight_tokens, 1, self.in_flight_tokens]
+        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, seed=1), None, ended)
+        assert found.aborted is not None
+        assert found.aborted.tolist() == [True, False, True]
+        assert seen == [1]
+
+    def test_what_fails_when_a_completion_ends_ends_the_call(self, bench: Bench):
+        """With the error as it was raised; nothing goes on, and the next call is like any other."""
+
+        def ended(index: int, tokens: Sequence[int]) -> None:
+            raise DataError("no room for it")
+
+        limits = [self.in_flight_tokens, 1, self.in_flight_tokens]
+        with pytest.raises(DataError, match=r"^no room for it$"):
+            bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, seed=1), None, ended)
+        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=8, seed=2))
+        assert found.lengths.tolist() == [8] * 3
+        assert found.aborted is None
+        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+
     def test_bad_requests_are_refused(self, bench: Bench):
         """With what is wrong; and the engine goes on."""
         wrong = [
