@@ -26,6 +26,7 @@ from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,8 @@ class Collector:
         kl_reward: the write path's KL penalty; rollouts already in the store are reported to it.
         hand_over: maps a version to the policy's weights, for an engine with its own copy; None if the engine samples
             with the policy's modules, or gets its weights elsewhere.
+        retrieve: of the write path; it scores completions as they end, beside sampling. None leaves them to the write
+            path. Only with a `CausalLMPolicy`, and a reference that is a model of its own.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -95,6 +98,7 @@ class Collector:
         seed: int,
         kl_reward: KLRewardTransform | None = None,
         hand_over: Callable[[int], Weights] | None = None,
+        retrieve: RetrieveLogProb | None = None,
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
@@ -104,6 +108,7 @@ class Collector:
         self.seed = seed
         self.kl_reward = kl_reward
         self.hand_over = hand_over
+        self.retrieve = retrieve
         self.stored = StoredGroups(buffer.store)
         """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -162,6 +167,11 @@ class Collector:
         ]
         if self.hand_over is not None and self.policy.engine.version != policy_version:
             self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
+        options: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        beside = None
+        if self.retrieve is not None:
+            beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
+            options["ended"] = beside.ended
         completions = self.policy.generate_ragged(
             prompt_ids,
             group_size=self.config.group_size,
@@ -169,7 +179,7 @@ class Collector:
             temperature=self.config.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
-            **({} if refresh is None else {"refresh": refresh}),
+            **options,
         )
         if completions.aborted is not None:
             raise EngineError(
@@ -180,21 +190,22 @@ class Collector:
         sampled = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
         texts = [decode_completion(self.policy.tokenizer, ids.tolist()) for ids in sampled]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
-        self.buffer.extend(
-            trajectories(
-                prompts,
-                prompt_ids,
-                completions,
-                texts,
-                grades,
-                cursors=cursors,
-                group_size=self.config.group_size,
-                policy_version=policy_version,
-                digests=digests,
-                sampled_by=self._sampled_by(),
-            ),
-            write=len(rows) == 0 or cut,  # otherwise the write path dropped part of it, and would again
+        batch = trajectories(
+            prompts,
+            prompt_ids,
+            completions,
+            texts,
+            grades,
+            cursors=cursors,
+            group_size=self.config.group_size,
+            policy_version=policy_version,
+            digests=digests,
+            sampled_by=self._sampled_by(),
         )
+        if beside is not None:
+            batch |= beside.columns(batch)
+        # Otherwise the write path dropped part of it, and would again.
+        self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)

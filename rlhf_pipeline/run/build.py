@@ -284,6 +284,7 @@ def build_parts(
                 seed=seed,
                 kl_reward=kl_reward,
                 hand_over=hand_over,
+                retrieve=retrieve if _scores_beside(pipeline, models) else None,
             ),
             learner=build_learner(
                 pipeline,
@@ -297,6 +298,17 @@ def build_parts(
             ),
             kl_reward=kl_reward,
         )
+
+
+def _scores_beside(pipeline: Pipeline, models: Models) -> bool:
+    """Return whether completions are scored with the reference while others are being sampled.
+
+    Slots on a CPU would only wait for it, and last bits would depend on the order in which completions end. The
+    reference of LoRA is the modules that sample, with their adapters off.
+    """
+    return isinstance(models.reference, TokenPolicy) and (
+        pipeline.collect.engine != "slots" or models.reference.device.type == "cuda"
+    )
 
 
 def open_storage(

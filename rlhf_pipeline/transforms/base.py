@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -208,18 +209,37 @@ def score(
     Returns:
         float32, flat, on the tokens' device.
     """
+    return placed(start_passes(model, tokens, scored, token_budget=token_budget, device=device), tokens, fill=fill)
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass that has been started.
+
+    Attributes:
+        rows: the trajectories in it, int64 `[B]`.
+        targets: the scored tokens, bool `[B, T]`, on the host.
+        scores: their log-probs, float `[B, T]`, where the model is.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    scores: Tensor
+
+
+def start_passes(
+    model: Scorer, tokens: Flat, scored: Tensor, *, token_budget: int, device: torch.device | None = None
+) -> list[Pass]:
+    """Start the passes that score tokens, without waiting for the device; arguments as in `score`."""
     lengths = tokens.lengths
     if lengths is None:
         raise DataError("token ids must be ragged or padded, one row per trajectory")
-    home = tokens.values.device
     if isinstance(model, TokenPolicy):
         device = None  # it plans its work on the host and moves the inputs itself
     elif device is None:
-        device = _device_of(model) or home
-    out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
+        device = device_of(model) or tokens.values.device
     starts = lengths.cumsum(0) - lengths
-    scores: list[Tensor] = []
-    places: list[tuple[Tensor, Tensor]] = []
+    passes: list[Pass] = []
     for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
         real = length_mask(lengths[rows])
         at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # index of each position in the ids
@@ -228,17 +248,29 @@ def score(
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
         given = [ids, real, targets]
-        scores.append(model.log_probs(*(given if device is None else upload(given, device))))
-        places.append((targets, at[targets]))
-    # The host prepares each pass while the device computes the one before, and waits once for all.
+        scores = model.log_probs(*(given if device is None else upload(given, device)))
+        passes.append(Pass(rows, targets, scores))
+    return passes
+
+
+def placed(passes: Sequence[Pass], tokens: Flat, *, fill: float) -> Tensor:
+    """Return the log-probs of all passes over these trajectories, float32, flat; `fill` where there is none."""
+    lengths, home = tokens.lengths, tokens.values.device
+    assert lengths is not None
+    out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
+    starts = lengths.cumsum(0) - lengths
+    scores = [one.scores for one in passes]
+    # The host prepared each pass while the device computed the one before, and waits once for all.
     scores = download(scores) if home.type == "cpu" else [found.to(home) for found in scores]
-    for found, (targets, index) in zip(scores, places, strict=True):
-        picked = found[targets].float()
+    for one, found in zip(passes, scores, strict=True):
+        index = (starts[one.rows, None] + torch.arange(found.shape[1]))[one.targets]
+        picked = found[one.targets].float()
         out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
     return out
 
 
-def _device_of(model: Any) -> torch.device | None:
+def device_of(model: Any) -> torch.device | None:
+    """Return the device of a module's parameters; None if there are none, or it is no module."""
     if isinstance(model, nn.Module):
         parameter = next(model.parameters(), None)
         return None if parameter is None else parameter.device

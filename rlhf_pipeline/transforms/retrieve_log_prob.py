@@ -1,26 +1,32 @@
-"""Reference log-probs, computed once per trajectory on the write path."""
+"""Reference log-probs, computed once per trajectory: on the write path, or beside sampling."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.data import Composite
 
-from rlhf_pipeline.data.keys import LOG_PROBS, REF_LOG_PROBS, TOKENS, Key
+from rlhf_pipeline.data.keys import LOG_PROBS, NUM_PROMPT_TOKENS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
-from rlhf_pipeline.errors import DefinitionError, MissingKeyError
+from rlhf_pipeline.errors import DefinitionError, EngineError, MissingKeyError
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
 from rlhf_pipeline.transforms.base import (
     ColumnTransform,
+    Pass,
     as_scorer,
     declare_per_token,
+    device_of,
     in_next,
-    score,
+    placed,
     scored_positions,
+    start_passes,
 )
 
 
@@ -149,17 +155,89 @@ class RetrieveLogProb(ColumnTransform):
         """Return the missing log-probs; unscored positions are NaN on the write path, otherwise 0."""
         fill, out = math.nan if writing else 0.0, dict[Key, Flat]()
         with torch.set_grad_enabled(not writing and not self.detach and torch.is_grad_enabled()):
-            if self.behaviour_model is not None and LOG_PROBS not in batch:
-                out[LOG_PROBS] = self._scores(batch, self.behaviour_model, fill)
             key = self._key(any(isinstance(name, tuple) and name[0] == "next" for name in batch))
-            if key not in batch:
-                out[key] = self._scores(batch, self.model, fill)
+            for name, model in ((LOG_PROBS, self.behaviour_model), (key, self.model)):
+                if model is not None and name not in batch:
+                    passes, tokens = self.start(batch, model)
+                    out[name] = Flat(placed(passes, tokens, fill=fill), tokens.lengths)
         return out
 
-    def _scores(self, batch: Trajectories, model: Any, fill: float) -> Flat:
+    def start(self, batch: Trajectories, model: Any) -> tuple[list[Pass], Flat]:
+        """Start scoring trajectories, without waiting for the device; return the passes, and the token ids."""
         tokens = per_token(batch, TOKENS)
         if tokens is None:
             raise MissingKeyError(f"the batch has no token ids under {TOKENS!r}")
         scored = scored_positions(batch, tokens, self.assistant_only)
-        values = score(model, tokens, scored, token_budget=self.token_budget, fill=fill, device=self.device)
-        return Flat(values, tokens.lengths)
+        return start_passes(model, tokens, scored, token_budget=self.token_budget, device=self.device), tokens
+
+
+class ScoringBeside:
+    """Scores the completions of one rollout with the reference as they end, while others are still being sampled.
+
+    A pass starts when the token budget of the transform is full. On CUDA passes run on a stream of their own: they need
+    arithmetic, and decode steps memory. The host waits for all passes at once, in `columns`.
+
+    The two streams share nothing but the reference's weights, which do not change during a rollout: inputs and results
+    of a pass are allocated, used and copied to the host on its own stream. So if sampling fails, nobody needs to wait.
+
+    Args:
+        retrieve: of the write path, which leaves trajectories that have reference log-probs alone.
+        prompts: token ids of the rollout's prompts.
+        group_size: completions per prompt.
+    """
+
+    def __init__(self, retrieve: RetrieveLogProb, prompts: Sequence[Sequence[int]], group_size: int) -> None:
+        self._retrieve, self._prompts, self._group_size = retrieve, prompts, group_size
+        self._waiting: list[tuple[int, int, Tensor]] = []
+        self._longest = 0
+        self._passes: list[Pass] = []
+        device = device_of(retrieve.model)
+        self._stream = None if device is None else stream_beside(device)
+        if self._stream is not None:
+            # The weights may have moved on the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def ended(self, index: int, tokens: Sequence[int]) -> None:
+        """Take a completion that has ended; see `Ended`."""
+        prompt = self._prompts[index // self._group_size]
+        row = torch.tensor([*prompt, *tokens])
+        if max(self._longest, len(row)) * (len(self._waiting) + 1) > self._retrieve.token_budget:
+            self._start()
+        self._waiting.append((index, len(prompt), row))
+        self._longest = max(self._longest, len(row))
+
+    def columns(self, batch: Trajectories) -> dict[Key, Flat]:
+        """Return the log-probs of the rollout's trajectories, which hold all its completions in sequence.
+
+        Raises:
+            EngineError: the engine did not pass on every completion.
+        """
+        self._start()
+        tokens, scored = per_token(batch, TOKENS), sum(len(one.rows) for one in self._passes)
+        if tokens is None or scored != batch.n:
+            raise EngineError(
+                f"the engine passed on {scored} of {batch.n} completions when they ended, so the others have no "
+                "reference log-probs; none of the rollout was stored. Its `generate` must call `ended` for each."
+            )
+        with torch.cuda.stream(self._stream):
+            values = placed(self._passes, tokens, fill=math.nan)
+        return {self._retrieve._key(has_next=True): Flat(values, tokens.lengths)}
+
+    def _start(self) -> None:
+        """Start scoring the completions that wait."""
+        if not self._waiting:
+            return
+        indices, prompts, rows = zip(*self._waiting, strict=True)
+        self._waiting, self._longest = [], 0
+        tokens = Flat(torch.cat(rows), torch.tensor([len(row) for row in rows]))
+        batch = Trajectories(len(rows), {TOKENS: tokens, NUM_PROMPT_TOKENS: Flat(torch.tensor(prompts))})
+        # The slots are in inference mode, and a model must not keep a tensor of it.
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
+            for one in self._retrieve.start(batch, self._retrieve.model)[0]:
+                self._passes.append(Pass(torch.tensor(indices)[one.rows], one.targets, one.scores))
+
+
+@cache
+def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream for passes beside the decode steps; one per device, as freed memory stays with its stream."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

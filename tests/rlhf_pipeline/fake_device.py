@@ -1,7 +1,9 @@
 """A CUDA device that is none, for checks of sampling and learning.
 
 Tensors say that they are on it and hold CPU data; what a real one would make of a call is written down: operations
-that it refuses, and times at which the host waits for it. To C++ the tensors are on the CPU, since a build without CUDA
+that it refuses, and times at which the host waits for it. Streams are queues that wait for each other only where told,
+and memory belongs to the stream that it was allocated on: a tensor that another one uses is refused, and of weights
+those that it may find half-written. To C++ the tensors are on the CPU, since a build without CUDA
 holds no others; values are real, so code that branches on them runs as it would.
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -91,10 +94,61 @@ _CPU_FORMS = {
 }
 
 
+class FakeStream:
+    """Counts its kernels, and how many of every other stream's come before its next one."""
+
+    current: FakeStream
+    every: list[FakeStream] = []  # noqa: RUF012
+
+    def __init__(self, device: Any = CUDA) -> None:
+        if torch.device(device) != CUDA:
+            note("refused", f"a stream of {device}")
+        self.kernels = 0
+        self.after: dict[FakeStream, int] = {}
+        FakeStream.every.append(self)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        for stream, count in {**other.after, other: other.kernels}.items():
+            self.after[stream] = max(count, self.after.get(stream, 0))
+
+    def uses(self, what: str, tensors: list[OnDevice], written: list[OnDevice]) -> None:
+        """Queue a kernel."""
+        self.kernels += 1
+        for tensor in tensors:
+            if tensor.stream is not self and not tensor.is_weight:
+                note("refused", f"{what} of a tensor of another stream")
+            self._comes_after(f"{what} of what another stream may still write", [tensor.written])
+            tensor.read[self] = self.kernels
+        for tensor in written:
+            self._comes_after(f"{what} into what another stream may still read", list(tensor.read.items()))
+            tensor.written, tensor.read = (self, self.kernels), {}
+
+    def _comes_after(self, fault: str, uses: list[tuple[FakeStream, int]]) -> None:
+        if any(by is not self and count > self.after.get(by, 0) for by, count in uses):
+            note("refused", fault)
+
+    @staticmethod
+    @contextmanager
+    def made_current(stream: FakeStream | None) -> Iterator[None]:
+        before = FakeStream.current
+        FakeStream.current = stream or before
+        try:
+            yield
+        finally:
+            FakeStream.current = before
+
+
+FakeStream.current = FakeStream()
+
+
 class OnDevice(Tensor):
     """A CPU tensor that says it is on a CUDA device."""
 
     held: Tensor
+    stream: FakeStream
+    written: tuple[FakeStream, int]
+    read: dict[FakeStream, int]
+    is_weight: bool
 
     @staticmethod
     def __new__(cls, real: Tensor, requires_grad: bool = False) -> OnDevice:
@@ -108,6 +162,8 @@ class OnDevice(Tensor):
             requires_grad=requires_grad,
         )
         made.held = real
+        made.stream, made.is_weight = FakeStream.current, False
+        made.written, made.read = (made.stream, made.stream.kernels), {}
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -141,6 +197,8 @@ class OnDevice(Tensor):
         by_mask = indexed and any(isinstance(i, Tensor) and i.dtype is torch.bool for i in tree_leaves(args[1]))
         if name in _WAITS or by_mask or func is torch.ops.aten.repeat_interleave.Tensor:
             note("wait", name)
+        there = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        FakeStream.current.uses(name, there, [t for t in there[:1] if t is args[0] and name.endswith("_")])
         if func in _CPU_FORMS:
             for seen in _active:
                 seen.kernels[name.rpartition("::")[2]] += 1
@@ -156,6 +214,7 @@ def _real(tree: Any) -> Any:
 
 def to_device(module: nn.Module) -> nn.Module:
     """Put the parameters and buffers of a module there, in place; tied ones stay tied."""
+    FakeStream.current.kernels += 1
     moved: dict[int, Tensor] = {}
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -163,6 +222,7 @@ def to_device(module: nn.Module) -> nn.Module:
                 if tensor is not None:
                     made = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone(), tensor.requires_grad))
                     made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+                    made.is_weight = True  # type: ignore[attr-defined]
                     store[name] = made  # type: ignore[assignment]
     return module
 
@@ -207,6 +267,9 @@ class FakeDevice(TorchFunctionMode):
         for owner, name, found in (
             (torch._C, "_InferenceMode", no_inference_mode),
             (torch.cuda, "synchronize", self._synchronized),
+            (torch.cuda, "Stream", FakeStream),
+            (torch.cuda, "stream", FakeStream.made_current),
+            (torch.cuda, "current_stream", lambda device=None: FakeStream.current),
             (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
             (torch.cuda, "max_memory_allocated", lambda *_: 0),
             (torch.cuda, "get_device_name", lambda *_: "none"),
@@ -250,6 +313,8 @@ class FakeDevice(TorchFunctionMode):
         if device is None or torch.device(device) != CUDA:
             note("refused", "synchronize of another device")
         self._unread = False
+        for stream in FakeStream.every:
+            stream.after = {other: other.kernels for other in FakeStream.every}
 
     def _again(self, function: Any, *args: Any) -> Any:
         super().__enter__()
@@ -273,6 +338,7 @@ class FakeDevice(TorchFunctionMode):
                 note("wait", "a blocking copy to the device")
             tensor = OnDevice(tensor.detach().clone())
         elif target.type == "cpu" and isinstance(tensor, OnDevice):
+            FakeStream.current.uses("a copy to the host", [tensor], [])
             if waits:
                 note("wait", "a copy to the host")
             self._unread = not waits

@@ -220,11 +220,6 @@ class Rollout:
         self.out_log_probs.append(log_probs)
         self.out_versions.append(self.engine.version)
 
-    def end(self, rows: Int64Array, stopped: npt.NDArray[np.bool_]) -> None:
-        """Note that these completions have ended, with an end token where `stopped`."""
-        self.stopped[rows[stopped]] = True
-        self.unreported += rows.tolist()
-
     def report(self) -> None:
         """Pass on the completions that have ended; called where the host would wait for the device next."""
         rows, self.unreported = self.unreported, []

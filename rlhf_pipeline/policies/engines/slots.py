@@ -212,7 +212,8 @@ class _Ragged(Rollout):
         stopped = self.is_end[tokens]
         done = stopped | (sampled >= self.limits[rows])
         if done.any():
-            self.end(rows[done], stopped[done])
+            self.stopped[rows[stopped]] = True
+            self.unreported += rows[done].tolist()
         # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
         changed = self.give_way()
         if self.must_end():

@@ -444,7 +444,8 @@ class StaticRun(Rollout):
             self.sampled[slots] += 1
             stopped = self.is_end[drawn]
             done = stopped | (self.sampled[slots] >= self.limits[rows])
-            self.end(rows[done], stopped[done])
+            self.stopped[rows[stopped]] = True
+            self.unreported += rows[done].tolist()
             # The token that ends a completion is not fed.
             self.stored[slots[~done]] += 1
             self.owner[slots[done]] = -1

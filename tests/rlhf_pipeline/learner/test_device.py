@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, mask_form
-from tests.rlhf_pipeline.fake_device import FakeDevice, OnDevice, to_device
+from rlhf_pipeline.transforms import base, retrieve_log_prob
+from rlhf_pipeline.transforms.retrieve_log_prob import stream_beside
+from tests.rlhf_pipeline.fake_device import FakeDevice, FakeStream, OnDevice, to_device
 from tests.rlhf_pipeline.small import trajectory
 
 LAYOUTS = ["auto", "padded", "packed", "prefix_shared"]
@@ -61,6 +63,16 @@ def policy_of(layout: str = "padded", *, dtype: torch.dtype = torch.float32) -> 
     policy.model.to(dtype)
     policy.scoring_layout = layout
     return policy
+
+
+def on_the_first_stream(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whatever stream is current."""
+
+    def called(*args: Any, **named: Any) -> Any:
+        with FakeStream.made_current(FakeStream.every[0]):
+            return function(*args, **named)
+
+    return called
 
 
 def host_waits(seen: FakeDevice) -> Counter[tuple[str, str]]:
@@ -298,42 +310,86 @@ def test_a_batch_on_the_device_comes_back_once():
     assert host_waits(seen) == {("policies/_scoring.py", "a copy to the host"): 1}, seen.events
 
 
-def test_collecting_waits_at_the_looks_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait."""
-    monkeypatch.setattr("rlhf_pipeline.policies.engines.static.graphs_of", lambda device: None)
-    stores = []
-    for place in ("here", "there"):
-        policy, reference = policy_of(), policy_of()
-        buffer = TrajectoryReplayBuffer(
-            storage=tmp_path / place, transform=Compose(MCAdvantage(4), RetrieveLogProb(reference))
-        )
-        collector = Collector(
-            policy=policy,
-            prompts=CopyDigits(num_digits=2),
-            reward=token_match,
-            buffer=buffer,
-            config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=LOOK_EVERY),
-            seed=0,
-        )
-        policy.generate_groups([[1]], max_new_tokens=1, seed=0)  # the engine looks at the model once
-        stores.append(buffer)
-        if place == "here":
-            collector.collect(0, policy_version=0)
-            continue
-        mask_form(policy._parts)
+def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded") -> tuple[dict[str, Any], FakeDevice]:
+    """The trajectories of a rollout of two looks, collected on the device or on the CPU, and what was seen there."""
+    policy, reference = policy_of(), policy_of(layout)
+    retrieve = RetrieveLogProb(reference, token_budget=64)
+    buffer = TrajectoryReplayBuffer(storage=folder, transform=Compose(MCAdvantage(4), retrieve))
+    collector = Collector(
+        policy=policy,
+        prompts=CopyDigits(num_digits=2),
+        reward=token_match,
+        buffer=buffer,
+        config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=2 * LOOK_EVERY),
+        seed=0,
+        retrieve=retrieve if beside else None,
+    )
+    policy.generate_groups([[1]], max_new_tokens=1, seed=0)  # the engine looks at the model once
+    mask_form(policy._parts)
+    some = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+    reference.log_probs(some, torch.ones_like(some))  # and so does the layout
+    seen = FakeDevice()
+    if there:
         for model in (policy.model, reference.model):
             to_device(model)
-        with FakeDevice() as seen:
+        with seen:
             collector.collect(0, policy_version=0)
-    one, other = (made.store.read(made.store.ids()) for made in stores)
-    assert [row.tolist() for row in one["input_ids"]] == [row.tolist() for row in other["input_ids"]]
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.add_(1)
+    else:
+        collector.collect(0, policy_version=0)
+    rows = buffer.store.read(buffer.store.ids())
+    buffer.trajectories.close()
+    return rows, seen
+
+
+@pytest.fixture
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fake device has streams, and no graphs."""
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.static.graphs_of", lambda device: None)
+    stream_beside.cache_clear()
+    yield
+    stream_beside.cache_clear()
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize(("beside", "layout"), [(False, "padded"), *((True, layout) for layout in LAYOUTS)])
+def test_collecting_waits_at_the_looks_of_the_engine(beside: bool, layout: str, tmp_path: Path):
+    """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait.
+
+    The passes of the reference wait for nobody either, on the stream of sampling or beside it; and the weights may move
+    after the rollout.
+    """
+    here, _ = rollout_of(tmp_path / "here", there=False, beside=False)
+    there, seen = rollout_of(tmp_path / "there", there=True, beside=beside, layout=layout)
+    assert [row.tolist() for row in here["input_ids"]] == [row.tolist() for row in there["input_ids"]]
+    for own, other in zip(here["ref_log_probs"], there["ref_log_probs"], strict=True):
+        assert own == pytest.approx(other, abs=1e-5, nan_ok=True)
     assert seen.total("refused") == 0, seen.events
     assert host_waits(seen) == {
-        ("policies/engines/static.py", "a copy to the host"): 1,
+        ("policies/engines/static.py", "a copy to the host"): 2,
         ("data/upload.py", "synchronize"): 1,
     }, seen.events
-    for made in stores:
-        made.trajectories.close()
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "told"),
+    [
+        (FakeStream, "wait_stream", lambda stream, other: None, "of what another stream may still write"),
+        (retrieve_log_prob, "placed", on_the_first_stream(retrieve_log_prob.placed), "of a tensor of another stream"),
+        (base, "download", lambda tensors: [t.held for t in tensors], "into what another stream may still read"),
+    ],
+    ids=["weights that may still move", "results of another stream", "nobody waits"],
+)
+def test_faults_between_streams_are_found(
+    owner: Any, name: str, fault: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What scoring beside sampling keeps away, put in."""
+    monkeypatch.setattr(owner, name, fault)
+    _, seen = rollout_of(tmp_path / "store", there=True, beside=True)
+    assert any(kind == "refused" and what.endswith(told) for kind, what, _ in seen.events), seen.events
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,16 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY, trajectory_schema
 from rlhf_pipeline.cli import main
+from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.errors import DefinitionError, EngineError
-from rlhf_pipeline.run.build import open_storage
+from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.build import build_models, build_parts, open_storage
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.fake_device import to_device
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 from trajectory_store import TrajectoryStore
 
@@ -97,6 +100,46 @@ def test_a_run_samples_with_a_server(server: FakeVLLM, tmp_path: Path, capsys: p
     ]
     assert main(["show", str(tmp_path / "run")]) == 0
     assert f"  sampled by {server.address} at temperature 0.8, processed log-probs\n" in capsys.readouterr().out
+
+
+def test_a_run_with_a_server_scores_with_the_reference_meanwhile(server: FakeVLLM, tmp_path: Path):
+    """Each sampled token has the log-prob of the first weights, which are the policy's own in the first rollout."""
+    pipeline = override(digits(server.address, 3), "write.kl_coef", "0.1")
+    assert run(pipeline, run_dir=tmp_path / "run").steps == 3
+    check_store(tmp_path / "run", 3)
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        names = ("ref_log_probs", "log_probs", "assistant_mask")
+        reference, policy, sampled = (store.read_ragged(name, store.ids()).values for name in names)
+        first = int(store.read_ragged("log_probs", store.ids()[: PROMPTS * GROUP]).lengths.sum())
+    assert (np.isfinite(reference) == sampled.astype(bool)).all()
+    gap = np.abs(reference - policy)
+    assert np.nanmax(gap[:first]) < 1e-5
+    assert np.nanmax(gap[first:]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cuda", "beside"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"collect.engine": "http://a:1"}, False, True),
+        ({"collect.engine": "vllm"}, False, True),
+        ({"policy.lora_rank": "2"}, False, False),
+        ({"write.kl_coef": "0", "collect.engine": "http://a:1"}, False, False),
+    ],
+)
+def test_where_the_reference_scores_beside_sampling(
+    changes: dict[str, str], on_cuda: bool, beside: bool, tmp_path: Path
+):
+    """Where it helps; and never with slots on a CPU, whose runs are the same bit for bit."""
+    pipeline = override_all(digits("slots", 1), [("write.kl_coef", "0.1"), *changes.items()])
+    models = build_models(pipeline, seed=0, device="cpu")
+    if on_cuda:
+        assert isinstance(models.reference, TokenPolicy)
+        to_device(models.reference.model)
+    (run_dir := tmp_path / "run").mkdir()
+    with build_parts(pipeline, models, run=RunFolder(run_dir), seed=0) as parts:
+        assert (parts.collector.retrieve is not None) == beside
 
 
 @pytest.mark.parametrize(
