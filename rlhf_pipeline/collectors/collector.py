@@ -65,8 +65,8 @@ class Collector:
         kl_reward: the write path's KL penalty; rollouts already in the store are reported to it.
         hand_over: maps a version to the policy's weights, for an engine with its own copy; None if the engine samples
             with the policy's modules, or gets its weights elsewhere.
-        retrieve: of the write path; it scores completions as they end, beside sampling. None leaves them to the write
-            path. Only with a `CausalLMPolicy`, and a reference that is a model of its own.
+        retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
+            only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
