@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -157,11 +155,14 @@ class Rollout:
         """The first completion that has not started."""
         self.batches: list[Prefilled] = []
         self.prefilled_up_to = 0
-        self.sampled_ids = [array("q") for _ in range(self.count)]
-        """The tokens of each completion so far."""
+        self.num_sampled = np.zeros(self.count, dtype=np.int64)
+        """The number of tokens of each completion so far."""
+        self.sampled_ids = np.zeros((self.count, 0), dtype=np.int32)
+        self.sampled_log_probs = np.zeros((self.count, 0), dtype=np.float32)
+        """Of each completion, with room for more tokens: `[N, W]`."""
         self.out_rows: list[Int64Array] = []
-        self.out_log_probs: list[npt.NDArray[np.float32]] = []
         self.out_versions: list[int | None] = []
+        """Per step, the completions that got a token, and the version of the weights."""
         self.unreported: list[int] = []
         """Completions that have ended since the last `report`."""
         self.stopped = np.zeros(self.count, dtype=np.bool_)
@@ -173,17 +174,16 @@ class Rollout:
 
     def completions(self) -> RaggedCompletions:
         """Return the sampled completions, in the order of the request."""
-        flat = np.concatenate(self.out_rows)
-        order = np.argsort(flat, kind="stable")
-        lengths = np.bincount(flat, minlength=self.count).astype(np.int64)
-        spans = None
+        lengths, spans = self.num_sampled, None
         # If the version was first set during the call, it is unknown for earlier tokens.
         if None not in self.out_versions:
             versions = np.repeat(np.array(self.out_versions, np.int64), [len(part) for part in self.out_rows])
+            order = np.argsort(np.concatenate(self.out_rows), kind="stable")
             spans = VersionSpans.of_tokens(versions[order], lengths)
+        sampled = np.arange(self.sampled_ids.shape[1]) < lengths[:, None]
         return RaggedCompletions(
-            token_ids=np.fromiter(chain.from_iterable(self.sampled_ids), np.int64, len(flat)),
-            log_probs=np.concatenate(self.out_log_probs)[order],
+            token_ids=self.sampled_ids[sampled].astype(np.int64),
+            log_probs=self.sampled_log_probs[sampled],
             lengths=lengths,
             prompt_index=self.prompt_of,
             member=self.member_of,
@@ -208,16 +208,20 @@ class Rollout:
         """
         if not np.isfinite(log_probs).all():
             bad = int(rows[int((~np.isfinite(log_probs)).argmax())])
-            at = len(self.sampled_ids[bad])
             raise DataError(
-                f"The model's logits are not finite at token {at} of a completion of prompt {self.prompt_of[bad]}. "
-                "Its weights have diverged or overflow their dtype: load an earlier checkpoint, lower the learning "
-                "rate, or use float32."
+                f"The model's logits are not finite at token {self.num_sampled[bad]} of a completion of prompt "
+                f"{self.prompt_of[bad]}. Its weights have diverged or overflow their dtype: load an earlier "
+                "checkpoint, lower the learning rate, or use float32."
             )
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            self.sampled_ids[row].append(token)
+        at, room = self.num_sampled[rows], self.sampled_ids.shape[1]
+        if len(at) and at.max() >= room:
+            more = ((0, 0), (0, max(room, 64)))
+            self.sampled_ids = np.pad(self.sampled_ids, more)
+            self.sampled_log_probs = np.pad(self.sampled_log_probs, more)
+        self.sampled_ids[rows, at] = tokens
+        self.sampled_log_probs[rows, at] = log_probs
+        self.num_sampled[rows] = at + 1
         self.out_rows.append(rows)
-        self.out_log_probs.append(log_probs)
         self.out_versions.append(self.engine.version)
 
     def report(self) -> None:
@@ -225,7 +229,7 @@ class Rollout:
         rows, self.unreported = self.unreported, []
         if self.ended is not None:
             for row in rows:
-                self.ended(row, self.sampled_ids[row])
+                self.ended(row, self.sampled_ids[row, : self.num_sampled[row]].tolist())
 
     def give_way(self) -> bool:
         """Let other threads change the weights, and wait until they are done; True if the weights may have changed."""
@@ -310,7 +314,7 @@ class Rollout:
             for i, completion in enumerate(completions[part].tolist()):
                 prompt, length = self.prompts[int(self.prompt_of[completion])], int(lengths[first + i])
                 ids[i, : len(prompt)] = prompt
-                ids[i, len(prompt) : length] = self.sampled_ids[completion][: length - len(prompt)]
+                ids[i, len(prompt) : length] = self.sampled_ids[completion, : length - len(prompt)]
             out.append((part, *self._prefilled(ids, lengths[part])))
         return out
 
