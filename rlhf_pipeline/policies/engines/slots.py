@@ -106,18 +106,18 @@ class SlotEngine:
         )
         if request.count == 0:
             return RaggedCompletions.none(versioned=refresh is not None or self.version is not None)
-        form = mask_form(self.parts) if self._wants_static() else None
-        if form is None and self.decode == "static":
+        masks = mask_form(self.parts) if self._wants_static() else None
+        if masks is None and self.decode == "static":
             raise DefinitionError(
                 f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
             )
         with self.gate:
             if refresh is not None:
                 self.version = refresh.version
-            if form is None:
+            if masks is None:
                 run: Rollout = _Ragged(self, request, limits=limits, refresh=refresh, ended=ended)
             else:
-                run = StaticRun(self, request, form=form, limits=limits, refresh=refresh, ended=ended)
+                run = StaticRun(self, request, masks=masks, limits=limits, refresh=refresh, ended=ended)
             while run.step():
                 pass
             run.report()

@@ -1,19 +1,20 @@
 """Decoding with steps of one shape, entirely on the device, so that a CUDA graph can hold them.
 
 On a GPU a decode step is short and has many kernels: most of the time goes to the host, which launches each kernel and
-reads every token. Here the host reads once in several tokens. The state of S slots over a window of W columns consists
+reads every token. Here the host reads once in several tokens. The state of S slots, M to a row of W columns, consists
 of tensors at fixed addresses:
 
-    cache      2 x [S, key heads, W, head dim] per layer; column c of a slot holds its c-th token
-    hidden     [S, H]      last hidden state                 key     int64 [S]   key of the slot's random numbers
-    used       int64 [S]   tokens in the cache               count   int64 [S]   tokens sampled so far
-    limit      int64 [S]   most tokens                       live    bool  [S]
+    cache      2 x [S / M, key heads, W, head dim] per layer   marks   int32 [S / M, W]   see `slot_columns`
+    hidden     [S, H]      last hidden state                   key     int64 [S]   key of the slot's random numbers
+    used       int64 [S]   tokens in the cache                 count   int64 [S]   tokens sampled so far
+    limit      int64 [S]   most tokens                         live    bool  [S]
     tokens, log_probs      [S, K]  of the last K steps; a token of -1 where a slot was not live
+    ahead      int64 [S, K]  the columns for the tokens of these steps
 
 A step applies the head, samples with numbers made on the device, marks ended completions, and feeds S tokens. No shape
 depends on data, and nothing leaves the device, so on CUDA it is captured as a graph, one per number of slots and
 columns: both are among a few numbers, or the maximum, as small as the live completions allow. After at most K steps,
-the host reads the sampled tokens with one copy, replaces weights, and fills free slots.
+the host reads the sampled tokens with one copy, replaces weights, fills free slots, and gives the next tokens columns.
 
 State and graphs outlive a call: an engine keeps those of the largest. A graph holds the addresses of the weights, so
 it serves all weights that are copied into the same tensors, and is dropped when a tensor is replaced.
@@ -28,11 +29,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from rlhf_pipeline.policies.engines.cache_check import first_right, probe
@@ -40,6 +45,7 @@ from rlhf_pipeline.policies.engines.protocol import Int64Array
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, sample_rows
 from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache, prefill
+from rlhf_pipeline.policies.engines.slot_columns import MOST_MEMBERS, PARKED, Columns, balanced, rows_of, tokens_of
 from rlhf_pipeline.policies.model_parts import ModelParts
 
 logger = logging.getLogger(__name__)
@@ -50,9 +56,18 @@ LOOK_EVERY: Final = 16
 MaskForm = Literal["full", "near", "by_kind"]
 """The form in which a trunk takes ready-made masks: one, one with the sliding window, or a dict by kind of layer."""
 
+
+@dataclass(frozen=True)
+class Masks:
+    """How a trunk takes its masks, and whether slots may share rows: its attention is then PyTorch's own."""
+
+    form: MaskForm
+    shared: bool
+
+
 _FEWEST_COLUMNS = 64
 _Places = list[tuple[int, torch.dtype]]
-_forms: weakref.WeakKeyDictionary[nn.Module, MaskForm | None] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, Masks | None] = weakref.WeakKeyDictionary()
 _capturing = threading.Lock()
 """A process captures one graph at a time."""
 
@@ -100,11 +115,10 @@ class _StaticLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
-        keys, values = self.storage(key_states, value_states, owner.num_slots, owner.window)
-        rows, column = owner.rows[: owner.size], owner.column[: owner.size]
-        keys[rows, :, column] = key_states[:, :, 0]
-        values[rows, :, column] = value_states[:, :, 0]
-        return keys[: owner.size, :, : owner.columns], values[: owner.size, :, : owner.columns]
+        keys, values = self.storage(key_states, value_states, owner.num_rows, owner.width)
+        keys[owner.row, :, owner.column] = key_states[:, :, 0]
+        values[owner.row, :, owner.column] = value_states[:, :, 0]
+        return keys[: owner.rows, :, : owner.columns], values[: owner.rows, :, : owner.columns]
 
     def get_seq_length(self) -> int:
         return 0
@@ -113,47 +127,85 @@ class _StaticLayer(CacheLayer):
         return self.owner.columns, 0
 
 
+class _SharedRows(TorchFunctionMode):
+    """Lets the slots of a row attend to it in one call; in this thread, within the context.
+
+    A model calls PyTorch's attention with the queries of S slots, and the keys and masks of the rows that they share.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self._attended if func is scaled_dot_product_attention else func
+        return call(*args, **(kwargs or {}))
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        # A slot has one query, or, where heads share keys, one per head.
+        split = (len(query) // self._rows, query.shape[2])
+        by_row = query.unflatten(0, (-1, self._rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        bias = self._bias(attn_mask, query)
+        out = scaled_dot_product_attention(by_row, key, value, attn_mask=bias, **options)
+        return out.unflatten(2, split).permute(2, 0, 1, 3, 4).flatten(0, 1)
+
+    def _bias(self, mask: Tensor, query: Tensor) -> Tensor:
+        """Return a mask `[rows, 1, M, columns]` as numbers to add to scores, once per query, made once per step."""
+        if id(mask) not in self._biases:
+            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            # The mask is kept too, so that no other gets its id.
+            self._biases[id(mask)] = mask, bias[:, :, :, None].expand(-1, -1, -1, query.shape[2], -1).flatten(2, 3)
+        return self._biases[id(mask)][1]
+
+
 class StaticSlots(Cache):
     """The state above, and the step over it.
 
     Args:
         parts: trunk and head of the model.
-        form: how the trunk takes its mask.
+        masks: how the trunk takes its masks.
         num_slots: S.
-        window: W; one more than the longest completion with its prompt: slots that are not live write to the last
-            column.
+        num_rows: S / M.
+        window: W / M; one more than the longest completion with its prompt.
         look_every: K.
 
     Attributes:
         size: how many slots a step computes, from the first on.
+        rows: how many rows they share.
         columns: how many columns it reads, from the first on.
     """
 
     def __init__(
         self,
         parts: ModelParts,
-        form: MaskForm,
+        masks: Masks,
         *,
         num_slots: int,
+        num_rows: int,
         window: int,
         look_every: int,
     ) -> None:
         self.static_layers = [_StaticLayer(self) for _ in range(parts.num_layers)]
         super().__init__(layers=[*self.static_layers])
         self.parts = parts
-        self.form: MaskForm = form
+        self.form = masks.form
         self.num_slots = self.size = num_slots
-        self.window = self.columns = window
+        self.num_rows = self.rows = num_rows
+        self.members, self.window = num_slots // num_rows, window
+        self.width = self.columns = self.members * window
         self.temperature = 1.0
         self.sliding = _sliding_window(parts)
         self.additive = getattr(_config(parts), "_attn_implementation", None) == "eager"
         self.weight = parts.sampling_weight()
         device = self.device = self.weight.device
         self.is_end = torch.zeros(len(self.weight), dtype=torch.bool, device=device)
-        self.rows = torch.arange(num_slots, device=device)
-        self.all_columns = torch.arange(window, device=device)
-        self.used, self.key, self.count, self.limit, self.column = (
-            torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(5)
+        self.slots = torch.arange(num_slots, device=device)
+        self.marks = torch.zeros(num_rows * self.width, dtype=torch.int32, device=device)
+        self.ahead = torch.zeros((num_slots, look_every), dtype=torch.int64, device=device)
+        self.row = self.column = self.slots  # of the slots' tokens in a step
+        self.used, self.key, self.count, self.limit = (
+            torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(4)
         )
         self.live = torch.zeros(num_slots, dtype=torch.bool, device=device)
         hidden = parts.head.weight
@@ -172,7 +224,7 @@ class StaticSlots(Cache):
 
     def begin(self, *, size: int, is_end: Tensor, temperature: float) -> None:
         """Start a call on `size` free slots. What its slots hold from an earlier one is never seen."""
-        self.size = size
+        self.size, self.rows = size, rows_of(size, self.members)
         self.live.fill_(False)
         self.is_end.copy_(is_end)
         self.weight = self.parts.sampling_weight()
@@ -189,30 +241,34 @@ class StaticSlots(Cache):
             tokens, log_probs = sample_rows(logits, device_uniforms(self.key[:size], count), self.temperature)
         self.tokens[:size].index_copy_(1, self.turn, torch.where(live, tokens, -1)[:, None])
         self.log_probs[:size].index_copy_(1, self.turn, log_probs[:, None])
-        self.turn.add_(1)
         count.add_(live)
         live.logical_and_(~self.is_end[tokens] & (count < self.limit[:size]))
         self.feed(tokens)
 
     def feed(self, tokens: Tensor) -> None:
         """Run one token of each slot, int64 `[size]`, through the trunk; results of dead slots are ignored."""
-        size, columns = self.size, self.columns
-        live, used = self.live[:size], self.used[:size]
-        column = torch.where(live, used, self.window - 1)
-        self.column[:size].copy_(column)
-        # A slot that is not live sees its first column only: a fully masked row would be NaN.
-        place, lives = self.all_columns[:columns], live[:, None]
-        mask = (place <= column[:, None]) & (lives | (place == 0))
-        near = mask if self.sliding is None else mask & ((place > column[:, None] - self.sliding) | ~lives)
-        hidden = self.parts.hidden(
-            input_ids=tokens[:, None],
-            position_ids=torch.where(live, used, 0)[:, None],
-            attention_mask=self._shaped(mask, near),
-            cache=self,
-            use_cache=True,
-        )
+        size, rows, columns = self.size, self.rows, self.columns
+        live, used, slots = self.live[:size], self.used[:size], self.slots[:size]
+        ahead = self.ahead[:size].index_select(1, self.turn)[:, 0]
+        self.row, self.column = slots % rows, torch.where(live, ahead, 0)
+        # A slot that is not live sees the first column only: a fully masked row would be NaN.
+        first = (slots // rows * self.window).int()
+        last = torch.where(live, first + used.int(), PARKED).view(-1, rows, 1)
+        first = torch.where(live, first, PARKED).view(-1, rows, 1)
+        marks = self.marks[: rows * columns].view(rows, columns)
+        mask = (marks >= first) & (marks <= last)
+        near = mask if self.sliding is None else mask & (marks > last - self.sliding)
+        with _SharedRows(rows) if size > rows else nullcontext():
+            hidden = self.parts.hidden(
+                input_ids=tokens[:, None],
+                position_ids=torch.where(live, used, 0)[:, None],
+                attention_mask=self._shaped(mask, near),
+                cache=self,
+                use_cache=True,
+            )
         self.hidden[:size].copy_(hidden[:, 0])
         used.add_(live)
+        self.turn.add_(1)
 
     def _shaped(self, mask: Tensor, near: Tensor) -> Any:
         """Return ready-made masks in the form that the trunk takes.
@@ -223,21 +279,21 @@ class StaticSlots(Cache):
             dtype = self.hidden.dtype
             low = torch.finfo(dtype).min
             mask, near = (torch.zeros_like(m, dtype=dtype).masked_fill_(~m, low) for m in (mask, near))
-        full, sliding = mask[:, None, None], near[:, None, None]
+        full, sliding = (m.transpose(0, 1)[:, None] for m in (mask, near))
         if self.form == "by_kind":
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding if self.form == "near" else full
 
-    def advance(self, steps: int, *, columns: int) -> None:
-        """Take steps without waiting for them on the host.
-
-        Args:
-            steps: at most K.
-            columns: how many the longest live slot needs by the last step.
-        """
+    def look_ahead(self, marks: Tensor, ahead: Tensor) -> None:
+        """Set the marks of the columns that steps read, int32 `[rows, columns]`, and the columns that they write."""
+        self.columns = marks.shape[1]
+        self.marks[: marks.numel()].copy_(marks.flatten())
+        self.ahead[: self.size, : ahead.shape[1]].copy_(ahead)
         self.turn.zero_()
+
+    def advance(self, steps: int) -> None:
+        """Take at most K steps without waiting for them on the host."""
         self.tokens[: self.size].fill_(-1)
-        self.columns = min(self.window, _few_columns(columns))
         for _ in range(steps):
             replay = self.replays.get((self.size, self.columns))
             if replay is not None:
@@ -256,39 +312,47 @@ class StaticSlots(Cache):
             logger.warning("the decode step of %s was not captured: %s", type(self.parts.trunk).__name__, error)
             self._graphs = None
 
-    def insert(self, slots: Tensor, states: States, source: Tensor, facts: Tensor, hidden: Tensor) -> None:
+    def insert(self, facts: Tensor, cells: Tensor, states: States, hidden: Tensor) -> None:
         """Fill or refill slots with rows of a prefill.
 
         Args:
-            slots: int64 `[k]`.
+            facts: slots, the row of the prefill for each, its cached tokens, random key, tokens sampled so far and
+                limit, int64 `[6, k]`.
+            cells: of every token its row and column here, and there, int64 `[4, n]`.
             states: keys and values of right-padded rows.
-            source: the row for each slot, int64 `[k]`.
-            facts: cached tokens, random keys, tokens sampled so far and limits of each slot, int64 `[4, k]`.
             hidden: last hidden states of the rows, `[N, H]`.
         """
+        row, column, source, position = cells
         for layer, pair in zip(self.static_layers, states, strict=True):
             if pair is None:
                 continue
-            keys, values = layer.storage(*pair, self.num_slots, self.window)
-            width = pair[0].shape[2]
-            keys[slots, :, :width] = pair[0][source]
-            values[slots, :, :width] = pair[1][source]
-        self.hidden[slots] = hidden[source]
-        for target, values in zip((self.used, self.key, self.count, self.limit), facts, strict=True):
+            keys, values = layer.storage(*pair, self.num_rows, self.width)
+            keys[row, :, column] = pair[0][source, :, position]
+            values[row, :, column] = pair[1][source, :, position]
+        slots = facts[0]
+        self.hidden[slots] = hidden[facts[1]]
+        for target, values in zip((self.used, self.key, self.count, self.limit), facts[2:], strict=True):
             target[slots] = values
         self.live[slots] = torch.ones_like(slots, dtype=torch.bool)
 
-    def keep(self, slots: Tensor, size: int) -> None:
-        """Move the given slots to the front, in this order, and compute only `size` slots; the others are free."""
-        count = len(slots)
-        moved: list[Tensor] = [self.used, self.key, self.count, self.limit, self.hidden, self.live]
+    def move(self, slots: Tensor, cells: Tensor, *, size: int) -> None:
+        """Move slots and their tokens, and compute only `size` slots; all others are free.
+
+        Args:
+            slots: where the live slots are and will be, int64 `[2, k]`.
+            cells: row and column where every token is, and where it will be, int64 `[4, n]`.
+            size: of the state from now on.
+        """
+        row, column, new_row, new_column = cells
         for layer in self.static_layers:
-            if layer.keys is not None and layer.values is not None:
-                moved += [layer.keys, layer.values]
-        for tensor in moved:
-            tensor[:count] = tensor[slots]
-        self.live[count:].fill_(False)
-        self.size = size
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    tensor[new_row, :, new_column] = tensor[row, :, column]
+        for tensor in (self.used, self.key, self.count, self.limit, self.hidden):
+            tensor[slots[1]] = tensor[slots[0]]
+        self.live.fill_(False)
+        self.live[slots[1]] = torch.ones_like(slots[1], dtype=torch.bool)
+        self.size, self.rows = size, rows_of(size, self.members)
 
     def renew(self) -> None:
         """Pick up changed weights, and drop the graphs if they are in other tensors than before."""
@@ -316,7 +380,7 @@ class KeptSlots:
     def take(
         self,
         parts: ModelParts,
-        form: MaskForm,
+        masks: Masks,
         *,
         size: int,
         window: int,
@@ -338,8 +402,9 @@ class KeptSlots:
             state = None  # its memory is free before the new one takes its own
             state = StaticSlots(
                 parts,
-                form,
+                masks,
                 num_slots=slots,
+                num_rows=rows_of(slots, MOST_MEMBERS if masks.shared else 1),
                 window=columns,
                 look_every=look_every,
             )
@@ -363,7 +428,7 @@ class StaticRun(Rollout):
     Weights are replaced, calls aborted and deadlines enforced at these reads.
     """
 
-    def __init__(self, *args: Any, form: MaskForm, look_every: int = LOOK_EVERY, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, masks: Masks, look_every: int = LOOK_EVERY, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.look_every = look_every
         longest = int((self.prompt_lengths[self.prompt_of] + self.limits).max())
@@ -371,13 +436,14 @@ class StaticRun(Rollout):
         self.num_slots = min(self.engine.num_slots, _power_of_two(self.count))
         self.state = self.engine.kept.take(
             self.parts,
-            form,
+            masks,
             size=self.num_slots,
             window=-(-(longest + 1) // _FEWEST_COLUMNS) * _FEWEST_COLUMNS,
             is_end=self.upload(self.is_end),
             temperature=self.temperature,
             look_every=look_every,
         )
+        self.columns = Columns(self.num_slots, self.state.rows, self.state.window)
         # Per slot: its completion, or -1 if free; the tokens in its cache; the tokens it has sampled.
         self.owner = np.full(self.num_slots, -1, dtype=np.int64)
         self.stored = np.zeros(self.num_slots, dtype=np.int64)
@@ -386,13 +452,14 @@ class StaticRun(Rollout):
     def step(self) -> bool:
         """Sample up to K tokens for every live and every new completion; False when none is left."""
         self._fill()
-        held = self.owner >= 0
-        if not held.any():
+        held = np.flatnonzero(self.owner >= 0)
+        if not len(held):
             self.engine.kept.give(self.state)
             return False
         left = self.limits[self.owner[held]] - self.sampled[held]
         steps = min(self.look_every, int(left.max()))
-        self.state.advance(steps, columns=int(self.stored[held].max()) + steps + 1)
+        self._give_columns(held, self.stored[held] + np.minimum(left, steps), steps)
+        self.state.advance(steps)
         self.report()
         self._look(steps)
         changed = self.give_way()
@@ -401,7 +468,6 @@ class StaticRun(Rollout):
             return self.cut(self.owner[self.owner >= 0])
         if changed:
             self._renew()
-        self._shrink()
         return True
 
     def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
@@ -417,16 +483,49 @@ class StaticRun(Rollout):
         self.admit(new)
         owners = self.prompt_of[new]
         self.owner[free], self.stored[free], self.sampled[free] = new, self.prompt_lengths[owners], 0
+        self.columns.extend(free, self.stored[free])
         for batch, mine, source in self.places_of(owners):
             self._insert(free[mine], batch.states, source, batch.hidden)
 
     def _insert(self, slots: Int64Array, states: States, source: Int64Array, hidden: Tensor) -> None:
-        """Insert rows of a prefill into slots, with one upload."""
-        owners = self.owner[slots]
+        """Insert rows of a prefill into slots."""
+        owners, stored = self.owner[slots], self.stored[slots]
         keys = self.keys[owners].view(np.int64)
-        facts = (slots, source, self.stored[slots], keys, self.sampled[slots], self.limits[owners])
-        there = self.upload(np.stack(facts))
-        self.state.insert(there[0], states, there[1], there[2:], hidden)
+        facts = np.stack((slots, source, stored, keys, self.sampled[slots], self.limits[owners]))
+        cells = np.stack((*self.columns.cells(slots, stored), *tokens_of(source, stored)))
+        self.state.insert(self.upload(facts), self.upload(cells), states, hidden)
+
+    def _give_columns(self, held: Int64Array, counts: Int64Array, steps: int) -> None:
+        """Give the live slots columns for these numbers of tokens, those of the next steps included.
+
+        They are moved where a step then has fewer columns, and, once no completion is waiting, where half of the slots
+        are enough.
+        """
+        self.columns.extend(held, counts)
+        before, size = self.state.size, _power_of_two(len(held))
+        if self.next < self.count or size > before // 2:
+            size = before
+        rows, read = rows_of(size, self.state.members), _few_columns(self.columns.edge)
+        least = max(int(counts.max()), -(-int(counts.sum()) // rows))
+        if size < before or _few_columns(1 + least) < read:
+            slots, most = balanced(counts, rows, size // rows)
+            if size < before or _few_columns(1 + most) < read:
+                self._move(held, slots, counts, size)
+        marks = self.columns.marks[:, : _few_columns(self.columns.edge)]
+        ahead = self.columns.ahead(self.stored[: self.state.size], steps)
+        self.state.look_ahead(self.upload(marks), self.upload(ahead))
+
+    def _move(self, held: Int64Array, slots: Int64Array, counts: Int64Array, size: int) -> None:
+        """Move the live slots to these, of `size` slots, and their tokens to the first columns of their rows."""
+        facts = tuple(array[held] for array in (self.owner, self.stored, self.sampled))
+        before = self.columns.cells(held, facts[1])
+        self.columns = Columns(size, rows_of(size, self.state.members), self.state.window)
+        self.columns.extend(slots, counts)
+        cells = np.stack((*before, *self.columns.cells(slots, facts[1])))
+        self.state.move(self.upload(np.stack((held, slots))), self.upload(cells), size=size)
+        self.owner.fill(-1)
+        for array, values in zip((self.owner, self.stored, self.sampled), facts, strict=True):
+            array[slots] = values
 
     def _look(self, steps: int) -> None:
         """Read the sampled tokens in one copy, the only time that the host waits."""
@@ -449,6 +548,8 @@ class StaticRun(Rollout):
             # The token that ends a completion is not fed.
             self.stored[slots[~done]] += 1
             self.owner[slots[done]] = -1
+            for slot in slots[done].tolist():
+                self.columns.free(slot)
 
     def _renew(self) -> None:
         """Recompute the caches of the live slots, so that their next tokens depend on the current weights only."""
@@ -461,20 +562,9 @@ class StaticRun(Rollout):
             source = np.arange(part.stop - part.start, dtype=np.int64)
             self._insert(slots[part], states, source, hidden)
 
-    def _shrink(self) -> None:
-        """Compute fewer slots once no completion is waiting and half of the slots are free."""
-        held = np.flatnonzero(self.owner >= 0)
-        size = _power_of_two(len(held))
-        if self.next < self.count or not len(held) or size > self.state.size // 2:
-            return
-        self.state.keep(self.upload(held), size)
-        for array in (self.owner, self.stored, self.sampled):
-            array[: len(held)] = array[held]
-        self.owner[len(held) :] = -1
 
-
-def mask_form(parts: ModelParts) -> MaskForm | None:
-    """Return the form in which a trunk takes masks of static slots, found by one trial; None if no form works.
+def mask_form(parts: ModelParts) -> Masks | None:
+    """Return how a trunk takes masks of static slots, found by one trial; None if no form works.
 
     As in `verified_parts`: a wrong mask does not fail, it gives other hidden states.
     """
@@ -483,29 +573,40 @@ def mask_form(parts: ModelParts) -> MaskForm | None:
     return _forms[parts.trunk]
 
 
-def _find_form(parts: ModelParts) -> MaskForm | None:
+def _find_form(parts: ModelParts) -> Masks | None:
     if getattr(_config(parts), "layer_types", None):
-        candidates: tuple[MaskForm, ...] = ("by_kind", "near", "full")
+        forms: tuple[MaskForm, ...] = ("by_kind", "near", "full")
     else:
-        candidates = ("near", "by_kind") if _sliding_window(parts) else ("full", "by_kind")
-    return first_right(parts, candidates, _through_static_slots)[0]
+        forms = ("near", "by_kind") if _sliding_window(parts) else ("full", "by_kind")
+    ways = [Masks(form, shared) for shared in (True, False) for form in forms]
+    return first_right(parts, ways, _through_static_slots)[0]
 
 
 @torch.inference_mode()
-def _through_static_slots(parts: ModelParts, form: MaskForm) -> Tensor:
-    """Return the states of `probe` by prefill and single steps, on two slots and a third that is not live."""
+def _through_static_slots(parts: ModelParts, masks: Masks) -> Tensor:
+    """Return the states of `probe` by prefill and single steps, on two slots of one row if any, and two not live."""
     tokens, lengths, new = probe(parts)
     device, rows = tokens.device, torch.arange(2, device=tokens.device)
     cache, hidden = prefill(parts, tokens[:, :-new], lengths)
     out = [hidden]
-    state = StaticSlots(parts, form, num_slots=3, window=_FEWEST_COLUMNS, look_every=new)
-    facts = torch.stack((lengths, lengths, torch.zeros_like(lengths), torch.full_like(lengths, new + 1)))
-    state.insert(rows, cache.left_aligned(), rows, facts, out[0])
-    fed = torch.zeros(3, dtype=torch.int64, device=device)
+    state = StaticSlots(
+        parts, masks, num_slots=4, num_rows=2 if masks.shared else 4, window=_FEWEST_COLUMNS, look_every=new
+    )
+    columns, slots, stored = Columns(4, state.rows, state.window), np.array([0, 2]), lengths.cpu().numpy()
+    columns.extend(slots, stored + new)
+    there = torch.from_numpy(slots).to(device)
+    facts = torch.stack((there, rows, lengths, lengths, torch.zeros_like(lengths), torch.full_like(lengths, new + 1)))
+    cells = np.stack((*columns.cells(slots, stored), *tokens_of(np.arange(2), stored)))
+    state.insert(facts, torch.from_numpy(cells).to(device), cache.left_aligned(), hidden)
+    start = np.zeros(4, dtype=np.int64)
+    start[slots] = stored
+    marks, ahead = (torch.from_numpy(x).to(device) for x in (columns.marks, columns.ahead(start, new)))
+    state.look_ahead(marks, ahead)
+    fed = torch.zeros(4, dtype=torch.int64, device=device)
     for step in range(new):
-        fed[:2] = tokens[rows, lengths + step]
+        fed[there] = tokens[rows, lengths + step]
         state.feed(fed)
-        out.append(state.hidden[:2].clone())
+        out.append(state.hidden[there])
     return torch.stack(out, 1)
 
 

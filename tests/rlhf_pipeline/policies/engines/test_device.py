@@ -38,9 +38,13 @@ def on_device(
 
 
 # GPT-2's own code in transformers looks for padding in every prefill, which is two more waits each.
+@pytest.mark.parametrize("fewest_rows", [1, 32])
 @pytest.mark.parametrize("name", ["qwen2", "mistral"])
-def test_the_host_looks_once_in_several_tokens(name: str, make_model: Make, monkeypatch: pytest.MonkeyPatch):
+def test_the_host_looks_once_in_several_tokens(
+    name: str, fewest_rows: int, make_model: Make, monkeypatch: pytest.MonkeyPatch
+):
     """The same completions as on the CPU; every wait is that of a look, and no look comes before its time."""
+    monkeypatch.setattr("rlhf_pipeline.policies.engines.slot_columns.FEWEST_ROWS", fewest_rows)
     model = make_model(name)
     plain = TokenPolicy(copy.deepcopy(model), num_slots=4, eos_token_id=[]).engine.generate(REQUEST)
     found, seen = on_device(model, "static", monkeypatch)

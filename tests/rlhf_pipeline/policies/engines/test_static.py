@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.engines import slot_columns
 from rlhf_pipeline.policies.engines import static as static_module
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import device_uniforms, stream_keys, uniforms
@@ -22,6 +23,7 @@ from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.static import LOOK_EVERY, StaticSlots, mask_form
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.prologue import sampling_notices
+from tests.benchmarks import bench_generate
 from tests.rlhf_pipeline.fake_device import to_device
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 from tests.rlhf_pipeline.policies.engines.recorded_steps import RecordedSteps
@@ -41,19 +43,59 @@ def engine(model: PreTrainedModel, decode: str, num_slots: int = 5) -> SlotEngin
     return SlotEngine(TokenPolicy(model)._parts, num_slots=num_slots, model=model, decode=decode)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def shared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to four slots share a row, however few there are, and are moved wherever that saves a few columns."""
+    monkeypatch.setattr(slot_columns, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(static_module, "_FEWEST_COLUMNS", 8)
+
+
+def members_of(slots: SlotEngine) -> int:
+    assert slots.kept._state is not None
+    return slots.kept._state.members
+
+
+@pytest.mark.parametrize("num_slots", [5, 8])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_completions_are_those_of_live_rows_alone(name: str, make_model: Make):
-    """Ragged prompts and limits on few slots, which are filled again: the same ids, log-probs to 5e-6."""
+def test_the_completions_are_those_of_live_rows_alone(name: str, num_slots: int, shared_rows: None, make_model: Make):
+    """Ragged prompts and limits on few slots, which are filled again: the same ids, log-probs to 5e-6.
+
+    Eight slots are two rows, where attention is PyTorch's own; Gemma 2's has a soft cap.
+    """
     request = Request(
         prompts=PROMPTS, group_size=2, max_new_tokens=RAGGED, temperature=0.7, seed=1, end_token_ids=[1, 50, 60]
     )
     model = make_model(name)
-    ragged, static = (engine(model, decode).generate(request) for decode in ("ragged", "static"))
+    slots = engine(model, "static", num_slots)
+    ragged, static = engine(model, "ragged").generate(request), slots.generate(request)
+    assert members_of(slots) == (4 if num_slots == 8 and name != "gemma2" else 1)
     assert static.lengths.tolist() == ragged.lengths.tolist()
     assert static.token_ids.tolist() == ragged.token_ids.tolist()
     assert static.stopped.tolist() == ragged.stopped.tolist()
     assert ragged.stopped.any()
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-sliding"])
+def test_slots_move_to_other_rows(name: str, shared_rows: None, make_model: Make, monkeypatch: pytest.MonkeyPatch):
+    """While others wait, where slots are free, and to fewer rows: the same ids."""
+    rng = np.random.default_rng(4)
+    limits = np.clip(np.exp(rng.normal(3.2, 0.9, 60)), 1, 150).astype(int).tolist()
+    request = Request(prompts=[[5 + i] for i in range(60)], max_new_tokens=limits, temperature=0.7, seed=1)
+    moves: list[tuple[int, int, int]] = []
+    move = StaticSlots.move
+
+    def noted(state: StaticSlots, slots: torch.Tensor, cells: torch.Tensor, *, size: int) -> None:
+        moves.append((slots.shape[1], state.size, size))
+        move(state, slots, cells, size=size)
+
+    monkeypatch.setattr(StaticSlots, "move", noted)
+    model = make_model(name)
+    ragged, static = (engine(model, decode, 16).generate(request) for decode in ("ragged", "static"))
+    assert static.token_ids.tolist() == ragged.token_ids.tolist()
+    assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
+    kinds = {(live < before, size < before) for live, before, size in moves}
+    assert kinds == {(False, False), (True, False), (True, True)}
 
 
 def test_eager_attention_in_float64(make_model: Make):
@@ -94,7 +136,7 @@ def test_greedy_and_a_larger_vocabulary(vocab_size: int, make_model: Make):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_newer_weights_in_the_middle(name: str, make_model: Make):
+def test_newer_weights_in_the_middle(name: str, shared_rows: None, make_model: Make):
     """Replaced after the same token, both ways go on with the same ids."""
     request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=24, temperature=0.7, seed=2)
     newer = make_model(name, seed=5).state_dict()
@@ -124,11 +166,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedSteps:
     return steps
 
 
+@pytest.mark.parametrize("num_slots", [5, 8])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_captured_steps_serve_all_rollouts(name: str, recorded: RecordedSteps, make_model: Make):
+def test_captured_steps_serve_all_rollouts(
+    name: str, num_slots: int, shared_rows: None, recorded: RecordedSteps, make_model: Make
+):
     """Three rollouts, with other prompts and weights that a step changed in place: each shape is captured once."""
     model = make_model(name)
-    slots = engine(model, "static")
+    slots = engine(model, "static", num_slots)
     for rollout in range(3):
         request = Request(
             prompts=PROMPTS[rollout:],
@@ -292,7 +337,7 @@ def shapes_of_steps(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> 
     return shapes
 
 
-FEW_SHAPES = [(8, 64), (1, 128), (1, 192)]
+FEW_SHAPES = [(8, 64), (2, 64), (1, 128), (1, 192)]
 
 
 def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch):
@@ -300,6 +345,15 @@ def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch
     shapes = shapes_of_steps(make_model(), monkeypatch)
     assert list(dict.fromkeys(shapes)) == FEW_SHAPES
     assert shapes.count((8, 64)) < 64
+
+
+@pytest.mark.parametrize("completions", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_attention_reads_less_than_one_and_a_half_times_what_it_needs(completions: int):
+    """All completions at once on 256 slots, or four times as many; with few graphs, and few tokens moved."""
+    found = bench_generate.columns_read(completions, num_slots=256)
+    assert 1 < found.read / found.needed < 1.5
+    assert found.graphs <= 40
+    assert 0 < found.moved < 0.02 * found.read
 
 
 def test_columns_are_few_and_near_what_is_needed():
