@@ -83,7 +83,7 @@ def test_private_attributes_of_tensordict_are_touched_in_one_module():
     allowed = {
         "data/trajectories.py": {"_tensordict", "_new_unsafe"},
         "buffer/storage.py": {"_init_collate_fn"},
-        "policies/_packed_attention.py": {"_attn_implementation"},
+        "policies/attention.py": {"_attn_implementation"},
         "learner/optimizer.py": {"_foreach_copy_", "_foreach_mul_"},  # documented functions of torch
         "cli/parser.py": {"_SubParsersAction", "_actions"},
     }

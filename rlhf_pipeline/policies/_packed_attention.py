@@ -1,4 +1,4 @@
-"""Attention over rows laid end to end, registered with transformers under the name `rlhf_packed`.
+"""Attention over rows laid end to end.
 
 transformers' own packed path builds a dense mask over the whole pack, which is slower than padding. Here each segment
 is a call of its own on the CPU, and one variable-length kernel serves them all on CUDA. Segments travel as a keyword
@@ -8,27 +8,18 @@ argument through the model, so that a layer that is recomputed in the backward p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from rlhf_pipeline.policies._packing import Segments
 
-NAME = "rlhf_packed"
 ARGUMENT = "packed_segments"
 QUERY_BLOCK = 512
 """Queries of a segment with a prefix go block by block, so that a mask is never larger than this times the keys."""
-
-_building: ContextVar[bool] = ContextVar("building", default=False)
 
 
 class PackedUnsupported(Exception):
@@ -41,11 +32,12 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    segments: Segments,
+    *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_segments: Segments | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Attention of each token to the tokens of its own segment up to itself, and to its segment's prefix.
 
     Args:
@@ -53,27 +45,23 @@ def packed_attention(
         query: `[1, heads, N, D]`.
         key: `[1, key heads, N, D]`; key heads divide heads.
         value: as `key`.
-        attention_mask: None for packed rows.
+        attention_mask: None, as the segments say it all.
+        segments: of the rows.
         scaling: of the products; `1 / sqrt(D)` when None.
         dropout: 0.
-        packed_segments: None for rows that are not packed, which get transformers' SDPA.
         **kwargs: further arguments from the model.
 
     Returns:
-        `[1, N, heads, D]` and None.
+        `[1, N, heads, D]`.
 
     Raises:
         PackedUnsupported: the layer asks for more than causal softmax attention.
     """
-    if packed_segments is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )  # pyright: ignore[reportReturnType]
-    _refuse_extras(module, query, attention_mask, dropout, packed_segments, kwargs)
-    packed_segments.calls += 1
+    _refuse_extras(module, query, attention_mask, dropout, segments, kwargs)
+    segments.calls += 1
     if _has_varlen(query, value):
-        return _varlen(query, key, value, packed_segments, scaling), None
-    return _by_segment(query, key, value, packed_segments, scaling), None
+        return _varlen(query, key, value, segments, scaling)
+    return _by_segment(query, key, value, segments, scaling)
 
 
 def _refuse_extras(
@@ -183,38 +171,3 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = function(q.contiguous(), k.contiguous(), v.contiguous(), bounds_q, bounds_k, longest_q, longest_k, **options)
     return out[None]
-
-
-def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return no mask while packed rows go through the model, and transformers' own mask otherwise."""
-    return None if _building.get() else sdpa_mask(*args, **kwargs)
-
-
-@contextmanager
-def _named(config: Any, name: str) -> Iterator[None]:
-    """Set the attention implementation of a config within the context."""
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-@contextmanager
-def packed_rows_running(config: Any) -> Iterator[None]:
-    """Make models of this config use `packed_attention`, without a mask, within the context."""
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _packed_mask)
-    token = _building.set(True)
-    try:
-        with _named(config, NAME):
-            yield
-    finally:
-        _building.reset(token)
-
-
-def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for a checkpointed layer: recomputation uses the same attention as the forward pass."""
-    name = config._attn_implementation
-    return nullcontext(), _named(config, NAME) if name == NAME else nullcontext()

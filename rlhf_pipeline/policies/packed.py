@@ -26,10 +26,10 @@ from rlhf_pipeline.policies._packed_attention import (
     ARGUMENT,
     PackedUnsupported,
     one_kernel_for_segments,
-    packed_rows_running,
 )
 from rlhf_pipeline.policies._packing import MIN_SHARED_TOKENS, pack
 from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, host_batch, predicting_rows, whole_rows
+from rlhf_pipeline.policies.attention import packed_rows_running
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 __all__ = ["LAYOUTS", "Layout", "LayoutScorer", "MicroBatches", "check_layout", "plan_batches", "plan_micro_batches"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import Head, token_log_probs
-from rlhf_pipeline.policies._packed_attention import same_attention_when_recomputed
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
+from rlhf_pipeline.policies.attention import same_attention_when_recomputed
 from rlhf_pipeline.policies.engines.protocol import (
     Completion,
     Ended,

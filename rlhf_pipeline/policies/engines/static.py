@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
+from rlhf_pipeline.policies.attention import is_sdpa, steps_attended_by
 from rlhf_pipeline.policies.engines.cache_check import first_right, probe
 from rlhf_pipeline.policies.engines.protocol import Int64Array
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
@@ -59,7 +59,7 @@ MaskForm = Literal["full", "near", "by_kind"]
 
 @dataclass(frozen=True)
 class Masks:
-    """How a trunk takes its masks, and whether slots may share rows: its attention is then PyTorch's own."""
+    """How a trunk takes its masks, and whether slots may share rows: steps then use `_StepAttention`."""
 
     form: MaskForm
     shared: bool
@@ -127,35 +127,30 @@ class _StaticLayer(CacheLayer):
         return self.owner.columns, 0
 
 
-class _SharedRows(TorchFunctionMode):
-    """Lets the slots of a row attend to it in one call; in this thread, within the context.
+class _StepAttention:
+    """Attention of one step over rows of the cache, see `steps_attended_by`.
 
-    A model calls PyTorch's attention with the queries of S slots, and the keys and masks of the rows that they share.
+    All that attends to the same keys is one set of queries: the slots of a row, and the heads that share keys. Where a
+    mask is given, transformers 5.17 and 5.19 copy the whole cache in use for each of these heads instead.
     """
 
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self._rows = rows
+    def __init__(self) -> None:
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self._attended if func is scaled_dot_product_attention else func
-        return call(*args, **(kwargs or {}))
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+        rows, shared = key.shape[:2]
+        slots, heads = (len(query) // rows, rows), (shared, query.shape[1] // shared)
+        by_row = query[:, :, 0].unflatten(1, heads).unflatten(0, slots).permute(1, 2, 0, 3, 4)
+        bias = self._bias(mask, by_row)
+        out = scaled_dot_product_attention(by_row.flatten(2, 3), key, value, attn_mask=bias, scale=scaling)
+        return out.unflatten(2, by_row.shape[2:4]).permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)[:, None]
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        # A slot has one query, or, where heads share keys, one per head.
-        split = (len(query) // self._rows, query.shape[2])
-        by_row = query.unflatten(0, (-1, self._rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        bias = self._bias(attn_mask, query)
-        out = scaled_dot_product_attention(by_row, key, value, attn_mask=bias, **options)
-        return out.unflatten(2, split).permute(2, 0, 1, 3, 4).flatten(0, 1)
-
-    def _bias(self, mask: Tensor, query: Tensor) -> Tensor:
+    def _bias(self, mask: Tensor, by_row: Tensor) -> Tensor:
         """Return a mask `[rows, 1, M, columns]` as numbers to add to scores, once per query, made once per step."""
         if id(mask) not in self._biases:
-            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+            bias = torch.zeros_like(mask, dtype=by_row.dtype).masked_fill_(~mask, -torch.inf)
             # The mask is kept too, so that no other gets its id.
-            self._biases[id(mask)] = mask, bias[:, :, :, None].expand(-1, -1, -1, query.shape[2], -1).flatten(2, 3)
+            self._biases[id(mask)] = mask, bias[:, :, :, None].expand(-1, -1, -1, by_row.shape[3], -1).flatten(2, 3)
         return self._biases[id(mask)][1]
 
 
@@ -189,7 +184,7 @@ class StaticSlots(Cache):
         self.static_layers = [_StaticLayer(self) for _ in range(parts.num_layers)]
         super().__init__(layers=[*self.static_layers])
         self.parts = parts
-        self.form = masks.form
+        self.form, self.shared = masks.form, masks.shared
         self.num_slots = self.size = num_slots
         self.num_rows = self.rows = num_rows
         self.members, self.window = num_slots // num_rows, window
@@ -258,7 +253,7 @@ class StaticSlots(Cache):
         marks = self.marks[: rows * columns].view(rows, columns)
         mask = (marks >= first) & (marks <= last)
         near = mask if self.sliding is None else mask & (marks > last - self.sliding)
-        with _SharedRows(rows) if size > rows else nullcontext():
+        with steps_attended_by(_config(self.parts), _StepAttention()) if self.shared else nullcontext():
             hidden = self.parts.hidden(
                 input_ids=tokens[:, None],
                 position_ids=torch.where(live, used, 0)[:, None],
@@ -578,7 +573,8 @@ def _find_form(parts: ModelParts) -> Masks | None:
         forms: tuple[MaskForm, ...] = ("by_kind", "near", "full")
     else:
         forms = ("near", "by_kind") if _sliding_window(parts) else ("full", "by_kind")
-    ways = [Masks(form, shared) for shared in (True, False) for form in forms]
+    sharing = (True, False) if is_sdpa(_config(parts)) else (False,)
+    ways = [Masks(form, shared) for shared in sharing for form in forms]
     return first_right(parts, ways, _through_static_slots)[0]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -96,6 +97,27 @@ def test_slots_move_to_other_rows(name: str, shared_rows: None, make_model: Make
     assert float(np.abs(static.log_probs - ragged.log_probs).max()) < 5e-6
     kinds = {(live < before, size < before) for live, before, size in moves}
     assert kinds == {(False, False), (True, False), (True, True)}
+
+
+def test_heads_that_share_keys_have_no_copies_of_them(make_model: Make):
+    """No step makes a tensor as large as the keys that it reads, let alone one per head, as transformers 5.17 does."""
+    largest = {"made": 0, "read": 0}
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+                largest["made"] = max(largest["made"], found.numel())
+            if "scaled_dot_product" in str(func):
+                largest["read"] = max(largest["read"], args[1].numel())
+            return found
+
+    slots, request = engine(make_model("qwen2"), "static", 8), Request(prompts=[[5]], group_size=8, max_new_tokens=400)
+    slots.generate(request)
+    with Made():
+        slots.generate(request)
+    assert 0 < largest["made"] < largest["read"]
 
 
 def test_eager_attention_in_float64(make_model: Make):
