@@ -90,15 +90,19 @@ class InThread:
     def __init__(self, engine: Engine, request: Request) -> None:
         self.found: RaggedCompletions | None = None
         self.error: BaseException | None = None
+        self._first_ended = threading.Event()
 
         def call() -> None:
             try:
-                self.found = engine.generate(request)
+                self.found = engine.generate(request, None, lambda index, tokens: self._first_ended.set())
             except BaseException as error:  # noqa: BLE001 - handed to the test
                 self.error = error
 
         self.thread = threading.Thread(target=call, daemon=True)
         self.thread.start()
+
+    def wait_for_the_first_to_end(self) -> None:
+        assert self._first_ended.wait(60.0), "no completion ends"
 
     def result(self, seconds: float = 60.0) -> RaggedCompletions:
         self.thread.join(seconds)
@@ -112,8 +116,8 @@ class InThread:
 class EngineContract:
     """Inherit it as `Test...` and give the fixture `bench`.
 
-    `start_s` says how long it takes until tokens are being sampled, `in_flight_tokens` how many of a completion take
-    longer than that, and than new weights, a pause or an abort need to arrive.
+    `in_flight_tokens` says how many tokens of a completion take longer than new weights, a pause or an abort need to
+    arrive, `start_s` a time after which some are sampled, and not yet all of these.
     """
 
     start_s = 0.05
@@ -213,33 +217,33 @@ class EngineContract:
 
     def test_pause_keeps_what_is_in_progress(self, bench: Bench):
         """Nothing is sampled while it is paused, and then it goes on where it was."""
-        tokens = self.in_flight_tokens // 2
-        request = Request(prompts=PROMPTS, max_new_tokens=tokens, seed=6)
+        limits = [3, self.in_flight_tokens, self.in_flight_tokens]
+        request = Request(prompts=PROMPTS, max_new_tokens=limits, seed=6)
         began = time.monotonic()
         bench.engine.generate(request)
         whole = time.monotonic() - began
         going = InThread(bench.engine, request)
-        time.sleep(min(self.start_s, whole / 4))
+        going.wait_for_the_first_to_end()
         bench.engine.pause()
         time.sleep(1.5 * whole + 0.2)
         going_on = going.thread.is_alive()
         bench.engine.resume()
         assert going_on
         found = going.result()
-        assert found.lengths.tolist() == [tokens] * 3
+        assert found.lengths.tolist() == limits
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
 
     def test_abort_returns_what_was_sampled(self, bench: Bench):
         """The tokens so far with their log-probs and spans, marked as aborted; and the engine goes on sampling."""
-        request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=self.in_flight_tokens, seed=6)
-        going = InThread(bench.engine, request)
-        time.sleep(self.start_s)
+        limits = [3, self.in_flight_tokens, self.in_flight_tokens]
+        going = InThread(bench.engine, Request(prompts=PROMPTS, group_size=2, max_new_tokens=limits, seed=6))
+        going.wait_for_the_first_to_end()
         bench.engine.abort()
         found = going.result()
         assert found.aborted is not None
-        assert found.aborted.all()
-        assert (found.lengths < self.in_flight_tokens).all()
-        assert {c.finish_reason for c in found} == {"abort"}
+        assert found.aborted[2:].all()
+        assert (found.lengths[2:] < self.in_flight_tokens).all()
+        assert {c.finish_reason for c in found} == {"length", "abort"}
         assert bench.worst(found, PROMPTS, 1.0) < CLOSE
         assert bench.engine.generate(Request(prompts=[[5]], max_new_tokens=2)).lengths.tolist() == [2]
 
