@@ -43,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         leave_standard_output()  # the reader of a pipe (head, less) has exited
         return 141
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        sys.stderr.write("\nrlhf-pipeline: interrupted\n")
-        return 130
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        # Python 3.11 wraps what interrupts the creation of a class, while modules are imported.
+        if not debug and KeyboardInterrupt in (type(error), type(error.__cause__)):
+            sys.stderr.write("\nrlhf-pipeline: interrupted\n")
+            return 130
         message = _message(error)
         if debug or message is None:
             raise
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _message(error: Exception) -> str | None:
+def _message(error: BaseException) -> str | None:
     """Return the message for an error that a user can act on; None for an internal error."""
     from rlhf_pipeline.errors import PipelineError
 
@@ -84,7 +83,7 @@ def _message(error: Exception) -> str | None:
     return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"
 
 
-def _lacks_memory(error: Exception) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     """Return whether memory ran out, by Python's own error or by those of torch and C++ libraries."""
     said = ("can't allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or (
