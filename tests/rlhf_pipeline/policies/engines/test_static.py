@@ -369,7 +369,8 @@ def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch
     assert shapes.count((8, 64)) < 64
 
 
-@pytest.mark.parametrize("completions", [256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("completions", [256, 1024])
 def test_attention_reads_less_than_one_and_a_half_times_what_it_needs(completions: int):
     """All completions at once on 256 slots, or four times as many; with few graphs, and few tokens moved."""
     found = bench_generate.columns_read(completions, num_slots=256)
