@@ -13,6 +13,7 @@ resume, written to the run folder and rebuilt in another process, all without im
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -504,6 +505,24 @@ class Learn(Settings):
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
+
+        The step after the warm-up has the full rate. A falling rate reaches 0 at `lr_decay_steps`, by default the step
+        after the last.
+
+        >>> learn = Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear")
+        >>> [learn.learning_rate(step) for step in range(1, 7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if step <= self.warmup_steps:
+            return self.lr * (step / self.warmup_steps)
+        if self.lr_schedule == "constant":
+            return self.lr
+        first, end = self.warmup_steps + 1, self.lr_decay_steps or self.steps + 1
+        done = min((step - first) / (end - first), 1.0) if end > first else 1.0
+        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
 from rlhf_pipeline.learner.metrics import StepMeter, data_metrics, kl_metrics, loss_metrics
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
@@ -319,7 +319,7 @@ class Learner:
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
             self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})
-        lr = learning_rate(self.config, step)
+        lr = self.config.learning_rate(step)
         self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.after_step(step)

@@ -18,7 +18,6 @@ copy; see `run.medium`.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -51,6 +50,7 @@ from rlhf_pipeline.errors import (
     typed,
 )
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.changes import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
@@ -65,18 +65,6 @@ FORMAT: Final = 1
 
 _OWNER: Final = "run"
 """The name under which a process has the run for itself."""
-
-_LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
-
-MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger"), ""),
-    **dict.fromkeys(("learn.steps", "learn.stop_at_reward", "learn.stop_window"), ""),
-    **dict.fromkeys(("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"), ""),
-    **dict.fromkeys(("learn.token_budget", "learn.layout"), _LAST_BITS),
-    "collect.engine": "from here on, other completions of the same weights are drawn",
-}
-"""Fields that may differ from the recorded definition, each with its side effect, if any. They decide when to stop and
-save and how much fits in memory, but not what is learned."""
 
 _BEFORE_THE_RECORD: Final = frozenset(
     {
@@ -399,11 +387,7 @@ class RunFolder:
         if not self.is_recorded:
             return
         before = self._recorded()
-        changed = [
-            f"{name} was {old!r}, is {new!r}"
-            for name, old, new in _differences("", before["pipeline"], pipeline)
-            if name not in MAY_CHANGE_ON_RESUME
-        ]
+        changed = [str(change) for change in changes(before["pipeline"], pipeline) if not is_allowed(change.field)]
         if before["seed"] != seed:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
         if changed:
@@ -427,17 +411,12 @@ class RunFolder:
         yield from edited_code(before.get("inputs", {}), pipeline)
         if device is None:
             return
-        for name, old, new in _differences("", before["pipeline"], pipeline):
-            if MAY_CHANGE_ON_RESUME.get(name):
-                yield f"{name} was {old!r}, is {new!r}: {MAY_CHANGE_ON_RESUME[name]}."
-            if name == "learn.steps" and pipeline.learn.lr_schedule != "constant" and not pipeline.learn.lr_decay_steps:
-                yield (
-                    f"learn.steps was {old}, is {new}, and learn.lr_schedule={pipeline.learn.lr_schedule} ends with "
-                    "the last step: from here on the learning rate is that of a run which had as many steps from its "
-                    "start. Set learn.lr_decay_steps in a run that may be given more steps later."
-                )
+        step = self._next_step()
+        for change in changes(before["pipeline"], pipeline):
+            if (notice := notice_of(change, before["pipeline"], pipeline, step)) is not None:
+                yield notice
         for moved in self.moved_versions(device):
-            yield f"{moved}: {_LAST_BITS}."
+            yield f"{moved}: {LAST_BITS}."
 
     def moved_versions(self, device: str | None = None) -> Iterator[str]:
         """Yield the packages whose versions have changed since the run was started, and the device if it has."""
@@ -512,8 +491,13 @@ class RunFolder:
             DefinitionError: the definition cannot be recorded.
         """
         again = self.is_recorded
+        kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
         content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        history = [*kept.get("changes", [])]
+        if again and (new := [change.to_json() for change in changes(kept["pipeline"], setup.pipeline)]):
+            history.append({"from_step": self._next_step(), "fields": new})
+        content |= {"changes": history} if history else {}
         try:
             text = json.dumps({**content, "pipeline": to_json(setup.pipeline)}, indent=1)
         except TypeError as error:
@@ -526,6 +510,10 @@ class RunFolder:
             return self.medium.keep_first(filenames.CONFIG)
         self.medium.keep(filenames.CONFIG)
         return True
+
+    def _next_step(self) -> int:
+        """Return the first step that a process which continues the run takes."""
+        return max((step_of(path) for path in self.saved()), default=0) + 1
 
     def _recorded(self) -> dict[str, Any]:
         if not self.is_recorded:
@@ -737,29 +725,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return [run.path for run in found if run.metrics_file.is_file()]
 
 
-def _differences(prefix: str, old: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which a recorded definition differs from the current one: name, before, now."""
-    new = to_json(config)
-    if isinstance(old, dict) and isinstance(new, dict) and dataclasses.is_dataclass(config):
-        defaults = {item.name: _default(item) for item in dataclasses.fields(config)}
-        for name in sorted({**old, **new}):
-            # A field that the record lacks is newer than the run, which ran with its default.
-            before = old.get(name, defaults.get(name))
-            after = getattr(config, name) if name in defaults else new.get(name)
-            yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
-    elif old != new:
-        yield prefix, old, new
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field in its recorded form, or None if it has no default."""
-    if item.default_factory is not dataclasses.MISSING:
-        return to_json(item.default_factory())
-    return None if item.default is dataclasses.MISSING else to_json(item.default)
-
-
 __all__ = [
-    "MAY_CHANGE_ON_RESUME",
     "Row",
     "RunConfig",
     "RunFolder",
