@@ -14,7 +14,9 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
-from rlhf_pipeline.run.folder import RunFolder, is_run, open_run_or_store, run_of_store
+from rlhf_pipeline.run.branch import begin_from, checkpoint_named
+from rlhf_pipeline.run.checkpoint import step_of
+from rlhf_pipeline.run.folder import RunFolder, Setup, is_run, open_run_or_store, run_of_store
 from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
@@ -77,6 +79,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
     """
     overrides = _overrides(args)
+    if args.begin_from is not None:
+        return _branched(args, overrides)
     return checked(_resumed(args, overrides) if args.resume else _new(args, overrides))
 
 
@@ -159,6 +163,34 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         collectors=args.collectors or 0,
         learners=args.learners or 1,
     )
+
+
+def _branched(args: argparse.Namespace, overrides: Overrides) -> Plan:
+    """Plan a run from the checkpoint of another one, and make its folder; from then on it is a run to continue."""
+    if args.resume:
+        raise DefinitionError("--from begins a run and --resume continues one: leave one of them out.")
+    source, checkpoint = checkpoint_named(args.begin_from)
+    moved = "name its new place before --from: rlhf-pipeline run FILE.py:function --from RUN"
+    definition = definitions.find(args.definition) if args.definition else recorded_definition(source.address, moved)
+    out = address_of(args.out) if args.out else Path("runs") / f"{source.path.name}-from-{step_of(checkpoint)}"
+    command = _command(args.definition, str(out), args)
+    preflight.check_new_folder(out, command)
+    plan = checked(
+        plan_of(
+            definition,
+            tuple({**dict(source.config.overrides), **dict(overrides)}.items()),
+            out,
+            seed=source.config.seed if args.seed is None else args.seed,
+            device=args.device or source.config.device,
+            command=command,
+            resume=True,
+            collectors=args.collectors or 0,
+            learners=args.learners or 1,
+        )
+    )
+    given = {name: getattr(plan, name) for name in ("pipeline", "definition", "overrides", "seed", "device")}
+    begin_from(source, checkpoint, RunFolder(out), Setup(**given))
+    return plan
 
 
 def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:

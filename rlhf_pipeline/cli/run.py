@@ -27,6 +27,7 @@ examples:
   rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
   rlhf-pipeline run ./my_task.py:my_pipeline
   rlhf-pipeline run copy_digits --resume --steps 800
+  rlhf-pipeline run --from runs/copy_digits@100 --set learn.lr=3e-4 --out runs/slower
   rlhf-pipeline run long_running --collectors 2
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
@@ -49,6 +50,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_steps(command)
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
     command.add_argument("--resume", action="store_true", help="continue a run that stopped")
+    command.add_argument(
+        "--from",
+        dest="begin_from",
+        metavar="RUN[@STEP]",
+        help="begin a new run with the weights and the optimizer of a checkpoint (default: its newest)",
+    )
     add_overrides(command)
     several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     several.add_argument(

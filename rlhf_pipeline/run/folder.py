@@ -92,6 +92,8 @@ class RunConfig:
     pipeline: Mapping[str, Any]
     """The definition as plain data, for people to read; a resume loads the definition itself."""
     versions: Mapping[str, str]
+    begun_from: Mapping[str, Any] | None
+    """The `run` and the `step` whose checkpoint it began with, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +175,7 @@ class RunFolder:
             device=str(data.get("device", "cpu")),
             pipeline=data.get("pipeline", {}),
             versions=data.get("versions", {}),
+            begun_from=data.get("begun_from"),
         )
 
     @functools.cached_property
@@ -455,7 +458,7 @@ class RunFolder:
                 yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
         if taken and not saved:
             yield f"there is no checkpoint, and {taken} steps were taken"
-        if taken or saved:
+        if taken or newest or (saved and self.config.begun_from is None):  # a branch has a checkpoint before a store
             row = self.ledger.of_step(newest)
             stored = (
                 (self.gathered() or {"trajectories": 0})["trajectories"] if row is None else row.get("watermark", 0)
@@ -484,8 +487,12 @@ class RunFolder:
 
     # Its record
 
-    def record(self, setup: Setup) -> bool:
+    def record(self, setup: Setup, *, begun_from: Mapping[str, object] | None = None) -> bool:
         """Write `config.json` atomically; return False if another process has begun the run in the meantime.
+
+        Args:
+            setup: the settings of this process.
+            begun_from: the run and the step whose checkpoint a new run begins with, if any.
 
         Raises:
             DefinitionError: the definition cannot be recorded.
@@ -494,6 +501,8 @@ class RunFolder:
         kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
         content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        begun = begun_from or kept.get("begun_from")
+        content |= {"begun_from": begun} if begun else {}
         history = [*kept.get("changes", [])]
         if again and (new := [change.to_json() for change in changes(kept["pipeline"], setup.pipeline)]):
             history.append({"from_step": self._next_step(), "fields": new})

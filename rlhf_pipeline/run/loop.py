@@ -148,7 +148,8 @@ class Loop:
             return
         state = load_checkpoint(newest, self.learner, checked=True)
         self.progress = Progress(**state["progress"])
-        self.source.load_state(state["source"])
+        if state["source"]:  # else the checkpoint is another run's, with which this one begins
+            self.source.load_state(state["source"])
         self._saved = self.progress.step
 
     def run(self) -> Reason:
