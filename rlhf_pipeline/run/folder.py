@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class RunConfig:
     pipeline: Mapping[str, Any]
     """The definition as plain data, for people to read; a resume loads the definition itself."""
     versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+    """Number of threads and processor: both can move the last bits of a sum."""
     begun_from: Mapping[str, Any] | None
     """The `run` and the `step` whose checkpoint it began with, or None."""
 
@@ -175,6 +178,7 @@ class RunFolder:
             device=str(data.get("device", "cpu")),
             pipeline=data.get("pipeline", {}),
             versions=data.get("versions", {}),
+            machine=data.get("machine", {}),
             begun_from=data.get("begun_from"),
         )
 
@@ -422,11 +426,12 @@ class RunFolder:
             yield f"{moved}: {LAST_BITS}."
 
     def moved_versions(self, device: str | None = None) -> Iterator[str]:
-        """Yield the packages whose versions have changed since the run was started, and the device if it has."""
-        now, before = _versions() | ({"device": device} if device else {}), self.config
-        for name, old in {**before.versions, "device": before.device}.items():
-            if old != now.get(name, old):
-                yield f"{name} was {old}, is {now[name]}"
+        """Yield what has changed since the run was started: package versions, processor, threads, device."""
+        now, before = _versions() | _machine() | ({"device": device} if device else {}), self.config
+        for name, old in {**before.versions, **before.machine, "device": before.device}.items():
+            if str(old) != str(now.get(name, old)):
+                again = f" (to keep it: OMP_NUM_THREADS={old})" if name == "threads" else ""
+                yield f"{name} was {old}, is {now[name]}{again}"
 
     def check_parts(self) -> None:
         """Refuse to continue a run with missing parts; see `missing_parts`.
@@ -501,6 +506,7 @@ class RunFolder:
         kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
         content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        content |= {"machine": {**kept.get("machine", {}), **_machine()}}
         begun = begun_from or kept.get("begun_from")
         content |= {"begun_from": begun} if begun else {}
         history = [*kept.get("changes", [])]
@@ -655,6 +661,18 @@ def _versions() -> dict[str, str]:
     return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
         name: version(name) for name in packages
     }
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the last bits of a sum depend on; the number of threads only where torch has been imported."""
+    torch: Any = sys.modules.get("torch")
+    threads = {} if torch is None else {"threads": torch.get_num_threads()}
+    try:
+        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        name = next(line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return {**threads, "processor": name}
 
 
 class _PlainFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
@@ -225,3 +226,16 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     record["versions"]["torch"] = "0.9"
     (run_dir / "config.json").write_text(json.dumps(record))
     assert [notice.split(",")[0] for notice in RunFolder(run_dir).notices(pipeline, device="cpu")] == ["torch was 0.9"]
+
+
+def test_another_number_of_threads_is_said(tmp_path):
+    """Sums of several threads have other last bits: a resume with another number names both, and how to keep it."""
+    pipeline = tiny()
+    run_dir = recorded(pipeline, tmp_path / "run")
+    record = json.loads((run_dir / "config.json").read_text())
+    assert record["machine"]["threads"] == torch.get_num_threads()
+    record["machine"]["threads"] += 3
+    (run_dir / "config.json").write_text(json.dumps(record))
+    (notice,) = RunFolder(run_dir).notices(pipeline, device="cpu")
+    before, now = torch.get_num_threads() + 3, torch.get_num_threads()
+    assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from here on")
