@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -35,6 +36,7 @@ from rlhf_pipeline.policies.loading import (
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.policies.packed import LayoutScorer
+from rlhf_pipeline.policies.weight_files import named_write_errors
 
 __all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
 
@@ -155,8 +157,11 @@ class TokenPolicy(nn.Module):
 
         Args:
             folder: made if absent; files of the same names are replaced.
+
+        Raises:
+            OSError: the folder cannot be written.
         """
-        with quiet_progress():
+        with quiet_progress(), named_write_errors(Path(folder)):
             cast(Any, self.model).save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)

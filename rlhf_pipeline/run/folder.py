@@ -629,6 +629,13 @@ class RunFolder:
         except OSError as error:
             if type(error).__module__ != "builtins":
                 raise  # errors of this package and of the store say it already
+            if not self._is_about_the_folder(error):
+                raise
+            if isinstance(self.address, Path) and not self.path.is_dir():
+                raise RunStorageError(
+                    f"the run folder {self.address} is gone: it was moved or removed while the run wrote to it. Put it "
+                    "back, or go on with it at its new place: rlhf-pipeline run --resume --out NEW_PLACE"
+                ) from error
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
                 advice = "Choose a folder that can be written: --out OTHER_FOLDER."
             else:
@@ -638,6 +645,16 @@ class RunFolder:
                     f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
                 )
             raise RunStorageError(f"the run folder {self.address} cannot be written: {error}. {advice}") from error
+
+    def _is_about_the_folder(self, error: OSError) -> bool:
+        """Return whether an error is one of writing here: an error of a disk, or one that names a file of the run."""
+        if error.filename is None:
+            return error.errno is None or error.errno in _OF_A_DISK
+        return Path(os.fsdecode(error.filename)).absolute().is_relative_to(self.path.absolute())
+
+
+_OF_A_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
+"""Numbers of errors that a write without a file name can raise."""
 
 
 def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
