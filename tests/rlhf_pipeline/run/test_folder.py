@@ -225,6 +225,6 @@ def test_an_error_that_is_not_about_the_folder_stays_what_it_is(tmp_path):
     """An EINVAL of a sleep, or a missing file elsewhere, is not called an error of the run folder."""
     run = RunFolder(tmp_path / "run")
     for error in (OSError(errno.EINVAL, "Invalid argument"), FileNotFoundError(errno.ENOENT, "gone", "/nowhere/x")):
-        with pytest.raises(OSError, match="Invalid|gone") as caught, run.named_disk_errors():
+        with pytest.raises(OSError, match=r"Invalid|gone") as caught, run.named_disk_errors():
             raise error
         assert caught.value is error
