@@ -170,6 +170,13 @@ def add_overrides(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add `--trust`."""
+    command.add_argument(
+        "--trust", action="store_true", help="execute the definition's code of a run that was not started here"
+    )
+
+
 def add_steps(command: argparse.ArgumentParser) -> None:
     """Add `--steps`."""
     command.add_argument(
@@ -189,6 +196,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     add_overrides(command)
+    add_trust(command)
     command.add_argument("--parent", type=positive, metavar="PID", help="stop when this parent process has exited")
 
 

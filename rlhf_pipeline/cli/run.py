@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds, share
+from rlhf_pipeline.cli.parser import add_overrides, add_steps, add_trust, natural, positive, seconds, share
 from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
@@ -57,6 +57,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="begin a new run with the weights and the optimizer of a checkpoint (default: its newest)",
     )
     add_overrides(command)
+    add_trust(command)
     several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     several.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"

@@ -1,6 +1,7 @@
 """The run folder: every path, record, lock, log and check of a run is here. Imports no torch.
 
     config.json                  what the run was started with
+    definition/, inputs/         copies of the definition's source and of the prompts, see `run.inputs`
     store/                       trajectories
     ledger.jsonl, ledger.index   which trajectories entered which optimizer step
     metrics.jsonl, .index        one line per step
@@ -55,7 +56,7 @@ from rlhf_pipeline.run.changes import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
-from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
 from rlhf_pipeline.run.medium import Address, address_of, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
@@ -75,6 +76,8 @@ _BEFORE_THE_RECORD: Final = frozenset(
         filenames.LOG,
         filenames.SUPERVISOR_LOG,
         filenames.GROUP,
+        filenames.SOURCE,
+        filenames.INPUTS,
         f".{filenames.CONFIG}.tmp",
     }
 )
@@ -95,6 +98,8 @@ class RunConfig:
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
     """Number of threads and processor: both can move the last bits of a sum."""
+    place: Mapping[str, str]
+    """Machine, user and path where it was last started; see `run.inputs.place`."""
     begun_from: Mapping[str, Any] | None
     """The `run` and the `step` whose checkpoint it began with, or None."""
 
@@ -179,6 +184,7 @@ class RunFolder:
             pipeline=data.get("pipeline", {}),
             versions=data.get("versions", {}),
             machine=data.get("machine", {}),
+            place=data.get("place", {}),
             begun_from=data.get("begun_from"),
         )
 
@@ -317,6 +323,8 @@ class RunFolder:
             self.weights,
             self.claims,
             self.logger_files,
+            self.path / filenames.SOURCE,
+            self.path / filenames.INPUTS,
         ):
             if folder.exists():
                 remove_folder(folder)
@@ -394,7 +402,12 @@ class RunFolder:
         if not self.is_recorded:
             return
         before = self._recorded()
-        changed = [str(change) for change in changes(before["pipeline"], pipeline) if not is_allowed(change.field)]
+        by_content = before.get("inputs", {}) if inputs else {}
+        changed = [
+            str(change)
+            for change in changes(before["pipeline"], pipeline)
+            if not (is_allowed(change.field) or change.field in by_content)
+        ]
         if before["seed"] != seed:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
         if changed:
@@ -403,7 +416,8 @@ class RunFolder:
                 "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
             )
         if inputs:
-            check_inputs(self.address, before.get("inputs", {}), pipeline)
+            own = Path(getattr(pipeline.policy, "path", "")).parent == self.checkpoints  # its weights have moved on
+            check_inputs(self.address, by_content if not own else by_content | {"policy.path": {}}, pipeline)
 
     def notices(self, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:
         """Yield notices for the user about the definition with which a run continues; none for a new run.
@@ -506,7 +520,7 @@ class RunFolder:
         kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
         content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
-        content |= {"machine": {**kept.get("machine", {}), **_machine()}}
+        content |= {"machine": {**kept.get("machine", {}), **_machine()}, "place": place(self.address)}
         begun = begun_from or kept.get("begun_from")
         content |= {"begun_from": begun} if begun else {}
         history = [*kept.get("changes", [])]
@@ -520,11 +534,18 @@ class RunFolder:
                 f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
                 "numbers, lists or None."
             ) from error
+        for copy in keep_inputs(self.path, setup.definition, setup.pipeline):
+            self.keep(copy)
         write_atomically(self.config_file, text.encode())
         if not again:
             return self.medium.keep_first(filenames.CONFIG)
         self.medium.keep(filenames.CONFIG)
         return True
+
+    @property
+    def inputs(self) -> dict[str, dict[str, Any]]:
+        """The record of the files that the definition named when the run was started; see `run.inputs`."""
+        return self._recorded().get("inputs", {})
 
     def _next_step(self) -> int:
         """Return the first step that a process which continues the run takes."""

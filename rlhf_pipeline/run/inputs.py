@@ -1,4 +1,10 @@
-"""Records of what a run reads from outside its folder: prompt files and model folders. Imports no torch."""
+"""What a run reads from outside its folder: records of prompt files, model folders and code, and copies of them.
+
+    definition/FILE.py    the definition's source, unless it is built in
+    inputs/FILE           the prompt file, up to `LARGEST_PROMPTS`; a larger one is named by its digest only
+
+The tokenizer and the weights are in every checkpoint. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +22,8 @@ from typing import Any, Final, cast
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.errors import RunMismatchError
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.files import write_atomically
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _TEXT_FILES: Final = (
@@ -34,7 +43,35 @@ _OWN_CODE: Final = {
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
+LARGEST_PROMPTS: Final = 64 << 20
+"""Bytes of the largest prompt file that is copied into the run folder."""
+
 Inputs = dict[str, dict[str, Any]]
+
+
+def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
+    """Copy the definition's source and the prompt file into a run's folder; return the copies that are new."""
+    source, _, _ = definition.rpartition(":")
+    found = [(Path(source), filenames.SOURCE)] if source.endswith(".py") and Path(source).is_file() else []
+    prompts = getattr(pipeline.prompts, "path", None)
+    if isinstance(prompts, str) and Path(prompts).is_file() and Path(prompts).stat().st_size <= LARGEST_PROMPTS:
+        found.append((Path(prompts), filenames.INPUTS))
+    kept = []
+    for file, name in found:
+        target = root / name / file.name
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            write_atomically(target, file.read_bytes())
+            kept.append(target)
+    return kept
+
+
+def place(run: Path | str) -> dict[str, str]:
+    """Return what tells a run that was started here from one that was copied here: machine, user and path."""
+    known = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
+    name = known.read_text(encoding="utf-8", errors="replace").strip() if known else ""
+    machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
+    return {"machine": machine, "path": str(run.absolute() if isinstance(run, Path) else run)}
 
 
 def describe_inputs(pipeline: Pipeline) -> Inputs:
@@ -97,7 +134,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
     now = describe_inputs(pipeline)
     paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
     for field, before in recorded.items():
-        if field not in paths or field not in now or now[field] == before:
+        if not before or field not in paths or field not in now or now[field] == before:
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
