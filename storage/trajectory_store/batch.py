@@ -166,7 +166,7 @@ Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 def _by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return rows as columns; each row must have the same ones."""
-    if isinstance(rows, (str, bytes)) or not all(isinstance(row, Mapping) for row in rows):
+    if isinstance(rows, (str, bytes)) or not all(isinstance(row, Mapping) for row in cast("Sequence[object]", rows)):
         raise BatchError(f"a batch is a dict by column, or a list of dicts; got {type(rows).__name__}.")
     names = list(rows[0]) if len(rows) else []
     for i, row in enumerate(rows):

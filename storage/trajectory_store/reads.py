@@ -265,8 +265,9 @@ class StoreReads:
         Raises:
             BatchError: the key is none of these.
         """
-        pair: tuple[Any, ...] = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
-        rows, columns = pair if len(pair) == 2 else (key, None)
+        rows: Any
+        columns: Any
+        rows, columns = cast("Any", key) if isinstance(key, tuple) else (key, None)
         if isinstance(rows, str) or rows is None or isinstance(rows, bool):
             if not isinstance(rows, str) or columns is not None:
                 raise BatchError(
@@ -277,7 +278,7 @@ class StoreReads:
         if isinstance(rows, slice):
             rows = self.ids()[rows]
         elif getattr(rows, "dtype", None) == np.bool_:
-            mask: npt.NDArray[np.bool_] = rows
+            mask = cast("npt.NDArray[np.bool_]", rows)
             if mask.shape != (len(self),):
                 raise BatchError(f"a mask of shape {list(mask.shape)}; the store has {len(self)} rows.")
             rows = self.ids()[mask]

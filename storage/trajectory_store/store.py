@@ -645,7 +645,7 @@ def _count(name: str, value: object, most: int, least: int = 1) -> int | None:
         raise SchemaError(f"{name}={value} is too small; give at least {least}, or None.")
     if value > most:
         raise SchemaError(f"{name}={value} is too large; give at most {most}.")
-    return int(value)
+    return int(cast("int", value))
 
 
 def _check_durability(durability: str) -> None:
