@@ -30,7 +30,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
-from trajectory_store.upkeep import Background, CompactReport, compact
+from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
 from trajectory_store.verify import VerifyReport, verify
 from trajectory_store.writer import FIRST_ELEMENTS, Stream
 
@@ -187,6 +187,7 @@ class TrajectoryStore(StoreReads):
             store._add_columns(add_columns)
         if mode == "a" and medium.bucket.local:
             with medium.bucket.upkeep_lock() as mine:
+                record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
                     medium.sweep(store._catalog.journal.state)
