@@ -184,6 +184,8 @@ def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
         decoupled=config.corrects_the_sampler,
         tis_cap=config.tis_cap,
         tis_level=config.tis_level,
+        tis_floor=config.tis_floor,
+        sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
         icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
         icepop_level=config.icepop or "token",
     )
