@@ -21,7 +21,7 @@ from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import RewardFunction, no_reward
 from rlhf_pipeline.settings import Settings, setting
 
-Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
@@ -171,7 +171,8 @@ class WritePath(Settings):
     estimator: Estimator = setting(
         "grpo",
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
-        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, or of all gathered "
+        "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
+        "divide by the spread of the whole rollout, or of all gathered "
         "trajectories with `replay`.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
@@ -395,6 +396,12 @@ class GRPO(Settings):
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
+    off_policy_threshold: float | None = setting(
+        None,
+        above=0,
+        help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
+        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
+    )
     sapo_tau_positive: float = setting(
         1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
     )

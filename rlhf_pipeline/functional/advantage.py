@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 ESTIMATORS: Final[tuple[str, ...]] = get_args(Estimator)
-BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline")
+BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline", "grpo_batch")
 """Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
 STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
@@ -106,6 +106,8 @@ def group_advantage(
     * `rloo`: `R - mean of the others = n / (n - 1) * (R - mean)`. arXiv:2402.14740.
     * `reinforce_pp`: `(R - mean_batch) / std_batch`; `reinforce_pp_baseline`: `(R - mean) / std_batch(R - mean)`.
       arXiv:2501.03262. The batch is all `returns`.
+    * `grpo_batch`: `(R - mean) / max(std_batch(R), 1e-6)`, TRL's `scale_rewards="batch"` (which adds 1e-4 to the
+      spread). arXiv:2508.08221.
     * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
@@ -185,6 +187,8 @@ def group_advantage(
     elif estimator == "reinforce_pp_baseline":
         kept = centred.masked_fill(degenerate, 0.0)
         advantages = kept / _batch_std(kept).clamp_min(STD_FLOOR)
+    elif estimator == "grpo_batch":
+        advantages = centred / _batch_std(r - r.mean()).clamp_min(STD_FLOOR)
     else:
         advantages = r - _length_baseline(r, index, groups, lengths)
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())

@@ -24,6 +24,7 @@ __all__ = [
     "gmpo_log_ratio",
     "icepop_weight",
     "kl_trust_mask",
+    "off_policy_mask",
     "indexed_sum",
     "sapo_loss",
     "sequence_icepop_weight",
@@ -351,3 +352,35 @@ def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
     tensor([ True, False])
     """
     return log_ratio.detach().square() / 2 <= threshold
+
+
+def off_policy_mask(
+    log_probs: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantage: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    threshold: float,
+) -> torch.Tensor:
+    """Return which rows stay: all but sequences of negative advantage that the policy has moved away from.
+
+    A sequence goes if `A < 0` and the mean of `behaviour - log_probs` over its tokens is above the threshold.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's `off_policy_mask_threshold`. A log-prob of -inf says nothing.
+
+    Args:
+        log_probs: [N], of the current policy.
+        behaviour: [N].
+        advantage: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+        threshold: in nats per token.
+
+    Returns:
+        bool [N].
+
+    >>> lb, advantage = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0, 1.0])
+    >>> off_policy_mask(torch.tensor([-2.0, -1.5, -9.0]), lb, advantage, torch.tensor([0, 0, 1]), 2, 0.5)
+    tensor([False, False,  True])
+    """
+    gap = (behaviour - log_probs.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return (advantage >= 0) | (sequence_mean_log_ratio(gap, index, segments)[index] <= threshold)

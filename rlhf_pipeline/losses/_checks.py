@@ -60,8 +60,8 @@ def check_arguments(s: Any, *, token_level: bool) -> None:
         ),
         (
             s.head != "fused" or token_level,
-            "head='fused' forms the gradient token by token; objective='gspo' or 'gmpo', kl_mask_threshold and "
-            "unreduced losses need all log-probs first. Use head='auto'.",
+            "head='fused' forms the gradient token by token; objective='gspo' or 'gmpo', kl_mask_threshold, "
+            "off_policy_threshold and unreduced losses need all log-probs first. Use head='auto'.",
         ),
         (s.samples_mc_entropy >= 1, "samples_mc_entropy must be at least 1."),
     ]
@@ -86,6 +86,7 @@ def _check_as_declared(s: Any) -> None:
             tis_cap=s.tis_cap,
             tis_level=s.tis_level,
             tis_floor=s.tis_floor,
+            off_policy_threshold=s.off_policy_threshold,
             sapo_tau_positive=s.sapo_tau[0],
             sapo_tau_negative=s.sapo_tau[1],
             **bounds,

@@ -236,6 +236,8 @@ class GRPOLoss(LossModule):
         icepop: with `decoupled`, (low, high): multiply the policy loss by `exp(proximal - behaviour)` where that
             is inside, by 0 elsewhere. With `tis_cap`, the factor inside is that of `tis_cap`.
         icepop_level: `token`, `sequence` for the geometric mean over the sequence, or `product`.
+        off_policy_threshold: leave sequences of negative advantage out of the policy loss if the mean of
+            `behaviour - current log-prob` over their tokens is above this; see `policy_loss.off_policy_mask`.
         sapo_tau: the temperatures of `sapo` where the advantage is above 0 and elsewhere.
         max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
         temperature: of scoring; by default the actor's own, or 1 if it has none.
@@ -316,6 +318,7 @@ class GRPOLoss(LossModule):
         tis_floor: float | None = None,
         icepop: tuple[float, float] | None = None,
         icepop_level: MaskLevel = "token",
+        off_policy_threshold: float | None = None,
         sapo_tau: tuple[float, float] = (1.0, 1.05),
         max_completion_tokens: int | None = None,
         temperature: float | None = None,
@@ -351,6 +354,7 @@ class GRPOLoss(LossModule):
         self.tis_floor = tis_floor
         self.icepop = icepop
         self.icepop_level: MaskLevel = icepop_level
+        self.off_policy_threshold = off_policy_threshold
         self.sapo_tau = sapo_tau
         self.max_completion_tokens = max_completion_tokens
         self.temperature = temperature
@@ -400,7 +404,8 @@ class GRPOLoss(LossModule):
 
     def _is_token_level(self) -> bool:
         """Return whether the loss is a sum over tokens of functions of that token alone."""
-        return OBJECTIVES[self.objective].per_token and not self.kl_mask_threshold and not self._is_unreduced
+        of_sequences = self.kl_mask_threshold or self.off_policy_threshold is not None
+        return OBJECTIVES[self.objective].per_token and not of_sequences and not self._is_unreduced
 
     @property
     def _is_unreduced(self) -> bool:
@@ -493,6 +498,11 @@ class GRPOLoss(LossModule):
         entropy: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """Return the terms from log-probs, summed or put back in [B, T]."""
+        policy_weight = rows.policy_weight
+        if self.off_policy_threshold is not None:
+            policy_weight = policy_weight * pl.off_policy_mask(
+                log_probs, rows.behaviour, rows.advantage, rows.index, rows.sequences, self.off_policy_threshold
+            )
         terms = self._weighted_terms(
             log_probs,
             entropy,
@@ -500,7 +510,7 @@ class GRPOLoss(LossModule):
             rows.proximal,
             rows.behaviour,
             rows.weight,
-            rows.policy_weight,
+            policy_weight,
             rows.ref,
             index=rows.index,
             sequences=rows.sequences,

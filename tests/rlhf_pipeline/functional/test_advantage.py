@@ -24,6 +24,7 @@ LENGTHS = torch.tensor([1, 2, 1, 6, 2])
 # Group 5 holds 1, 2, 8 (mean 11/3); group 9 holds 0, 4 (mean 2, std sqrt 8).
 MEAN5, STD5 = 11 / 3, math.sqrt(((1 - 11 / 3) ** 2 + (2 - 11 / 3) ** 2 + (8 - 11 / 3) ** 2) / 2)
 CENTRED = [1 - MEAN5, -2.0, 2 - MEAN5, 2.0, 8 - MEAN5]
+BATCH_STD = math.sqrt(((1 - 3) ** 2 + (0 - 3) ** 2 + (2 - 3) ** 2 + (4 - 3) ** 2 + (8 - 3) ** 2) / 4)
 WANT = {
     "grpo": [
         CENTRED[0] / STD5,
@@ -36,6 +37,7 @@ WANT = {
     "mean": CENTRED,
     "rloo": [1 - 5.0, 0 - 4.0, 2 - 4.5, 4 - 0.0, 8 - 1.5],
     "reinforce_pp": [(r - 3) / math.sqrt(40 / 4) for r in (1, 0, 2, 4, 8)],
+    "grpo_batch": [c / BATCH_STD for c in CENTRED],
     "reinforce_pp_baseline": [c / math.sqrt(sum(x * x for x in CENTRED) / 4) for c in CENTRED],
     "opo": [1 - 19 / 4, 0 - 3.0, 2 - 19 / 4, 4 - 3.0, 8 - 19 / 4],
 }

@@ -120,6 +120,10 @@ def plain(policy, td, s: dict[str, Any], banned: int | None = None):
                 if "dual_clip" in s and a < 0 and best < s["dual_clip"] * a:
                     best = s["dual_clip"] * a
                 loss = -best
+            if "off_policy_threshold" in s and a < 0:
+                loss = loss * float(
+                    sum(float(lb[u] - lp[u].detach()) for u in at) / len(at) <= s["off_policy_threshold"]
+                )
             rho = math.exp(gap_sum if s.get("tis_level") == "sequence" else float(lo[t] - lb[t]))
             if "tis_cap" in s:
                 loss = loss * max(min(rho, s["tis_cap"]), s.get("tis_floor", 0.0))
@@ -156,6 +160,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tis": {"decoupled": True, "tis_cap": 1.1},
     "tis of sequences": {"decoupled": True, "tis_cap": 1.5, "tis_level": "sequence"},
     "icepop": {"decoupled": True, "icepop": (0.9, 1.2)},
+    "off-policy mask": {"off_policy_threshold": 0.05},
     "tis with a floor": {"decoupled": True, "tis_cap": 1.1, "tis_floor": 0.95},
     "mask by product": {"decoupled": True, "icepop": (0.9, 1.2), "icepop_level": "product"},
     "sequence mask": {"decoupled": True, "icepop": (0.95, 1.05), "icepop_level": "sequence"},
