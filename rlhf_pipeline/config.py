@@ -13,8 +13,9 @@ resume, written to the run folder and rebuilt in another process, all without im
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
@@ -168,12 +169,12 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
 class WritePath(Settings):
     """The processing of a completed trajectory before it is stored."""
 
-    estimator: Estimator = setting(
+    estimator: Estimator | Callable[..., Any] = setting(
         "grpo",
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
         "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
         "divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`.",
+        "trajectories with `replay`. A definition may give a function, `EstimatorFunction` there.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple, get_args
 
 import torch
@@ -27,6 +28,14 @@ STD_FLOOR: Final = 1e-6
 
 RELATIVE_SPREAD_FLOOR: Final = 1e-12
 """A spread below this part of the group's mean absolute return is rounding, not signal (float64 sums)."""
+
+
+EstimatorFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""An estimator of one's own: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
+
+The members of a group have its number, from 0, and may come in any order; advantages of groups without spread are set
+to 0 afterwards. It sees whole groups and must not depend on which of them come in one call.
+"""
 
 
 class GroupAdvantage(NamedTuple):
@@ -91,7 +100,7 @@ def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.
 def group_advantage(
     returns: torch.Tensor,
     group_ids: torch.Tensor,
-    estimator: str = "grpo",
+    estimator: str | EstimatorFunction = "grpo",
     *,
     lengths: torch.Tensor | None = None,
     task_rewards: torch.Tensor | None = None,
@@ -122,7 +131,7 @@ def group_advantage(
     Args:
         returns: [N], float or integer.
         group_ids: int64 [N], any numbers.
-        estimator: one of `ESTIMATORS`.
+        estimator: one of `ESTIMATORS`, or an `EstimatorFunction`.
         lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
         task_rewards: [N], the rewards without the penalty; used together with `rounding`.
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
@@ -141,7 +150,7 @@ def group_advantage(
     >>> degenerate
     tensor([False, False, False, False,  True])
     """
-    if estimator not in ESTIMATORS:
+    if not callable(estimator) and estimator not in ESTIMATORS:
         raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
     if returns.ndim != 1 or group_ids.shape != returns.shape:
         raise DefinitionError(
@@ -170,7 +179,9 @@ def group_advantage(
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
     degenerate = flat[index]
 
-    if estimator == "grpo":
+    if callable(estimator):
+        advantages = _of_function(estimator, r, index, lengths)
+    elif estimator == "grpo":
         advantages = centred / std.clamp_min(STD_FLOOR)[index]
     elif estimator in ("dr_grpo", "mean"):
         advantages = centred
@@ -192,6 +203,20 @@ def group_advantage(
     else:
         advantages = r - _length_baseline(r, index, groups, lengths)
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+
+
+def _of_function(
+    estimator: EstimatorFunction, r: torch.Tensor, index: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a user's advantages in float64; refuse another shape or values that are not finite."""
+    name = getattr(estimator, "__name__", type(estimator).__name__)
+    found: object = estimator(r.clone(), index.clone(), None if lengths is None else lengths.clone())
+    if not isinstance(found, torch.Tensor) or found.shape != r.shape:
+        seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise DefinitionError(f"estimator {name} returned {seen}; it must return a tensor [{r.numel()}].")
+    if not bool(torch.isfinite(found).all()):
+        raise DefinitionError(f"estimator {name} returned an advantage that is not finite.")
+    return found.detach().double()
 
 
 def _numbers(group_ids: torch.Tensor) -> torch.Tensor:

@@ -183,3 +183,20 @@ def test_rounding_of_a_penalty_is_no_advantage(estimator):
     assert larger.advantages.abs().sum() > 0
     other = {**told, "task_rewards": torch.tensor([0.75, 0.75, 0.75, 0.5])}
     assert not group_advantage(0.75 + noise, groups, estimator, **other).degenerate.any()
+
+
+def median_baseline(returns, groups, lengths):
+    """Returns against the lower median of their group."""
+    return returns - torch.stack([returns[groups == g].median() for g in groups])
+
+
+def test_an_estimator_of_ones_own_is_used_and_checked():
+    """Its numbers by hand, for groups numbered in any way; flat groups stay 0; a wrong result is one sentence."""
+    returns, groups = torch.tensor([1.0, 4.0, 2.0, 7.0, 7.0]), torch.tensor([9, 9, 9, 2, 2])
+    out = group_advantage(returns, groups, median_baseline)
+    assert out.advantages.tolist() == [-1.0, 2.0, 0.0, 0.0, 0.0]
+    assert out.degenerate.tolist() == [False, False, False, True, True]
+    with pytest.raises(DefinitionError, match=r"<lambda> returned \[1\]; it must return a tensor \[5\]"):
+        group_advantage(returns, groups, lambda returns, groups, lengths: returns[:1])
+    with pytest.raises(DefinitionError, match="not finite"):
+        group_advantage(returns, groups, lambda returns, groups, lengths: returns / 0)
