@@ -14,19 +14,21 @@ resume, written to the run folder and rebuilt in another process, all without im
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import RewardFunction, no_reward
 from rlhf_pipeline.settings import Settings, setting
 
-Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
-Objective = Literal["grpo", "cispo", "gspo"]
+Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
 Level = Literal["token", "sequence"]
+MaskLevel = Literal["token", "sequence", "product"]
 
 
 def _lora_rules(targets: str) -> list[tuple[bool, str]]:
@@ -168,11 +170,12 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
 class WritePath(Settings):
     """The processing of a completed trajectory before it is stored."""
 
-    estimator: Estimator = setting(
+    estimator: Estimator | Callable[..., Any] = setting(
         "grpo",
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
-        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`.",
+        "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
+        "divide by the spread of the whole rollout, or of all gathered "
+        "trajectories with `replay`. A definition may give a function, `EstimatorFunction` there.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -342,8 +345,9 @@ class GRPO(Settings):
 
     objective: Objective = setting(
         "grpo",
-        help="PPO's clip on token ratios, CISPO's clipped weight, or PPO's clip on sequence ratios (clip at about "
-        "3e-4).",
+        help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about 3e-4), "
+        "SAPO's smooth gate without a clip, or the geometric mean of clipped ratios (GMPO, with "
+        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm).",
     )
     clip_low: float | None = setting(
         None,
@@ -366,7 +370,7 @@ class GRPO(Settings):
     )
     kl_importance_weight: bool = setting(
         False,
-        help="Weight that term by policy over sampler, within the clip bounds, for stale trajectories.",
+        help="Weight that term by policy over sampler, for stale trajectories.",
     )
     dual_clip: float | None = setting(
         None,
@@ -385,13 +389,25 @@ class GRPO(Settings):
         "token",
         help="For `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
     )
-    icepop: Level | None = setting(
+    tis_floor: float | None = setting(None, min=0, help="Lower bound of the weight of `tis_cap`.")
+    icepop: MaskLevel | None = setting(
         None,
-        help="Leave tokens, or whole completions, out of the policy loss if their `exp(trainer - sampler log-prob)`, "
-        "for a completion the geometric mean, is not between `icepop_low` and `icepop_high`.",
+        help="Weight tokens, or whole completions, in the policy loss by `exp(trainer - sampler log-prob)` if that is "
+        "between `icepop_low` and `icepop_high`, else by 0. For a completion it is the geometric mean over its tokens "
+        "(`sequence`) or their product. With `tis_cap`, the weight inside the bounds is that of `tis_cap`.",
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
+    off_policy_threshold: float | None = setting(
+        None,
+        above=0,
+        help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
+        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
+    )
+    sapo_tau_positive: float = setting(
+        1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
+    )
+    sapo_tau_negative: float = setting(1.05, above=0, help="The same where it is not.")
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
@@ -412,9 +428,13 @@ class GRPO(Settings):
                 f"delta is {self.delta}; it must be above 1 + clip_high, {1 + self.clip_high}.",
             ),
             (
-                not (bounded and self.objective == "cispo"),
-                "cispo has no min that dual_clip or delta could bound: they belong to PPO's clip, which cispo does not "
-                "have.",
+                not bounded or self.objective in ("grpo", "gspo"),
+                f"{self.objective} has no min that dual_clip or delta could bound: they belong to PPO's clip, which "
+                f"{self.objective} does not have.",
+            ),
+            (
+                self.tis_floor is None or (self.tis_cap is not None and self.tis_floor < self.tis_cap),
+                f"tis_floor is {self.tis_floor}; it must be below tis_cap, {self.tis_cap}.",
             ),
             (
                 self.icepop_low < self.icepop_high,

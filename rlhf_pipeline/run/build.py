@@ -184,6 +184,9 @@ def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
         decoupled=config.corrects_the_sampler,
         tis_cap=config.tis_cap,
         tis_level=config.tis_level,
+        tis_floor=config.tis_floor,
+        off_policy_threshold=config.off_policy_threshold,
+        sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
         icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
         icepop_level=config.icepop or "token",
     )

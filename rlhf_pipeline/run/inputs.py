@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -40,6 +41,10 @@ _OWN_CODE: Final = {
         "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
+    "write.estimator": (
+        "advantage estimator",
+        "advantages from here on are computed by the new one, and stored ones stay as they are",
+    ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
@@ -99,7 +104,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    return found | {name: code for name in _OWN_CODE if (code := _code(getattr(pipeline, name))) is not None}
+    return found | {name: code for name in _OWN_CODE if (code := _code(attrgetter(name)(pipeline))) is not None}
 
 
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
@@ -110,12 +115,10 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
         pipeline: its definition.
     """
     for name, (what, consequence) in _OWN_CODE.items() if pipeline.replay is None else ():
-        before, now = recorded.get(name), _code(getattr(pipeline, name))
+        part = attrgetter(name)(pipeline)
+        before, now = recorded.get(name), _code(part)
         if before is not None and now is not None and before != now:
-            yield (
-                f"the {what} {name_of(getattr(pipeline, name))} has been edited since the run was last started: "
-                f"{consequence}."
-            )
+            yield (f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}.")
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
