@@ -295,6 +295,11 @@ class Learner:
             head_weight=self.policy.head_weight,
             shards=self.shards,
         )
+        if len(chosen.row_ids) and not bool(plan.advantages.any()):
+            self._notices.append(
+                f"step {step}: every advantage is 0, as no group has two rewards that differ"
+                + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it changes nothing.")
+            )
         if self.loss.decoupled:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
