@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from rlhf_pipeline.config_text import override
     from rlhf_pipeline.data import keys
     from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts, Prompt
-    from rlhf_pipeline.data.rewards import final_number, final_number_match, token_match
+    from rlhf_pipeline.data.rewards import (
+        LeftOut,
+        Matches,
+        Reward,
+        SoftOverlong,
+        exact_match,
+        final_number,
+        final_number_match,
+        mask_truncated,
+        math_verify_match,
+        token_match,
+    )
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
@@ -51,7 +62,8 @@ _NAMES = {
     "config_text": "override",
     "data": "keys",
     "data.prompts": "CopyDigits JsonlPrompts Prompt",
-    "data.rewards": "final_number final_number_match token_match",
+    "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
+    "math_verify_match token_match",
     "errors": "PipelineError",
     "collectors.collector": "Collector",
     "functional.advantage": "group_advantage",
@@ -84,16 +96,23 @@ __all__ = [
     "GRPO",
     "JsonlPrompts",
     "Learn",
+    "LeftOut",
+    "Matches",
     "Pipeline",
     "PipelineError",
     "PretrainedPolicy",
     "Prompt",
     "Replay",
+    "Reward",
     "Sample",
+    "SoftOverlong",
     "TinyPolicy",
     "WritePath",
+    "exact_match",
     "final_number",
     "final_number_match",
+    "mask_truncated",
+    "math_verify_match",
     "override",
     "token_match",
 ]

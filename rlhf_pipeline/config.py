@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
-from rlhf_pipeline.data.rewards import RewardFunction, no_reward
+from rlhf_pipeline.data.rewards import Reward, RewardFunction, no_reward, rewards_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
@@ -145,6 +145,23 @@ class Collect(Settings):
         "log-prob is that of the weights that sampled its token; the caches of the prompt and of earlier tokens "
         "are recomputed with the new ones, and the store tells which weights sampled which tokens. A server at an "
         "address checks twice a second instead.",
+    )
+
+    reward_concurrency: int = setting(
+        16,
+        min=1,
+        help="Reward calls that run at the same time, beside sampling; 1 for functions that must not be called side by "
+        "side.",
+    )
+    reward_timeout_s: float | None = setting(
+        300.0,
+        above=0,
+        help="Seconds after which a reward call counts as failed (`timeout`); None waits for ever.",
+    )
+    skip_special_tokens: bool = setting(
+        False,
+        help="Leave special tokens such as `<think>` out of the text that rewards see and that is stored. The token "
+        "that ends a completion is never in it.",
     )
 
     @property
@@ -565,10 +582,11 @@ class Pipeline(Settings):
     name: str = setting(help="The run's name in its output.")
     policy: TinyPolicy | PretrainedPolicy = setting(help="The model: made from scratch, or from a checkpoint.")
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
-    reward: RewardFunction = setting(
+    reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
-        help="`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run. "
-        "Not needed with `replay`.",
+        help="`(prompt, completion, answer, meta) -> float`, a function that asks for other arguments, or several, "
+        "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
+        "trajectory, not the run. Not needed with `replay`.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
@@ -581,6 +599,7 @@ class Pipeline(Settings):
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
 
     def _rules(self) -> list[tuple[bool, str]]:
+        rewards_of(self.reward)  # refuses two of one name
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [

@@ -298,6 +298,11 @@ class Learner:
         if len(others):
             self._score_proximal(self._plan(others))
         plan = self._plan(chosen.row_ids)
+        if len(chosen.row_ids) and not bool(plan.advantages.any()):
+            self._notices.append(
+                f"step {step}: every advantage is 0, as no group has two rewards that differ"
+                + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it changes nothing.")
+            )
         if self.loss.decoupled:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}

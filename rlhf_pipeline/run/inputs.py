@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
+from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
@@ -104,7 +105,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    return found | {name: code for name in _OWN_CODE if (code := _code(attrgetter(name)(pipeline))) is not None}
+    return found | {f"{name}{more}": code for name, more, _, code in _own_code(pipeline)}
 
 
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
@@ -114,11 +115,11 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
         recorded: the result of `describe_inputs` at the last start.
         pipeline: its definition.
     """
-    for name, (what, consequence) in _OWN_CODE.items() if pipeline.replay is None else ():
-        part = attrgetter(name)(pipeline)
-        before, now = recorded.get(name), _code(part)
-        if before is not None and now is not None and before != now:
-            yield (f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}.")
+    for name, more, part, now in _own_code(pipeline) if pipeline.replay is None else ():
+        what, consequence = _OWN_CODE[name]
+        before = recorded.get(f"{name}{more}")
+        if before is not None and before != now:
+            yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
@@ -145,6 +146,18 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
             "with this run, or start a new run with --out OTHER_FOLDER."
         )
+
+
+def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Yield a definition's own code: the field, a suffix for all but a field's only one, the code and its hash."""
+    rewards = [one.function for one in rewards_of(pipeline.reward)]
+    for name, parts in (
+        ("reward", rewards),
+        *((name, [attrgetter(name)(pipeline)]) for name in _OWN_CODE if name != "reward"),
+    ):
+        for number, part in enumerate(parts):
+            if (code := _code(part)) is not None:
+                yield name, f".{number}" if len(parts) > 1 else "", part, code
 
 
 def _code(part: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
-from rlhf_pipeline.errors import DataError, typed
+from rlhf_pipeline.errors import DataError, StopAskedError, typed
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen
 from rlhf_pipeline.run.build import Parts
@@ -77,7 +77,17 @@ class MadeHere(_Collected):
         rollout: Rollout | None = None
         if update == 0:
             is_first = index >= self._num_stored
-            rollout = self._parts.collector.collect(index, policy_version=step - 1, is_first=is_first)
+            try:
+                rollout = self._parts.collector.collect(
+                    index,
+                    policy_version=step - 1,
+                    is_first=is_first,
+                    stop=lambda: bool(stop),
+                    say=lambda sentence: tell(self._on_event, sentence),
+                )
+            except StopAskedError as error:
+                tell(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
+                return None
             if rollout.num_failed:
                 tell(
                     self._on_event,
@@ -333,6 +343,7 @@ def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = N
         "num_failed": None if begun is None else begun.num_failed,
         "rollout_s": None if begun is None else begun.seconds,
         "tokens_per_s": begun.num_tokens / begun.seconds if begun is not None and begun.num_tokens else None,
+        **({} if begun is None else begun.figures),
     }
 
 

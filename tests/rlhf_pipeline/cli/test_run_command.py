@@ -126,7 +126,7 @@ def test_broken_prompt_file(cli: Cli, tmp_path: Path):
     ("fields", "message"),
     [
         ("dict(prompts=CopyDigits(), policy=TinyPolicy(alphabet='0123'))", "characters that the model does not know"),
-        ("dict(reward=lambda completion: 1.0)", "cannot be called"),
+        ("dict(reward=lambda completion, truth: 1.0)", "there is no 'truth'"),
         ("dict(prompts=object())", "prompts: object.prompt(0, 0) raised AttributeError"),
         ("dict(prompts=type('P', (), {'prompt': lambda *a: 'x'})())", "returned str; it must return a"),
         ("dict(collect=Collect(group_sise=4))", "Collect has no field 'group_sise'. Did you mean 'group_size'?"),

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.collectors.grading import Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import grade
+from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
 
@@ -160,8 +161,10 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     def reward(*args: object) -> float:
         raise ValueError(ESCAPE)
 
+    grader = Grader(reward)
+    grades = grader.grade([Sampled(prompt=Prompt(text="a"), completion="b")])
     with pytest.raises(RewardError) as caught:
-        grade(reward, [Prompt(text="a")], ["b"])
+        check_all_failed(grades, grader.rewards)
     assert "\\x1b]0;owned" in str(caught.value)
     with RunFolder(run_dir).log(tmp_path / "log.txt"):
         logging.getLogger("rlhf_pipeline").warning("%s", ESCAPE)
