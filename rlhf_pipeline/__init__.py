@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from rlhf_pipeline.config_text import override
     from rlhf_pipeline.data import keys
-    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts, Prompt
+    from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompt, Prompts
     from rlhf_pipeline.data.rewards import final_number, final_number_match, token_match
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
@@ -50,7 +50,7 @@ _NAMES = {
     "config": "Buffer Collect GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
     "config_text": "override",
     "data": "keys",
-    "data.prompts": "CopyDigits JsonlPrompts Prompt",
+    "data.prompts": "CopyDigits Mix Prompt Prompts",
     "data.rewards": "final_number final_number_match token_match",
     "errors": "PipelineError",
     "collectors.collector": "Collector",
@@ -82,12 +82,13 @@ __all__ = [
     "Collect",
     "CopyDigits",
     "GRPO",
-    "JsonlPrompts",
     "Learn",
+    "Mix",
     "Pipeline",
     "PipelineError",
     "PretrainedPolicy",
     "Prompt",
+    "Prompts",
     "Replay",
     "Sample",
     "TinyPolicy",

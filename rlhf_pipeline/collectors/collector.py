@@ -17,12 +17,12 @@ from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.prompts import Prompt, PromptSource
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
-from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
+from rlhf_pipeline.policies.chat import decode_completion, encode_any
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
@@ -161,17 +161,18 @@ class Collector:
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None}
             return replace(found, **lost)
 
-        prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
+        prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
+        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
         prompt_ids = [
-            encode_prompt(self.policy.tokenizer, prompt.text, as_chat=self.prompts.as_chat) for prompt in prompts
+            encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
         ]
         if self.hand_over is not None and self.policy.engine.version != policy_version:
             self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
-        options: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
         beside = None
         if self.retrieve is not None:
             beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
-            options["ended"] = beside.ended
+            how["ended"] = beside.ended
         completions = self.policy.generate_ragged(
             prompt_ids,
             group_size=self.config.group_size,
@@ -179,7 +180,7 @@ class Collector:
             temperature=self.config.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
-            **options,
+            **how,
         )
         if completions.aborted is not None:
             raise EngineError(
@@ -310,7 +311,11 @@ def trajectories(
     log_probs[assistant] = completions.log_probs
 
     # A prompt's own, the same for each member without an error.
-    own: list[dict[str, Any]] = [{"answer": prompt.answer, "prompt": dict(prompt.meta)} for prompt in prompts]
+    own: list[dict[str, Any]] = [
+        {"answer": prompt.answer, "prompt": prompt.meta}
+        | ({} if prompt.messages is None else {"messages": prompt.messages})
+        for prompt in prompts
+    ]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
     spans = completions.spans
     reasons = np.where(completions.stopped, "stop", "length").tolist()

@@ -110,6 +110,10 @@ class Source:
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
 
+    def files(self) -> list[Path]:
+        """Return every file that the rows come from."""
+        return sorted(file for file in self.path.rglob("*") if file.is_file()) if self.path.is_dir() else [self.path]
+
     def where(self, number: int) -> str:
         """Return the place of a row as an error message names it."""
         lines = self.container == "csv" or (self.container == "jsonl" and not _is_array(self.path))

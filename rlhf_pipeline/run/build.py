@@ -28,6 +28,7 @@ from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.medium import Address, is_url
+from rlhf_pipeline.run.prompt_lengths import fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -277,7 +278,7 @@ def build_parts(
             buffer=buffer,
             collector=Collector(
                 policy=models.policy,
-                prompts=pipeline.prompts,
+                prompts=fitting(pipeline.prompts, models.policy),
                 reward=pipeline.reward,
                 buffer=buffer,
                 config=pipeline.collect,
