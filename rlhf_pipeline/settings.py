@@ -248,7 +248,7 @@ def _kind(option: Any) -> str:
     if choices := _choices(option):
         return f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(option) is not None:
-        return "a function"
+        return "a function" if typing.get_origin(option) is Callable else "several"
     if getattr(option, "_is_protocol", False):
         return f"an object with {' and '.join(_members(option))}"
     return f"a {getattr(option, '__name__', option)}"

@@ -24,6 +24,8 @@ from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_any
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.sampling import Truncation
+from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
@@ -169,6 +171,10 @@ class Collector:
         if self.hand_over is not None and self.policy.engine.version != policy_version:
             self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
         how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        if self.config.stop:
+            how["stop"] = self.config.stop
+        if self.config.is_truncated:
+            how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
         beside = None
         if self.retrieve is not None:
             beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
@@ -190,6 +196,9 @@ class Collector:
             )
         sampled = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
         texts = [decode_completion(self.policy.tokenizer, ids.tolist()) for ids in sampled]
+        if self.config.stop and not self.config.keep_stop:
+            stops = StopStrings(self.policy.tokenizer, self.config.stop)
+            texts = [stops.without(text) for text in texts]
         grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
         batch = trajectories(
             prompts,
@@ -309,6 +318,13 @@ def trajectories(
     tokens[assistant] = completions.token_ids
     log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
     log_probs[assistant] = completions.log_probs
+    if completions.support_log_mass is not None:
+        log_mass = np.zeros_like(log_probs)
+        log_mass[assistant] = completions.support_log_mass
+        log_probs += log_mass  # under the whole distribution, as a policy scores them
+        support = Flat(torch.from_numpy(log_mass), torch.from_numpy(lengths))
+    else:
+        support = None
 
     # A prompt's own, the same for each member without an error.
     own: list[dict[str, Any]] = [
@@ -342,6 +358,8 @@ def trajectories(
             for index, item in zip(owner, grades, strict=True)
         ],
     )
+    if support is not None:
+        out[keys.SUPPORT_LOG_MASS] = support
     for key, fact in (sampled_by or {}).items():
         number = isinstance(fact, float)
         out[key] = Flat(torch.full((out.n,), fact)) if number else Text([fact] * out.n)

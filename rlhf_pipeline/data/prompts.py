@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol, cast
 
 from rlhf_pipeline.data.files import field_of, find_sources
-from rlhf_pipeline.data.json_values import JsonValue, json_value
+from rlhf_pipeline.data.json_values import json_value
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, PipelineError, did_you_mean
 from rlhf_pipeline.settings import Settings, setting
 
@@ -44,9 +44,9 @@ class Prompt:
     """The policy's input; with a chat template it becomes the user's message. Of messages, the last user's text."""
     messages: tuple[Message, ...] | None = None
     """Chat messages instead of text. The last one is not the assistant's."""
-    answer: JsonValue = None
-    """The reference answer, passed to the reward function."""
-    meta: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    answer: Any = None
+    """The reference answer, a JSON value, passed to the reward function."""
+    meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further JSON data, passed to the reward function and stored with every trajectory."""
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ class Prompts(Settings):
         "set that `datasets` saved. Relative paths are taken from the working directory.",
     )
     _: KW_ONLY
-    rows: RowsInMemory | None = setting(
+    rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
         None, help="Rows in memory instead of a path: a list of dicts, or a data set of `datasets`. Only in Python."
     )
     prompt_field: str = setting("question", help="The field that holds the prompt: text, or a list of chat messages.")
@@ -234,7 +234,7 @@ class Prompts(Settings):
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
     )
-    skip: tuple[Skip, ...] = setting(
+    skip: tuple[Skip, ...] | Skip = setting(
         (),
         help="Rows to leave out, and count, instead of refusing them: `too_long` (no room in the model's context, or "
         "more than `max_prompt_tokens`), `empty` (no text), `no_answer` (missing or null).",
@@ -289,12 +289,12 @@ class Prompts(Settings):
     def _reading(self) -> _Reading:
         return _Reading(
             path=self.path,
-            rows=self.rows,
+            rows=cast("RowsInMemory | None", self.rows),
             prompt_field=self.prompt_field,
             answer_field=self.answer_field,
             meta_fields=self.meta_fields,
             system=self.system,
-            skip=self.skip,
+            skip=cast("tuple[Skip, ...]", self.skip),
             limit=self.limit,
         )
 

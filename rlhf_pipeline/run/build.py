@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY
+from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY, SUPPORT
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.errors import DefinitionError
@@ -324,13 +324,14 @@ def open_storage(
         schema: its columns; None means the usual ones, with those of `SAMPLED_BY` if the definition calls for them.
     """
     collect = pipeline.collect
+    extra = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
     return TrajectoryStorage(
         run.store_path,
         max_size=max_size,
         backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
         schema=schema,
-        extra=SAMPLED_BY if schema is None and (collect.refresh_weights_every or collect.engine != "slots") else (),
+        extra=() if schema is not None else (*extra, SUPPORT) if collect.is_truncated else extra,
     )
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import Chosen, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
@@ -97,7 +97,7 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
             if "too_long" in part.skip:
                 left = fitting(part, policy)
                 counts["too_long"] = total - len(left) if isinstance(left, Chosen) else 0
-            named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in part.skip)
+            named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
             yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {named}."
 
