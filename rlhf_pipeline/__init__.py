@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from rlhf_pipeline.config_text import override
     from rlhf_pipeline.data import keys
-    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts, Prompt
+    from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompt, Prompts
     from rlhf_pipeline.data.rewards import (
         LeftOut,
         Matches,
@@ -61,7 +61,7 @@ _NAMES = {
     "config": "Buffer Collect GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
     "config_text": "override",
     "data": "keys",
-    "data.prompts": "CopyDigits JsonlPrompts Prompt",
+    "data.prompts": "CopyDigits Mix Prompt Prompts",
     "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
     "math_verify_match token_match",
     "errors": "PipelineError",
@@ -94,14 +94,15 @@ __all__ = [
     "Collect",
     "CopyDigits",
     "GRPO",
-    "JsonlPrompts",
     "Learn",
     "LeftOut",
     "Matches",
+    "Mix",
     "Pipeline",
     "PipelineError",
     "PretrainedPolicy",
     "Prompt",
+    "Prompts",
     "Replay",
     "Reward",
     "Sample",

@@ -124,6 +124,24 @@ class Collect(Settings):
         above=0,
         help="Sampling temperature. The behaviour log-probs are at this temperature.",
     )
+    top_k: int = setting(
+        0,
+        min=0,
+        help="Draw from the `top_k` most probable tokens; 0 for all. This, `top_p` and `min_p` need `engine=slots`; "
+        "the store then keeps, per token, the mass of the tokens that could be drawn (`support_log_mass`).",
+    )
+    top_p: float = setting(
+        1.0, above=0, max=1, help="Draw from the fewest most probable tokens with this probability together; 1 for all."
+    )
+    min_p: float = setting(
+        0.0, min=0, max=1, help="Draw from the tokens with at least this share of the largest probability; 0 for all."
+    )
+    stop: tuple[str, ...] = setting(
+        (), help="Texts that end a completion, at the token that completes one of them; with any engine."
+    )
+    keep_stop: bool = setting(
+        True, help="Whether the text that the reward sees ends with the stop string; the tokens always do."
+    )
     num_slots: int = setting(64, min=1, help="Completions generated in parallel.")
     engine: str = setting(
         "slots",
@@ -169,10 +187,23 @@ class Collect(Settings):
         """Trajectories in one rollout."""
         return self.prompts_per_rollout * self.group_size
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
     def _rules(self) -> list[tuple[bool, str]]:
         known = self.engine in ("slots", "vllm") or _is_address(self.engine)
         wrong = f"engine is {self.engine!r}; it must be slots, vllm, or an address like http://127.0.0.1:8000."
-        return [(known, wrong)]
+        return [
+            (known, wrong),
+            (
+                not self.is_truncated or self.engine == "slots",
+                f"top_k, top_p and min_p need engine=slots, and engine is {self.engine}: vLLM does not tell the mass "
+                "of the tokens that they leave, without which ratios would be wrong.",
+            ),
+            (all(self.stop), "a stop string is empty."),
+        ]
 
 
 def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None) -> tuple[bool, str]:

@@ -21,7 +21,8 @@ T = TypeVar("T")
 def to_json(config: object) -> Any:
     """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        values = {item.name: to_json(getattr(config, item.name)) for item in dataclasses.fields(config)}
+        recorded = [item.name for item in dataclasses.fields(config) if item.metadata.get("recorded", True)]
+        values = {name: to_json(getattr(config, name)) for name in recorded}
         return {"type": type(config).__name__, **values}
     if isinstance(config, functools.partial):
         given = cast("functools.partial[object]", config)
@@ -127,6 +128,13 @@ def _parse(text: str, hint: Any) -> Any:
         return _parse(text, next(option for option in options if option is not type(None)))
     if origin is Literal or hint is str:
         return text
+    if origin is dict:
+        try:
+            found: Any = json.loads(text)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return cast("dict[str, Any]", found)
     if hint is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if hint in (int, float):

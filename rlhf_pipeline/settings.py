@@ -174,6 +174,8 @@ class Setting:
                 for item in cast("list[Any]", value)
             ]
             return _UNFIT if any(item is _UNFIT for item in items) else tuple(items)
+        if typing.get_origin(option) is dict:
+            return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else _UNFIT
         if typing.get_origin(option) is Literal:
             return value if isinstance(value, str) and value in typing.get_args(option) else _UNFIT
         if option is int:
@@ -243,11 +245,14 @@ def _kind(option: Any) -> str:
         return plain[option]
     if typing.get_origin(option) is tuple:
         inner = typing.get_args(option)[0]
-        return {str: "texts", float: "numbers", int: "whole numbers"}.get(inner, "several") + " in a tuple"
+        several = " and ".join(map(str, _choices(inner))) or "several"
+        return {str: "texts", float: "numbers", int: "whole numbers"}.get(inner, several) + " in a tuple"
+    if typing.get_origin(option) is dict:
+        return "an object (JSON on a command line)"
     if choices := _choices(option):
         return f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(option) is not None:
-        return "a function"
+        return "a function" if typing.get_origin(option) is Callable else "several"
     if getattr(option, "_is_protocol", False):
         return f"an object with {' and '.join(_members(option))}"
     return f"a {getattr(option, '__name__', option)}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline import CausalLMPolicy, JsonlPrompts
+from rlhf_pipeline import CausalLMPolicy, Prompts
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
@@ -66,7 +66,7 @@ def test_gsm8k_runs_with_real_questions(command, tmp_path, gsm8k_dir):
     command("run", "gsm8k", "--out", run_dir, "--steps", "3", *words)
 
     policy = CausalLMPolicy.from_pretrained(tmp_path / "model")
-    source = JsonlPrompts(path=str(questions))
+    source = Prompts(path=str(questions))
     with TrajectoryStore.open(run_dir / "store") as store:
         ids, versions = store.ids(), store.read_scalars("policy_version")
         assert sorted(set(versions.tolist())) == [0, 1, 2]

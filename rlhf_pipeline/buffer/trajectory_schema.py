@@ -68,6 +68,8 @@ FAILURES: tuple[Column, ...] = (
     Column("reward_trusted", "bool", fill=True),
 )
 """Why a trajectory has no reward to learn from. Every run that collects has these columns."""
+SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
+"""Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
 
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,

@@ -84,11 +84,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _all_paths() -> Iterator[tuple[str, Any]]:
     from rlhf_pipeline.config import Pipeline
-    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.data.prompts import CopyDigits, Prompts
     from rlhf_pipeline.settings import paths_of
 
     seen: set[str] = set()
-    for kind, prefix in ((Pipeline, ""), (CopyDigits, "prompts."), (JsonlPrompts, "prompts.")):
+    for kind, prefix in ((Pipeline, ""), (CopyDigits, "prompts."), (Prompts, "prompts.")):
         for path, item in paths_of(kind, prefix):
             if path not in seen:
                 seen.add(path)
@@ -164,7 +164,7 @@ def _shown(value: Any) -> str:
 def page() -> Iterator[str]:
     """Yield docs/settings.md."""
     from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
-    from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
+    from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompts
     from rlhf_pipeline.settings import settings_of
 
     yield "# Settings"
@@ -176,7 +176,7 @@ def page() -> Iterator[str]:
     whole = settings_of(Pipeline)
     yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])
     sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]
-    sections += [("prompts", CopyDigits), ("prompts", JsonlPrompts)]
+    sections += [("prompts", CopyDigits), ("prompts", Prompts), ("prompts", Mix)]
     sections += [(item.name, group) for item in whole for group in item.groups if item.name != "policy"]
     for name, kind in sections:
         yield from _section(f"{name}: {kind.__name__}", kind, f"{name}.", list(settings_of(kind)))

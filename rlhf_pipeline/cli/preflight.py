@@ -12,13 +12,12 @@ from pathlib import Path
 
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
-from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.prompts import Prompt, prompt_at
 from rlhf_pipeline.data.reward_forms import form_of
 from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
-    PipelineError,
     RunStorageError,
     did_you_mean,
 )
@@ -131,7 +130,9 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
     prompt = first_prompt(pipeline, seed)
     check_reward(pipeline, prompt)
     if isinstance(pipeline.policy, TinyPolicy):
-        unknown = sorted(set(prompt.text + (prompt.answer or "")) - set(pipeline.policy.alphabet))
+        unknown = sorted(
+            set(prompt.text + (prompt.answer if isinstance(prompt.answer, str) else "")) - set(pipeline.policy.alphabet)
+        )
         if unknown:
             raise DataError(
                 f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
@@ -172,19 +173,4 @@ def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:
         DefinitionError: the source raises another error, or does not return a prompt.
         PipelineError: the source reports an error in its data.
     """
-    source = type(pipeline.prompts).__name__
-    try:
-        prompt = pipeline.prompts.prompt(0, seed)
-    except PipelineError:
-        raise
-    except Exception as error:
-        raise DefinitionError(
-            f"prompts: {source}.prompt(0, {seed}) raised {type(error).__name__}: {error}. "
-            "A prompt source has a method prompt(cursor, seed) that returns a Prompt."
-        ) from error
-    if not isinstance(prompt, Prompt):
-        raise DefinitionError(
-            f"prompts: {source}.prompt(0, {seed}) returned {type(prompt).__name__}; it must return a "
-            "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
-        )
-    return prompt
+    return prompt_at(pipeline.prompts, 0, seed)

@@ -19,14 +19,16 @@ from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, s
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.prompts import Prompt, PromptSource
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
-from rlhf_pipeline.policies.chat import decode_completion, encode_prompt
+from rlhf_pipeline.policies.chat import decode_completion, encode_any
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.sampling import Truncation
+from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
@@ -175,13 +177,18 @@ class Collector:
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
-        prompts = [self.prompts.prompt(int(cursor), self.seed) for cursor in cursors]
+        prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
+        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
         prompt_ids = [
-            encode_prompt(self.policy.tokenizer, prompt.text, as_chat=self.prompts.as_chat) for prompt in prompts
+            encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
         ]
         if self.hand_over is not None and self.policy.engine.version != policy_version:
             self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
-        options: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        if self.config.stop:
+            how["stop"] = self.config.stop
+        if self.config.is_truncated:
+            how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
         beside, grading = None, self.grader.begin(self.config.group_size)
         texts: dict[int, str] = {}
         if self.retrieve is not None:
@@ -195,9 +202,9 @@ class Collector:
                 beside.ended(place, tokens)
 
         if isinstance(self.policy, TokenPolicy):  # a TorchRL wrapper passes nothing on
-            options["ended"] = ended
+            how["ended"] = ended
         with grading:
-            completions = self._sampled(prompt_ids, cursors, options)
+            completions = self._sampled(prompt_ids, cursors, how)
             reasons = np.where(completions.stopped, "stop", "length").tolist()
             ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
             for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
@@ -242,7 +249,9 @@ class Collector:
             rollout, rewards, len(completions.token_ids), error, started, figures=figures, from_store=False
         )
 
-    def _sampled(self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, options: Any) -> RaggedCompletions:
+    def _sampled(
+        self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]
+    ) -> RaggedCompletions:
         """Sample a rollout."""
         completions = self.policy.generate_ragged(
             prompt_ids,
@@ -251,7 +260,7 @@ class Collector:
             temperature=self.config.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
-            **options,
+            **how,
         )
         if completions.aborted is not None:
             raise EngineError(
@@ -264,7 +273,10 @@ class Collector:
     def _text(self, tokens: Sequence[int]) -> str:
         """Return a completion as rewards see it and the store keeps it."""
         keep, ends = not self.config.skip_special_tokens, self.policy.eos_token_ids
-        return decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
+        text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
+        if self.config.stop and not self.config.keep_stop:
+            text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
+        return text
 
     def _graded(self, grades: Sequence[Grade]) -> dict[Key, Flat | Text]:
         """Return the columns of failures and of each reward, as far as the store has them."""
@@ -384,9 +396,20 @@ def trajectories(
     tokens[assistant] = completions.token_ids
     log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
     log_probs[assistant] = completions.log_probs
+    if completions.support_log_mass is not None:
+        log_mass = np.zeros_like(log_probs)
+        log_mass[assistant] = completions.support_log_mass
+        log_probs += log_mass  # under the whole distribution, as a policy scores them
+        support = Flat(torch.from_numpy(log_mass), torch.from_numpy(lengths))
+    else:
+        support = None
 
     # A prompt's own, the same for each member without an error.
-    own: list[dict[str, Any]] = [{"answer": prompt.answer, "prompt": dict(prompt.meta)} for prompt in prompts]
+    own: list[dict[str, Any]] = [
+        {"answer": prompt.answer, "prompt": prompt.meta}
+        | ({} if prompt.messages is None else {"messages": prompt.messages})
+        for prompt in prompts
+    ]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
     spans = completions.spans
     reasons = np.where(completions.stopped, "stop", "length").tolist()
@@ -412,6 +435,8 @@ def trajectories(
             for index, more in zip(owner, beside, strict=True)
         ],
     )
+    if support is not None:
+        out[keys.SUPPORT_LOG_MASS] = support
     for key, fact in (sampled_by or {}).items():
         number = isinstance(fact, float)
         out[key] = Flat(torch.full((out.n,), fact)) if number else Text([fact] * out.n)

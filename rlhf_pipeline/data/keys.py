@@ -53,6 +53,11 @@ FAILURE_REASON: Final[Key] = "failure_reason"
 """Why a trajectory has no reward: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`; empty otherwise."""
 REWARD_TRUSTED: Final[Key] = "reward_trusted"
 """False for a trajectory whose reward must not be learned from."""
+SUPPORT_LOG_MASS: Final[Key] = "support_log_mass"
+"""Per token, of sampling with top-k, top-p or min-p: the log of the probability that the tokens which could be drawn
+have together, under the whole distribution at the temperature; 0 elsewhere. Log-probs are stored under the whole
+distribution, as a policy scores them, so ratios need no correction; `log_probs - support_log_mass` are those of the
+distribution that was drawn from."""
 WAITING: Final[Key] = "waiting"
 """-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; -2: it waited and was left
 out of learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""

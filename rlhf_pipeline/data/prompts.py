@@ -8,31 +8,69 @@ repeated.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Literal, Protocol, cast
 
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean, typed
+from rlhf_pipeline.data.files import field_of, find_sources
+from rlhf_pipeline.data.json_values import json_value
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, PipelineError, did_you_mean
 from rlhf_pipeline.settings import Settings, setting
+
+Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt and the inputs of its reward function."""
+    """One prompt and the inputs of its reward function.
 
-    text: str
-    """The policy's input. With a chat template it becomes the user's message."""
-    answer: str | None = None
-    """The reference answer, passed to the reward function."""
-    meta: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Further JSON data, stored with every trajectory."""
+    NumPy numbers and arrays, dates and decimals in `answer`, `meta` and `messages` become JSON values.
+
+    Raises:
+        DataError: there is neither text nor a message, a message has no role or no text, or a value is not JSON.
+
+    >>> Prompt(messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"})).text
+    '1 + 1?'
+    >>> Prompt(text="", answer=2)
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DataError: the prompt is empty.
+    """
+
+    text: str = ""
+    """The policy's input; with a chat template it becomes the user's message. Of messages, the last user's text."""
+    messages: tuple[Message, ...] | None = None
+    """Chat messages instead of text. The last one is not the assistant's."""
+    answer: Any = None
+    """The reference answer, a JSON value, passed to the reward function."""
+    meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further JSON data, passed to the reward function and stored with every trajectory."""
+
+    def __post_init__(self) -> None:
+        set_ = functools.partial(object.__setattr__, self)
+        if self.messages is not None:
+            set_("messages", tuple(_message(item, i) for i, item in enumerate(_listed(self.messages))))
+            set_("text", self.text or _text_of(cast("tuple[Message, ...]", self.messages)))
+        set_("answer", json_value(self.answer, "answer"))
+        if not isinstance(cast(object, self.meta), Mapping):
+            raise DataError(f"meta must be a mapping of names to values, got {type(self.meta).__name__}.")
+        set_("meta", {str(name): json_value(value, f"meta {name!r}") for name, value in self.meta.items()})
+        if not isinstance(cast(object, self.text), str):
+            raise DataError(f"the prompt must be text, got {type(self.text).__name__}.")
+        json_value(self.text, "the prompt")
+        if not self.text:
+            raise DataError("the prompt is empty.")
 
 
 class PromptSource(Protocol):
-    """A source of prompts: `prompt(cursor, seed)` must depend on nothing else."""
+    """A source of prompts: `prompt(cursor, seed)` must depend on nothing else.
+
+    A source with a length is finite: it is asked for prompts 0 to `len(source) - 1`, epoch by epoch, shuffled by the
+    seed. A source may have `chat_template_kwargs`, a mapping that the tokenizer's chat template gets.
+    """
 
     @property
     def as_chat(self) -> bool:
@@ -42,6 +80,48 @@ class PromptSource(Protocol):
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor` (0, 1, 2, ...) of the order that `seed` gives."""
         ...
+
+
+def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
+    """Return prompt number `cursor` of any source; what a source of one's own does wrong is one sentence.
+
+    Raises:
+        DefinitionError: the source raised, has ended, or returned something else than a prompt.
+        PipelineError: the source reports an error in its data.
+    """
+    name = type(source).__name__
+    at = cursor
+    if (length := getattr(source, "__len__", None)) is not None:
+        size = int(length())
+        if size < 1:
+            raise DefinitionError(f"prompts: {name} has no prompts (its length is {size}).")
+        epoch, position = divmod(cursor, size)
+        at = _epoch_order(size, seed, epoch)[position]
+    try:
+        found = cast(object, source.prompt(at, seed))
+    except PipelineError:
+        raise
+    except (IndexError, StopIteration) as error:
+        raise DefinitionError(
+            f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If it ends there, give it a method "
+            "__len__, and its prompts are taken epoch by epoch."
+        ) from error
+    except Exception as error:
+        raise DefinitionError(
+            f"prompts: {name}.prompt({at}, {seed}) raised {type(error).__name__}: {error}. "
+            "A prompt source has a method prompt(cursor, seed) that returns a Prompt."
+        ) from error
+    if not isinstance(found, Prompt):
+        raise DefinitionError(
+            f"prompts: {name}.prompt({at}, {seed}) returned {type(found).__name__}; it must return a "
+            "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
+        )
+    return found
+
+
+def template_options(source: PromptSource) -> dict[str, Any]:
+    """Return what a source hands to the tokenizer's chat template; empty for most."""
+    return dict(getattr(source, "chat_template_kwargs", {}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,99 +162,394 @@ class CopyDigits(Settings):
         return Prompt(text=f"{digits}=", answer=digits)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JsonlPrompts(Settings):
-    """Prompts from a JSONL file: one object per line, a question and its reference answer.
+@dataclass(frozen=True, slots=True)
+class RowsInMemory:
+    """Rows held in memory. A run records their number and digest, so that it resumes with the same rows only.
 
-    The defaults read GSM8K's `train.jsonl`. The file is read once and checked completely before the first rollout, so a
-    broken line stops the run at the start, not after a day.
+    >>> RowsInMemory.of([{"question": "1 + 1?"}]).num_rows
+    1
     """
 
-    path: str = setting(help="The file. Relative paths are taken from the working directory.")
-    prompt_field: str = setting("question", help="The field that holds the prompt.")
+    num_rows: int
+    sha256: str
+    rows: tuple[dict[str, Any], ...] = field(compare=False, repr=False, metadata={"recorded": False})
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> RowsInMemory:
+        """Take over rows: a list of mappings, or a data set of `datasets`.
+
+        Raises:
+            DataError: a row is not a mapping, or holds a value that is not JSON.
+        """
+        found: list[dict[str, Any]] = []
+        digest = hashlib.sha256()
+        for number, row in enumerate(rows):
+            if not isinstance(cast(object, row), Mapping):
+                raise DataError(f"row {number}: expected a mapping of names to values, got {type(row).__name__}.")
+            kept = {str(name): json_value(value, f"row {number}: {name!r}") for name, value in row.items()}
+            digest.update(json.dumps(kept).encode())
+            found.append(kept)
+        return cls(len(found), digest.hexdigest(), tuple(found))
+
+
+Skip = Literal["too_long", "empty", "no_answer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts(Settings):
+    """Prompts from files, or from rows in memory: each row has a question or chat messages, and perhaps an answer.
+
+    The defaults read GSM8K's `train.jsonl`. Everything is read once and checked completely before the first rollout, so
+    a bad row stops the run at the start, not after a day. Fields are named as they are, or by a dotted path
+    (`reward_model.ground_truth`); every other column of a row reaches the reward as `meta`.
+
+    >>> source = Prompts(rows=[{"question": "1 + 1?", "answer": 2, "level": "easy"}], system="Be brief.")
+    >>> prompt = source.prompt(0, seed=0)
+    >>> prompt.text, prompt.answer, prompt.meta
+    ('1 + 1?', 2, {'source_line': 0, 'level': 'easy'})
+    >>> [message["role"] for message in prompt.messages]
+    ['system', 'user']
+    """
+
+    path: str = setting(
+        "",
+        help="A file, a folder or a pattern: JSON lines, a JSON array, CSV, Parquet, Arrow, these in gzip, or a data "
+        "set that `datasets` saved. Relative paths are taken from the working directory.",
+    )
+    _: KW_ONLY
+    rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
+        None, help="Rows in memory instead of a path: a list of dicts, or a data set of `datasets`. Only in Python."
+    )
+    prompt_field: str = setting("question", help="The field that holds the prompt: text, or a list of chat messages.")
     answer_field: str | None = setting(
-        "answer", help="The field that holds the reference answer; none if there is none."
+        "answer", help="The field that holds the reference answer, any JSON value; none if there is none."
+    )
+    meta_fields: tuple[str, ...] | None = setting(
+        None, help="The columns that reach the reward as `meta`; None for all but prompt and answer."
+    )
+    system: str | None = setting(
+        None, help="A system message, put before every prompt that has none of its own. Needs a chat template."
     )
     as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
-    limit: int | None = setting(None, min=1, help="Use only the first `limit` lines.")
+    chat_template_kwargs: dict[str, Any] = setting(
+        factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
+    )
+    skip: tuple[Skip, ...] | Skip = setting(
+        (),
+        help="Rows to leave out, and count, instead of refusing them: `too_long` (no room in the model's context, or "
+        "more than `max_prompt_tokens`), `empty` (no text), `no_answer` (missing or null).",
+    )
+    max_prompt_tokens: int | None = setting(
+        None, min=1, help="The longest prompt in tokens; None for what fits in the model's context."
+    )
+    limit: int | None = setting(None, min=1, help="Use only the first `limit` rows.")
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {"rows": self.rows, "skip": self.skip, "path": self.path}
+        if isinstance(given["skip"], str):
+            object.__setattr__(self, "skip", (given["skip"],))
+        if isinstance(given["rows"], Iterable) and not isinstance(given["rows"], (str, bytes, Mapping)):
+            object.__setattr__(self, "rows", RowsInMemory.of(cast("Iterable[Mapping[str, Any]]", given["rows"])))
+        if hasattr(given["path"], "__fspath__"):
+            object.__setattr__(self, "path", str(given["path"]))
+        Settings.__post_init__(self)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (bool(self.path) != (self.rows is not None), "give either a path or rows."),
+            (self.system is None or self.as_chat, "system is a chat message, so it needs as_chat=True."),
+        ]
 
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """Return every prompt of the file in order, or of its first `limit` lines if that is set.
+        """Return every prompt in order, or those of the first `limit` rows, without those that `skip` leaves out here.
+
+        Rows that are too long for a model are among them: see `run.prompt_lengths`.
 
         Raises:
-            MissingPathError: the file is not there.
-            DataError: a line is not JSON, not an object, or lacks a field.
+            MissingPathError: the path is not there.
+            DataError: a row cannot be read, or lacks a field.
         """
-        return _read_jsonl_prompts(self.path, self.prompt_field, self.answer_field, self.limit)
+        return _read(self._reading()).prompts
+
+    def skipped(self) -> dict[str, int]:
+        """Return how many rows each rule of `skip` left out when the file was read."""
+        return dict(_read(self._reading()).skipped)
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
-        """Return prompt number `cursor`; every epoch is a new shuffle of the whole file.
+        """Return prompt number `cursor`; every epoch is a new shuffle of all prompts.
 
         Raises:
-            MissingPathError: the file is not there.
-            DataError: a line is not JSON, not an object, or lacks a field.
+            MissingPathError: the path is not there.
+            DataError: a row cannot be read, or lacks a field.
         """
-        rows = self.all_prompts()
-        epoch, position = divmod(cursor, len(rows))
-        return rows[_epoch_order(len(rows), seed, epoch)[position]]
+        found = self.all_prompts()
+        epoch, position = divmod(cursor, len(found))
+        return found[_epoch_order(len(found), seed, epoch)[position]]
+
+    def _reading(self) -> _Reading:
+        return _Reading(
+            path=self.path,
+            rows=cast("RowsInMemory | None", self.rows),
+            prompt_field=self.prompt_field,
+            answer_field=self.answer_field,
+            meta_fields=self.meta_fields,
+            system=self.system,
+            skip=cast("tuple[Skip, ...]", self.skip),
+            limit=self.limit,
+        )
 
 
-@functools.lru_cache(maxsize=4)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Some prompts of a source that can list them all, such as those that fit in a model's context."""
+
+    source: Prompts
+    positions: tuple[int, ...]
+    """Of the prompts in `source.all_prompts()`."""
+
+    @property
+    def as_chat(self) -> bool:
+        """As of the source."""
+        return self.source.as_chat
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """As of the source."""
+        return self.source.chat_template_kwargs
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return the prompt at a position."""
+        return self.source.all_prompts()[self.positions[cursor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Settings):
+    """Several sources at once, each with a weight: of every run of prompts, each source has its share.
+
+    Which source gives prompt number `cursor` depends on the weights alone, and which of its prompts on the seed and on
+    how many it gave before; so a mixture resumes as its sources do, and no source waits for another one's epoch.
+
+    Args:
+        sources: the sources. They agree on `as_chat` and on the arguments of the chat template.
+        weights: one per source, above 0; equal ones if there are none.
+
+    >>> mix = Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=5)), weights=(3, 1))
+    >>> [len(mix.prompt(cursor, seed=0).answer) for cursor in range(8)]
+    [2, 2, 5, 2, 2, 2, 5, 2]
+    """
+
+    sources: tuple[PromptSource, ...] = setting(help="The sources of prompts.")
+    weights: tuple[float, ...] = setting((), above=0, help="A weight per source; none for equal ones.")
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        same = {(source.as_chat, json.dumps(template_options(source), sort_keys=True)) for source in self.sources}
+        return [
+            (len(self.sources) > 0, "there are no sources."),
+            (
+                len(self.weights) in (0, len(self.sources)),
+                f"{len(self.weights)} weights for {len(self.sources)} sources; give one each, or none.",
+            ),
+            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; they must agree."),
+        ]
+
+    @property
+    def as_chat(self) -> bool:
+        """As of the sources."""
+        return self.sources[0].as_chat
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """As of the sources."""
+        return template_options(self.sources[0])
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt number `cursor`: a source's own next one.
+
+        Raises:
+            PipelineError: as the source does.
+        """
+        source, own = self._turn(cursor)
+        return prompt_at(self.sources[source], own, seed)
+
+    def with_sources(self, sources: Sequence[PromptSource]) -> Mix:
+        """Return the same mixture of other sources."""
+        return replace(self, sources=tuple(sources))
+
+    def _turn(self, cursor: int) -> tuple[int, int]:
+        """Return the source whose turn it is, and how many prompts it has given before.
+
+        Source `s` gives its prompt number `j` at the time `(j + 1/2) / weight`, and turns are taken in the order of
+        time. Before the time `(cursor - sources) / all weights`, at most `cursor` of them have passed.
+        """
+        weights = [Fraction(weight) for weight in self.weights] or [Fraction(1)] * len(self.sources)
+        start = max(Fraction(cursor - len(weights), 1) / sum(weights), Fraction(0))
+        given = [int(start * weight + Fraction(1, 2)) for weight in weights]
+        while True:
+            times = [(number + Fraction(1, 2)) / weight for number, weight in zip(given, weights, strict=True)]
+            source = times.index(min(times))
+            if sum(given) == cursor:
+                return source, given[source]
+            given[source] += 1
+
+
+@functools.lru_cache(maxsize=16)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     order = list(range(num_rows))
     random.Random(f"epoch {seed} {epoch}").shuffle(order)
     return order
 
 
-@functools.lru_cache(maxsize=4)
-def _read_jsonl_prompts(
-    path: str, prompt_field: str, answer_field: str | None, limit: int | None
-) -> tuple[Prompt, ...]:
-    file = Path(path)
-    if not file.is_file():
-        raise MissingPathError(
-            f"there is no prompt file at {file}. "
-            "Point the definition at one, for example: --set prompts.path=FOLDER/train.jsonl"
-        )
-    rows: list[Prompt] = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if limit is not None and len(rows) >= limit:
-                break
-            if line.strip():
-                rows.append(_parse_line(line, file, number, prompt_field, answer_field))
-    if not rows:
-        raise DataError(f"{file} holds no prompts. It needs one JSON object per line with '{prompt_field}'.")
-    return tuple(rows)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reading:
+    """Everything that decides what is read."""
+
+    path: str
+    rows: RowsInMemory | None
+    prompt_field: str
+    answer_field: str | None
+    meta_fields: tuple[str, ...] | None
+    system: str | None
+    skip: tuple[Skip, ...]
+    limit: int | None
+
+    def located(self) -> Iterable[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Yield place, row and provenance of each row."""
+        if self.rows is not None:
+            for number, row in enumerate(self.rows.rows):
+                yield f"row {number}", row, {"source_line": number}
+            return
+        try:
+            sources = find_sources([self.path])
+        except MissingPathError as error:
+            raise MissingPathError(
+                f"there is no prompt file at {self.path}: {error} Point the definition at one, for example: --set "
+                "prompts.path=FOLDER/train.jsonl. A data set on a hub is read once it was saved: "
+                "datasets.load_dataset(NAME, split='train').save_to_disk(FOLDER)"
+            ) from error
+        for source in sources:
+            named = {"source_file": source.path.name} if len(sources) > 1 else {}
+            for number, row in source.rows():
+                yield source.where(number), row, named | {"source_line": number}
 
 
-def _parse_line(line: bytes, file: Path, number: int, prompt_field: str, answer_field: str | None) -> Prompt:
-    where = f"{file}:{number}"
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        shown = line.strip()[:60].decode("utf-8", "replace")
+@dataclass(frozen=True, slots=True)
+class _Read:
+    prompts: tuple[Prompt, ...]
+    skipped: Mapping[str, int]
+
+
+@functools.lru_cache(maxsize=8)
+def _read(reading: _Reading) -> _Read:
+    found: list[Prompt] = []
+    skipped: dict[str, int] = {}
+    for number, (where, row, provenance) in enumerate(reading.located()):
+        if reading.limit is not None and number >= reading.limit:
+            break
+        rule, prompt = _prompt_of(row, where, provenance, reading)
+        if prompt is not None:
+            found.append(prompt)
+        else:
+            skipped[rule] = skipped.get(rule, 0) + 1
+    if not found:
+        gone = "".join(f" {count:,} rows were left out by skip={rule}." for rule, count in skipped.items())
+        raise DataError(f"{reading.path or 'rows'} holds no prompts with a field '{reading.prompt_field}'.{gone}")
+    return _Read(tuple(found), skipped)
+
+
+def _prompt_of(
+    row: Mapping[str, Any], where: str, provenance: Mapping[str, Any], reading: _Reading
+) -> tuple[str, Prompt | None]:
+    """Return a row's prompt; None, and the rule of `skip`, if it is left out."""
+    value = _field(row, reading.prompt_field, where)
+    absent = value is None or (isinstance(value, (str, list)) and not len(cast("str | list[Any]", value)))
+    if "empty" in reading.skip and (absent or (isinstance(value, str) and not value.strip())):
+        return "empty", None
+    answer = None
+    if reading.answer_field is not None:
+        try:
+            answer = _field(row, reading.answer_field, where)
+        except DataError:
+            if "no_answer" not in reading.skip:
+                raise
+        if answer is None and "no_answer" in reading.skip:
+            return "no_answer", None
+    taken = {reading.prompt_field, reading.answer_field}
+    names = [name for name in row if name not in taken] if reading.meta_fields is None else reading.meta_fields
+    meta = {name: _field(row, name, where) for name in names}
+    if not isinstance(value, (str, list, tuple)):
         raise DataError(
-            f"{where}: this line is not JSON ({error}): {shown!r}. "
-            f"Fix or delete it; `sed -n {number}p {typed(file)}` shows it whole."
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object with '{prompt_field}', got {type(row).__name__}.")
-    fields: dict[str, object] = row  # pyright: ignore[reportUnknownVariableType] - JSON has no static type
-    values: list[str | None] = []
-    for name in (prompt_field, answer_field):
-        if name is None:
-            values.append(None)
-            continue
-        if name not in fields:
-            raise DataError(f"{where}: there is no field '{name}'.{did_you_mean(name, fields)}")
-        value = fields[name]
-        if not isinstance(value, str):
-            raise DataError(f"{where}: field '{name}' must be text, got {type(value).__name__}.")
-        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise DataError(f"{where}: field '{name}' holds half of a surrogate pair, which is not text.")
-        if name == prompt_field and not value:
-            raise DataError(f"{where}: field '{name}' is empty.")
-        values.append(value)
-    text, answer = values
-    return Prompt(text=text or "", answer=answer, meta={"source_line": number})
+            f"{where}: field '{reading.prompt_field}' must be text or a list of messages, got {type(value).__name__}."
+        )
+    text, messages = (value, None) if isinstance(value, str) else ("", tuple(cast("Sequence[Message]", value)))
+    if reading.system is not None:
+        turns = messages if messages is not None else ({"role": "user", "content": text},)
+        own = bool(turns) and isinstance(cast(object, turns[0]), Mapping) and turns[0].get("role") == "system"
+        messages = turns if own else ({"role": "system", "content": reading.system}, *turns)
+    try:
+        return "", Prompt(text=text, messages=messages, answer=answer, meta={**provenance, **meta})
+    except DataError as error:
+        raise DataError(f"{where}: {_sentence(str(error), reading)}") from error
+
+
+def _sentence(error: str, reading: _Reading) -> str:
+    """Return what is wrong with a prompt, in the names of its row."""
+    if error.startswith("meta "):
+        return f"field {error.removeprefix('meta ')}"
+    field_name = reading.answer_field if error.startswith("answer") else reading.prompt_field
+    return f"field '{field_name}': {error}"
+
+
+def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
+    try:
+        return field_of(row, name)
+    except KeyError:
+        known = did_you_mean(name, row)
+        raise DataError(f"{where}: there is no field '{name}'.{known}") from None
+
+
+def _listed(messages: object) -> Sequence[object]:
+    if not isinstance(messages, (list, tuple)):
+        raise DataError(f"messages must be a list, got {type(messages).__name__}.")
+    found = cast("Sequence[object]", messages)
+    if not found:
+        raise DataError("the prompt is empty: there are no messages.")
+    last = found[-1]
+    if isinstance(last, Mapping) and cast("Message", last).get("role") == "assistant":
+        raise DataError(
+            "the last message is the assistant's, and a completion answers a user's or a tool's. Leave it out."
+        )
+    return found
+
+
+def _message(message: object, index: int) -> Message:
+    """Return a message as JSON, with its text parts joined; columns that Arrow filled with null are left out."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"message {index} must be an object with role and content, got {type(message).__name__}.")
+    given = cast("Mapping[str, object]", message)
+    found = {str(name): json_value(value, f"message {index}: {name!r}") for name, value in given.items()}
+    content = found.get("content")
+    if not isinstance(found.get("role"), str):
+        raise DataError(f"message {index} has no role.")
+    if isinstance(content, list):
+        texts: list[str] = []
+        for part in content:
+            kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+            text = part.get("text") if isinstance(part, dict) else part
+            if kind not in ("text", "str") or not isinstance(text, str):
+                raise DataError(f"message {index} has content of type {kind}; the policy reads text only.")
+            texts.append(text)
+        content = "".join(texts)
+    elif content is None and found.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"message {index} must have text as its content, got {type(content).__name__}.")
+    return {name: value for name, value in found.items() if value is not None} | {"content": content}
+
+
+def _text_of(messages: tuple[Message, ...]) -> str:
+    """Return the last user's text; without a user, all texts."""
+    said = [str(message["content"]) for message in messages if message["role"] == "user"]
+    return said[-1] if said else "\n".join(str(message["content"]) for message in messages)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
+from rlhf_pipeline.data.json_values import JsonValue
 from rlhf_pipeline.errors import DefinitionError, plain
 
 RewardFunction = Callable[..., Any]
@@ -68,14 +69,15 @@ def final_number(text: str) -> str | None:
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
-def final_number_match(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-    """Return 1.0 if the completion's final number equals the answer's, else 0.0.
+def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
+    """Return 1.0 if the completion's final number equals the answer's, or one of several answers', else 0.0.
 
     >>> final_number_match("", "A: 18", "16 - 3 - 4 = 9 ... #### 18", {})
     1.0
     """
     given = final_number(completion)
-    return float(given is not None and given == final_number(answer or ""))
+    answers = answer if isinstance(answer, list) else [answer]
+    return float(given is not None and given in [final_number(str(item)) for item in answers if item is not None])
 
 
 def exact_match(completion: str, answer: str | None) -> float:

@@ -6,6 +6,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
+from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError, DefinitionError
 
 Message = Mapping[str, Any]
@@ -36,6 +39,7 @@ def encode_prompt(
     *,
     as_chat: bool = True,
     tools: Sequence[Any] | None = None,
+    template: Mapping[str, Any] | None = None,
     whole: bool = False,
 ) -> list[int]:
     """Return the token ids that a completion continues.
@@ -46,34 +50,60 @@ def encode_prompt(
         as_chat: put text through the chat template as a user message, where the tokenizer has a template. Messages
             always need one.
         tools: handed to the chat template.
+        template: further arguments of the chat template, such as `enable_thinking`.
         whole: the text is all of a row, so an end token that the tokenizer puts after every text stays.
 
     Returns:
-        Token ids; with a template they end with the header of the assistant's turn (the generation prompt).
+        Token ids; with a template they end with the header of the assistant's turn (the generation prompt). Text that
+        begins with the tokenizer's BOS token gets no second one.
 
     Raises:
-        DefinitionError: there is no tokenizer, or messages were given and it has no chat template.
+        DefinitionError: there is no tokenizer, messages were given and it has no chat template, or the template
+            refuses them.
         DataError: the prompt gives no tokens.
     """
     codec = _need_tokenizer(tokenizer)
-    template = getattr(codec, "chat_template", None)
-    if not isinstance(prompt, str) and template is None:
+    chat_template = getattr(codec, "chat_template", None)
+    if not isinstance(prompt, str) and chat_template is None:
         raise DefinitionError(
             "The prompt is a list of messages and the tokenizer has no chat template. "
             "Set tokenizer.chat_template, or pass the prompt as text."
         )
-    if template is not None and (as_chat or not isinstance(prompt, str)):
-        ids = codec.apply_chat_template(
-            _messages(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, tools=tools
-        )
+    if chat_template is not None and (as_chat or not isinstance(prompt, str)):
+        try:
+            ids = codec.apply_chat_template(
+                _messages(prompt),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                tools=tools,
+                **(template or {}),
+            )
+        except (TemplateError, TypeError) as error:  # what templates raise by hand, and by what they lack
+            roles = [message["role"] for message in _messages(prompt)]
+            raise DefinitionError(
+                f"the chat template refuses a prompt of the messages {roles}: {error}. Change the messages (a system "
+                "message may be what it does not take), or the tokenizer's chat template."
+            ) from error
     else:
         ids = encode_text(codec, str(prompt))
+        bos = getattr(codec, "bos_token", None)
+        if bos and str(prompt).startswith(bos) and ids[:2] == [codec.bos_token_id] * 2:
+            ids = ids[1:]
         end = [getattr(codec, "eos_token_id", None)]
         if not whole and ids[-1:] == end != encode_text(codec, str(prompt), add_special_tokens=False)[-1:]:
             ids = ids[:-1]
     if not ids:
         raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]
+
+
+def encode_any(
+    tokenizer: Any | None, prompt: Prompt, *, as_chat: bool, template: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the token ids of a prompt, of text or of messages; see `encode_prompt`."""
+    what = prompt.text if prompt.messages is None else prompt.messages
+    return encode_prompt(tokenizer, what, as_chat=as_chat, template=template)
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:

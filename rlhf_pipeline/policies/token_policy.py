@@ -23,6 +23,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     Request,
     WeightRefresh,
 )
+from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.loading import (
     as_dtype,
@@ -36,6 +37,7 @@ from rlhf_pipeline.policies.loading import (
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.policies.packed import LayoutScorer
+from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.weight_files import named_write_errors
 
 __all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
@@ -321,6 +323,8 @@ class TokenPolicy(nn.Module):
         stream_ids: Sequence[int] | None = None,
         refresh: WeightRefresh | None = None,
         ended: Ended | None = None,
+        truncation: Truncation | None = None,
+        stop: Sequence[str] = (),
     ) -> RaggedCompletions:
         """Sample `group_size` completions of every prompt.
 
@@ -339,6 +343,9 @@ class TokenPolicy(nn.Module):
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
             refresh: loads newer weights during sampling.
             ended: takes each completion as it ends; see `Engine.generate`.
+            truncation: top-k, top-p and min-p; only with the slot engine, which tells the mass of the support.
+            stop: texts that end a completion, at the token that completes one. Every engine has them: the slots on a
+                CPU stop there, others go on and are cut there.
 
         Returns:
             Completions, prompt-major and member-minor, in flat arrays, which a store appends without a loop.
@@ -351,6 +358,7 @@ class TokenPolicy(nn.Module):
             # Layers that recompute drop the cache.
             self._recompute(False)
         try:
+            stops = StopStrings(self.tokenizer, stop) if stop else None
             request = Request(
                 prompts=[p.tolist() if isinstance(p, Tensor) else p for p in prompts],
                 group_size=group_size,
@@ -359,8 +367,14 @@ class TokenPolicy(nn.Module):
                 end_token_ids=self.eos_token_ids,
                 seed=seed,
                 stream_ids=stream_ids,
+                truncation=truncation,
+                stops=stops,
             )
-            return self.engine.generate(request, refresh, ended)
+            if stops is None:
+                return self.engine.generate(request, refresh, ended)
+            cut = None if ended is None else _cut_at(stops, ended)
+            found = self.engine.generate(request, refresh, cut)
+            return found.shortened(*stops.cuts(found.token_ids, found.lengths))
         finally:
             if self._checkpointing:
                 self._recompute(True)
@@ -378,3 +392,7 @@ class TokenPolicy(nn.Module):
     @engine.setter
     def engine(self, engine: Engine | None) -> None:
         self._engine = engine
+
+
+def _cut_at(stops: StopStrings, ended: Ended) -> Ended:
+    return lambda index, token_ids: ended(index, token_ids[: stops.length(token_ids)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.data.json_values import JsonValue
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import number, one_line
@@ -97,7 +99,7 @@ def read_trajectories(stored: Stored, ids: Ids, texts: TokenTexts) -> list[Traje
                 id=int(ids[row]),
                 prompt=prompts[row],
                 completion=completions[row],
-                answer=contexts[row].answer,
+                answer=_answer(contexts[row].answer),
                 error=contexts[row].error,
                 reward=real("task_reward", row),
                 advantage=real("advantage", row),
@@ -181,3 +183,8 @@ def _numbers(rows: Sequence[npt.NDArray[Any]] | None, row: int, num: int) -> tup
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _answer(value: JsonValue) -> str | None:
+    """Return an answer as text; JSON for what is no text."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

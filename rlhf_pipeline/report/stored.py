@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.data.json_values import JsonValue
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.medium import Address
 from trajectory_store import TrajectoryStore
@@ -23,7 +24,7 @@ _BLOCK_ROWS = 8192
 class Context:
     """The further arguments of a trajectory's reward function, from the column `meta`."""
 
-    answer: str | None
+    answer: JsonValue
     prompt_meta: dict[str, object]
     error: str | None
     """Why the reward call failed, or None."""
@@ -104,7 +105,7 @@ def _context(text: str, row: int, path: Address) -> Context:
         raise DataError(f"{path}: the meta of trajectory {row} is not a JSON object: {text[:60]!r}")
     answer, meta, failure = data.get("answer"), data.get("prompt"), data.get("error")
     return Context(
-        answer=None if answer is None else str(answer),
+        answer=answer,
         prompt_meta=meta if isinstance(meta, dict) else {},
         error=None if failure is None else str(failure),
     )

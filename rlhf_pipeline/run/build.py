@@ -30,6 +30,7 @@ from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.medium import Address, is_url
+from rlhf_pipeline.run.prompt_lengths import fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -286,7 +287,7 @@ def build_parts(
             buffer=buffer,
             collector=Collector(
                 policy=models.policy,
-                prompts=pipeline.prompts,
+                prompts=fitting(pipeline.prompts, models.policy),
                 reward=pipeline.reward,
                 buffer=buffer,
                 config=pipeline.collect,
@@ -347,7 +348,8 @@ def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
     collect = pipeline.collect
     sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
-    return (*sampled_by, *FAILURES, *(Column(one.column, "float32", fill=math.nan) for one in rewards))
+    support = (SUPPORT,) if collect.is_truncated else ()
+    return (*sampled_by, *support, *FAILURES, *(Column(one.column, "float32", fill=math.nan) for one in rewards))
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:

@@ -15,15 +15,16 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
+from rlhf_pipeline.data.files import find_sources
 from rlhf_pipeline.data.rewards import rewards_of
-from rlhf_pipeline.errors import RunMismatchError
+from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
 
@@ -94,10 +95,9 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     {}
     """
     found: Inputs = {}
-    prompts = getattr(pipeline.prompts, "path", None)
-    if isinstance(prompts, str) and Path(prompts).is_file():
-        file = Path(prompts)
-        found["prompts.path"] = {"size": file.stat().st_size, "sha256": _whole(file)}
+    for field, path in _prompt_paths(pipeline.prompts, "prompts"):
+        if files := _prompt_files(path):
+            found[field] = {"size": sum(file.stat().st_size for file in files), "sha256": _together(files)}
     if isinstance(pipeline.policy, PretrainedPolicy):
         folder = Path(pipeline.policy.path).expanduser()
         if folder.is_dir():
@@ -136,7 +136,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
         RunMismatchError: names the file, and what has changed.
     """
     now = describe_inputs(pipeline)
-    paths = {"prompts.path": getattr(pipeline.prompts, "path", ""), "policy.path": getattr(pipeline.policy, "path", "")}
+    paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
     for field, before in recorded.items():
         if not before or field not in paths or field not in now or now[field] == before:
             continue
@@ -158,6 +158,30 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
         for number, part in enumerate(parts):
             if (code := _code(part)) is not None:
                 yield name, f".{number}" if len(parts) > 1 else "", part, code
+
+
+def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of a source of prompts, or those of a mixture's sources, with the field that names it."""
+    path = getattr(source, "path", None)
+    if isinstance(path, str) and path:
+        yield f"{field}.path", path
+    for number, part in enumerate(getattr(source, "sources", ())):
+        yield from _prompt_paths(part, f"{field}.sources.{number}")
+
+
+def _prompt_files(path: str) -> list[Path]:
+    """Return the files of a path of prompts; none if it cannot be read, which is reported elsewhere."""
+    if Path(path).is_file():
+        return [Path(path)]
+    try:
+        return [file for source in find_sources([path]) for file in source.files()]
+    except PipelineError:
+        return []
+
+
+def _together(files: Sequence[Path]) -> str:
+    whole = [_whole(file) for file in files]
+    return whole[0] if len(whole) == 1 else hashlib.sha256("".join(whole).encode()).hexdigest()
 
 
 def _code(part: Any) -> dict[str, Any] | None:

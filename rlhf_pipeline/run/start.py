@@ -72,7 +72,7 @@ def run(
     started, folder = time.perf_counter(), RunFolder(run_dir)
     setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
     check_start(folder, setup, resume=resume)
-    models = checked_models(pipeline, run=folder, seed=seed, device=device)
+    models = checked_models(pipeline, run=folder, seed=seed, device=device, on_event=on_event)
     with (
         begun(folder, setup, resume=resume, on_event=on_event),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,

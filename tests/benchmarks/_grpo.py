@@ -147,9 +147,9 @@ def run_ours(task: Task, clock: Callable[[], float] = time.process_time) -> dict
         Collect,
         Collector,
         GRPOLoss,
-        JsonlPrompts,
         Learn,
         MCAdvantage,
+        Prompts,
         RetrieveLogProb,
         TrajectoryReplayBuffer,
     )
@@ -172,7 +172,7 @@ def run_ours(task: Task, clock: Callable[[], float] = time.process_time) -> dict
         )
         collector = Collector(
             policy=policy,
-            prompts=JsonlPrompts(path=str(task.questions), as_chat=False),
+            prompts=Prompts(path=str(task.questions), as_chat=False),
             reward=reward,
             buffer=buffer,
             config=Collect(

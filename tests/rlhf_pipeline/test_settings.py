@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline import GRPO, Buffer, Collect, CopyDigits, Learn, Pipeline, TinyPolicy, WritePath, token_match
 from rlhf_pipeline.config import PretrainedPolicy, Replay, Sample
-from rlhf_pipeline.data.prompts import JsonlPrompts
+from rlhf_pipeline.data.prompts import Prompts
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.settings import paths_of
 
@@ -53,7 +53,7 @@ def base(**changes: Any) -> Pipeline:
         (lambda: Replay(stores="runs/a"), "Replay.stores is 'runs/a'; it must be texts in a tuple."),
         (lambda: TinyPolicy(alphabet=123), "TinyPolicy.alphabet is 123; it must be text."),
         (lambda: PretrainedPolicy(path=Path("model")), "PretrainedPolicy.path is PosixPath('model'); it must be text."),
-        (lambda: JsonlPrompts(path="x", limit=0), "JsonlPrompts.limit is 0; it must be at least 1."),
+        (lambda: Prompts(path="x", limit=0), "Prompts.limit is 0; it must be at least 1."),
         (lambda: base(name=7), "Pipeline.name is 7; it must be text."),
         (lambda: base(sample=None), "Pipeline.sample is None; it must be a Sample."),
         (lambda: base(learn=Collect()), "it must be a Learn."),

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_pipeline.errors import EngineError
+from rlhf_pipeline.errors import EngineError, UnsupportedError
 from rlhf_pipeline.policies.engines.protocol import Int64Array, RaggedCompletions, Request, VersionSpans
 from rlhf_pipeline.policies.engines.sampling import stream_keys
 
@@ -43,7 +43,16 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
         request: what to sample.
         limits: of each completion, int64 `[request.count]`.
         most: the most members of a job; None sets no limit.
+
+    Raises:
+        UnsupportedError: sampling is truncated.
     """
+    if request.truncation is not None:
+        raise UnsupportedError(
+            "vLLM tells log-probs over the tokens that top-k, top-p and min-p leave, and not how much of the whole "
+            "distribution they hold, so nothing can be learned from them exactly. Use collect.engine=slots, or leave "
+            "top_k, top_p and min_p at their defaults."
+        )
     jobs: list[Job] = []
     size = request.group_size
     # vLLM refuses several identical completions.

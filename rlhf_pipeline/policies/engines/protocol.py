@@ -10,7 +10,7 @@ This module does not depend on TensorDict, stores or runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.engines.sampling import Truncation
+from rlhf_pipeline.policies.stop_strings import StopStrings
 
 __all__ = ["Completion", "Ended", "Engine", "RaggedCompletions", "Request", "VersionSpans", "WeightRefresh", "Weights"]
 
@@ -46,6 +48,8 @@ class Request:
             engine's arithmetic is reproducible.
         stream_ids: one id per prompt; the prompt's index when None.
         deadline_s: seconds after which unfinished completions are aborted; None waits.
+        truncation: top-k, top-p and min-p; None keeps every token. Only the slot engine has it.
+        stops: texts that end a completion. An engine may go on past them: the policy cuts what it returns.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -56,6 +60,8 @@ class Request:
     seed: int = 0
     stream_ids: Sequence[int] | None = None
     deadline_s: float | None = None
+    truncation: Truncation | None = None
+    stops: StopStrings | None = None
 
     @property
     def count(self) -> int:
@@ -219,6 +225,9 @@ class RaggedCompletions:
         stopped: bool `[N]`, True where the completion ends with an end-of-sequence token.
         spans: which weights sampled which tokens; None if their version is unknown.
         aborted: bool `[N]`, True where the completion was cut short; None where none was.
+        support_log_mass: float32 `[sum(lengths)]`, of truncated sampling: the log of the mass of the tokens that could
+            be drawn. `log_probs + support_log_mass` are log-probs under the whole distribution. None without
+            truncation.
     """
 
     token_ids: Int64Array
@@ -229,6 +238,7 @@ class RaggedCompletions:
     stopped: npt.NDArray[np.bool_]
     spans: VersionSpans | None = None
     aborted: npt.NDArray[np.bool_] | None = None
+    support_log_mass: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def none(cls, *, versioned: bool) -> RaggedCompletions:
@@ -267,6 +277,30 @@ class RaggedCompletions:
             stopped=self.stopped[keep],
             spans=None if self.spans is None else self.spans.select(keep),
             aborted=None if self.aborted is None else self.aborted[keep],
+            support_log_mass=None if self.support_log_mass is None else self.support_log_mass[tokens],
+        )
+
+    def shortened(self, lengths: Int64Array, stopped: npt.NDArray[np.bool_]) -> RaggedCompletions:
+        """Return the completions cut to these lengths, int64 `[N]`; those with a flag have stopped there."""
+        if not stopped.any():
+            return self
+        at = np.arange(len(self.token_ids)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        tokens = at < np.repeat(lengths, self.lengths)
+        spans = self.spans
+        if spans is not None:
+            inside = spans.starts < np.repeat(lengths, spans.counts)
+            owner = np.repeat(np.arange(len(lengths)), spans.counts)[inside]
+            counts = np.bincount(owner, minlength=len(lengths))
+            spans = VersionSpans(counts, spans.starts[inside], spans.versions[inside])
+        return replace(
+            self,
+            token_ids=self.token_ids[tokens],
+            log_probs=self.log_probs[tokens],
+            lengths=lengths,
+            stopped=self.stopped | stopped,
+            spans=spans,
+            aborted=None if self.aborted is None else self.aborted & ~stopped,
+            support_log_mass=None if self.support_log_mass is None else self.support_log_mass[tokens],
         )
 
 

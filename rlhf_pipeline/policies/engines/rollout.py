@@ -148,7 +148,7 @@ class Rollout:
         streams = np.array(request.streams(), dtype=object)[self.prompt_of]
         self.keys = stream_keys(request.seed, streams.tolist(), self.member_of)
         """Keys of the completions' random numbers, uint64 `[N]`."""
-        self.temperature = request.temperature
+        self.temperature, self.truncation, self.stops = request.temperature, request.truncation, request.stops
         self.count = request.count
         self.num_slots = min(engine.num_slots, self.count)
         self.next = 0
@@ -160,6 +160,7 @@ class Rollout:
         self.sampled_ids = np.zeros((self.count, 0), dtype=np.int32)
         self.sampled_log_probs = np.zeros((self.count, 0), dtype=np.float32)
         """Of each completion, with room for more tokens: `[N, W]`."""
+        self.sampled_log_mass = None if self.truncation is None else self.sampled_log_probs
         self.out_rows: list[Int64Array] = []
         self.out_versions: list[int | None] = []
         """Per step, the completions that got a token, and the version of the weights."""
@@ -190,6 +191,7 @@ class Rollout:
             stopped=self.stopped,
             spans=spans,
             aborted=self.unfinished,
+            support_log_mass=None if self.sampled_log_mass is None else self.sampled_log_mass[sampled],
         )
 
     def step(self) -> bool:
@@ -200,8 +202,14 @@ class Rollout:
         """Return the keys and values of a prefill, aligned as this way of decoding inserts them."""
         raise NotImplementedError
 
-    def emit(self, rows: Int64Array, tokens: Int64Array, log_probs: npt.NDArray[np.float32]) -> None:
-        """Record one token of each of these completions.
+    def emit(
+        self,
+        rows: Int64Array,
+        tokens: Int64Array,
+        log_probs: npt.NDArray[np.float32],
+        log_mass: npt.NDArray[np.float32] | None,
+    ) -> None:
+        """Record one token of each of these completions, and of truncated sampling the mass of its support.
 
         Raises:
             DataError: a log-prob is not finite.
@@ -218,11 +226,22 @@ class Rollout:
             more = ((0, 0), (0, max(room, 64)))
             self.sampled_ids = np.pad(self.sampled_ids, more)
             self.sampled_log_probs = np.pad(self.sampled_log_probs, more)
+            if self.sampled_log_mass is not None:
+                self.sampled_log_mass = np.pad(self.sampled_log_mass, more)
         self.sampled_ids[rows, at] = tokens
         self.sampled_log_probs[rows, at] = log_probs
+        if self.sampled_log_mass is not None and log_mass is not None:
+            self.sampled_log_mass[rows, at] = log_mass
         self.num_sampled[rows] = at + 1
         self.out_rows.append(rows)
         self.out_versions.append(self.engine.version)
+
+    def at_stop(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return which of these completions end with one of the texts that stop them, bool `[len(rows)]`."""
+        if self.stops is None:
+            return np.zeros(len(rows), np.bool_)
+        ends = [self.stops.ends(self.sampled_ids[row, : self.num_sampled[row]].tolist()) for row in rows.tolist()]
+        return np.array(ends, np.bool_)
 
     def report(self) -> None:
         """Pass on the completions that have ended; called where the host would wait for the device next."""

@@ -16,16 +16,24 @@ as the inverse CDF, it takes its randomness from a stateful generator, and it do
 A float32 running sum over a large vocabulary cannot resolve a probability below 6e-8, and a float64 one writes twice
 the memory. So the vocabulary is cut into blocks: a vectorised sum per block, a float64 running sum over the blocks,
 then a float64 running sum inside the one block that holds the token. It costs about as much as the softmax before it.
+
+**Truncation.** Top-k, top-p and min-p each keep the most probable tokens; what they keep together is the support. A
+token is drawn from the distribution that is normalised over its support, and its log-prob is that of this distribution.
+The log of the support's mass under the whole distribution comes with it: their sum is the log-prob under the whole one,
+which is what a policy's scores are compared with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from rlhf_pipeline.errors import DefinitionError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -179,6 +187,88 @@ def sample_rows(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     else:
         index = _two_level(probs, uniform.unsqueeze(1))
     return index.squeeze(1), probs.gather(1, index).log_().squeeze(1).float()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truncation:
+    """Which tokens may be drawn: those that every rule keeps, at the sampling temperature.
+
+    The rules are those of transformers, in its order: top-k, then top-p over what is left, then min-p.
+
+    Attributes:
+        top_k: the most probable `top_k` tokens; 0 keeps all.
+        top_p: the fewest most probable tokens whose probability is at least `top_p` together; 1 keeps all.
+        min_p: the tokens whose probability is at least `min_p` times the largest; 0 keeps all.
+
+    Raises:
+        DefinitionError: a number is out of range.
+
+    >>> Truncation(top_p=1.5)
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DefinitionError: top_p is 1.5, top_k 0, min_p 0; they must be in (0, 1], at least 0, in [0, 1].
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p <= 1):
+            raise DefinitionError(
+                f"top_p is {self.top_p:g}, top_k {self.top_k}, min_p {self.min_p:g}; they must be in (0, 1], at least "
+                "0, in [0, 1]."
+            )
+
+
+def sample_truncated(
+    logits: Tensor, uniform: Tensor, temperature: float, truncation: Truncation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row of `softmax(logits / temperature)`, cut to its support and normalised again.
+
+    Of tokens with equal probability at the edge of the support, any may be in it; the most probable one always is.
+
+    Args:
+        logits: float32 or float64 `[N, V]`; overwritten.
+        uniform: float64 `[N]`, in [0, 1).
+        temperature: above 0.
+        truncation: the rules.
+
+    Returns:
+        `(tokens int64 [N], log_probs float32 [N], log_mass float32 [N])`: `log_probs` of the distribution over the
+        support, and the log of the support's mass before it was normalised again.
+
+    >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2, 1)
+    >>> tokens, log_probs, log_mass = sample_truncated(
+    ...     logits, torch.tensor([0.6, 0.7]).double(), 1.0, Truncation(top_p=0.7))
+    >>> tokens.tolist(), [round(p, 3) for p in log_probs.exp().tolist()], [round(m, 3) for m in log_mass.exp().tolist()]
+    ([0, 1], [0.625, 0.375], [0.8, 0.8])
+    """
+    probs = torch.softmax(logits.div_(temperature), dim=-1)
+    kept = min(truncation.top_k or probs.shape[1], probs.shape[1])
+    probs, ids = probs.topk(kept, dim=-1) if kept < probs.shape[1] else probs.sort(dim=-1, descending=True)
+    cdf = probs.cumsum(1, dtype=torch.float64)
+    inside = (cdf - probs < truncation.top_p * cdf[:, -1:]) & (probs >= truncation.min_p * probs[:, :1])
+    inside[:, 0] = True
+    probs = torch.where(inside, probs, 0.0)
+    cdf = probs.cumsum(1, dtype=torch.float64)
+    mass = cdf[:, -1:]
+    index, _ = _invert(cdf, uniform.unsqueeze(1) * mass)
+    index = _guard(probs, index)
+    log_mass = mass.log()
+    log_probs = probs.gather(1, index).double().log() - log_mass
+    return ids.gather(1, index).squeeze(1), log_probs.squeeze(1).float(), log_mass.squeeze(1).float()
+
+
+def drawn(
+    logits: Tensor, uniform: Tensor, temperature: float, truncation: Truncation | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row: `sample_truncated`, or `sample_rows` without truncation, which has no mass.
+
+    At temperature 0 the most probable token is taken, which every truncation keeps.
+    """
+    if truncation is None or temperature == 0:
+        return *sample_rows(logits, uniform, temperature), None
+    return sample_truncated(logits, uniform, temperature, truncation)
 
 
 def _two_level(probs: Tensor, uniform: Tensor) -> Tensor:

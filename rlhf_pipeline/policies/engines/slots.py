@@ -37,7 +37,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     Weights,
 )
 from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
-from rlhf_pipeline.policies.engines.sampling import sample_rows, uniforms
+from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import KeptSlots, StaticRun, mask_form
 from rlhf_pipeline.policies.model_parts import ModelParts
@@ -206,10 +206,12 @@ class _Ragged(Rollout):
             sampled = np.concatenate((sampled, np.zeros_like(new)))
         if hidden is None:
             return False
-        tokens, log_probs = self._sample(hidden, rows, sampled)
+        tokens, log_probs, log_mass = self._sample(hidden, rows, sampled)
         sampled = sampled + 1
-        self.emit(rows, tokens, log_probs)
+        self.emit(rows, tokens, log_probs, log_mass)
         stopped = self.is_end[tokens]
+        if self.stops is not None:
+            stopped = stopped | self.at_stop(rows)
         done = stopped | (sampled >= self.limits[rows])
         if done.any():
             self.stopped[rows[stopped]] = True
@@ -253,16 +255,19 @@ class _Ragged(Rollout):
 
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
-    ) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+    ) -> tuple[Int64Array, npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
         u = torch.from_numpy(uniforms(self.keys[rows], sampled)).to(self.device)
         # Autocast would round the logits to half precision.
         with torch.autocast(self.device.type, enabled=False):
-            tokens, log_probs = sample_rows(self.parts.logits(hidden, self.weight), u, self.temperature)
+            logits = self.parts.logits(hidden, self.weight)
+            tokens, log_probs, log_mass = drawn(logits, u, self.temperature, self.truncation)
         if self.device.type == "cpu":
-            return tokens.numpy(), log_probs.numpy()
-        # One transfer; float64 holds both exactly.
-        both = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
-        return both[0].astype(np.int64), both[1].astype(np.float32)
+            return tokens.numpy(), log_probs.numpy(), None if log_mass is None else log_mass.numpy()
+        # One transfer; float64 holds all of them exactly.
+        parts = (tokens, log_probs) if log_mass is None else (tokens, log_probs, log_mass)
+        found = torch.stack([part.double() for part in parts]).cpu().numpy()
+        floats = found[1:].astype(np.float32)
+        return found[0].astype(np.int64), floats[0], None if log_mass is None else floats[1]
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
         """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed; return each slot's row.

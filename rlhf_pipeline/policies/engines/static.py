@@ -43,7 +43,7 @@ from rlhf_pipeline.policies.attention import is_sdpa, steps_attended_by
 from rlhf_pipeline.policies.engines.cache_check import first_right, probe
 from rlhf_pipeline.policies.engines.protocol import Int64Array
 from rlhf_pipeline.policies.engines.rollout import Rollout, States
-from rlhf_pipeline.policies.engines.sampling import device_uniforms, sample_rows
+from rlhf_pipeline.policies.engines.sampling import Truncation, device_uniforms, drawn
 from rlhf_pipeline.policies.engines.slot_cache import CacheLayer, PrefillCache, prefill
 from rlhf_pipeline.policies.engines.slot_columns import MOST_MEMBERS, PARKED, Columns, balanced, rows_of, tokens_of
 from rlhf_pipeline.policies.model_parts import ModelParts
@@ -190,6 +190,7 @@ class StaticSlots(Cache):
         self.members, self.window = num_slots // num_rows, window
         self.width = self.columns = self.members * window
         self.temperature = 1.0
+        self.truncation: Truncation | None = None
         self.sliding = _sliding_window(parts)
         self.additive = getattr(_config(parts), "_attn_implementation", None) == "eager"
         self.weight = parts.sampling_weight()
@@ -208,6 +209,7 @@ class StaticSlots(Cache):
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self.tokens = torch.full((num_slots, look_every), -1, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros((num_slots, look_every), dtype=torch.float32, device=device)
+        self.log_mass = torch.zeros_like(self.log_probs)
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._graphs = graphs_of(device)
         self._places = _places_of(parts)
@@ -217,14 +219,14 @@ class StaticSlots(Cache):
         large = self.num_slots >= num_slots and self.window >= window and self.tokens.shape[1] == look_every
         return large and self._places == _places_of(self.parts)
 
-    def begin(self, *, size: int, is_end: Tensor, temperature: float) -> None:
+    def begin(self, *, size: int, is_end: Tensor, temperature: float, truncation: Truncation | None = None) -> None:
         """Start a call on `size` free slots. What its slots hold from an earlier one is never seen."""
         self.size, self.rows = size, rows_of(size, self.members)
         self.live.fill_(False)
         self.is_end.copy_(is_end)
         self.weight = self.parts.sampling_weight()
-        if temperature != self.temperature:  # a number in the graphs
-            self.temperature = temperature
+        if (temperature, truncation) != (self.temperature, self.truncation):  # numbers in the graphs
+            self.temperature, self.truncation = temperature, truncation
             self.replays.clear()
 
     def step(self) -> None:
@@ -233,9 +235,12 @@ class StaticSlots(Cache):
         live, count = self.live[:size], self.count[:size]
         with torch.autocast(self.device.type, enabled=False):
             logits = self.parts.logits(self.hidden[:size], self.weight)
-            tokens, log_probs = sample_rows(logits, device_uniforms(self.key[:size], count), self.temperature)
+            numbers = device_uniforms(self.key[:size], count)
+            tokens, log_probs, log_mass = drawn(logits, numbers, self.temperature, self.truncation)
         self.tokens[:size].index_copy_(1, self.turn, torch.where(live, tokens, -1)[:, None])
         self.log_probs[:size].index_copy_(1, self.turn, log_probs[:, None])
+        if log_mass is not None:
+            self.log_mass[:size].index_copy_(1, self.turn, log_mass[:, None])
         count.add_(live)
         live.logical_and_(~self.is_end[tokens] & (count < self.limit[:size]))
         self.feed(tokens)
@@ -381,6 +386,7 @@ class KeptSlots:
         window: int,
         is_end: Tensor,
         temperature: float,
+        truncation: Truncation | None,
         look_every: int,
     ) -> StaticSlots:
         """Return a state of at least `size` slots and `window` columns, with `size` free slots.
@@ -403,7 +409,7 @@ class KeptSlots:
                 window=columns,
                 look_every=look_every,
             )
-        state.begin(size=size, is_end=is_end, temperature=temperature)
+        state.begin(size=size, is_end=is_end, temperature=temperature, truncation=truncation)
         return state
 
     def give(self, state: StaticSlots) -> None:
@@ -436,6 +442,7 @@ class StaticRun(Rollout):
             window=-(-(longest + 1) // _FEWEST_COLUMNS) * _FEWEST_COLUMNS,
             is_end=self.upload(self.is_end),
             temperature=self.temperature,
+            truncation=self.truncation,
             look_every=look_every,
         )
         self.columns = Columns(self.num_slots, self.state.rows, self.state.window)
@@ -526,17 +533,18 @@ class StaticRun(Rollout):
         """Read the sampled tokens in one copy, the only time that the host waits."""
         size = self.state.size
         # float64 holds token ids and log-probs exactly.
-        parts = (self.state.tokens[:size, :steps].double(), self.state.log_probs[:size, :steps].double())
-        both = torch.stack(parts).cpu().numpy()
-        tokens, log_probs = both[0].astype(np.int64), both[1].astype(np.float32)
+        state = self.state
+        parts = [state.tokens, state.log_probs] + ([] if self.truncation is None else [state.log_mass])
+        found = torch.stack([part[:size, :steps].double() for part in parts]).cpu().numpy()
+        tokens, floats = found[0].astype(np.int64), found[1:].astype(np.float32)
         for step in range(steps):
             slots = np.flatnonzero(tokens[:, step] >= 0)
             if not len(slots):
                 break
-            rows, drawn = self.owner[slots], tokens[slots, step]
-            self.emit(rows, drawn, log_probs[slots, step])
+            rows, ids = self.owner[slots], tokens[slots, step]
+            self.emit(rows, ids, floats[0][slots, step], None if self.truncation is None else floats[1][slots, step])
             self.sampled[slots] += 1
-            stopped = self.is_end[drawn]
+            stopped = self.is_end[ids]
             done = stopped | (self.sampled[slots] >= self.limits[rows])
             self.stopped[rows[stopped]] = True
             self.unreported += rows[done].tolist()

@@ -80,7 +80,7 @@ def collect(
         run.log(),
     ):
         heartbeat.beat("starting")
-        models = checked_models(pipeline, run=run, seed=seed, device=device)
+        models = checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event)
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         with (

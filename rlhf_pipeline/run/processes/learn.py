@@ -65,7 +65,7 @@ def learn(
         heartbeat.beat("starting")
         run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = replace(checked_models(pipeline, run=run, seed=seed, device=device), reference=None)
+        models = replace(checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event), reference=None)
         with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, run, on_event)

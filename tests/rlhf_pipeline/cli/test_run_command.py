@@ -22,7 +22,7 @@ from ..report.conftest import write_run
 from .conftest import Cli
 
 TASK = """
-from rlhf_pipeline import {imports}, CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
+from rlhf_pipeline import {imports}, CopyDigits, Prompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
 
 def task() -> Pipeline:
     return Pipeline(name="task", **(dict(policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match) | {fields}))

@@ -54,6 +54,34 @@ def test_a_prompt_does_not_end_with_the_end() -> None:
     assert encode_prompt(tokenizer, "10=", whole=True) == [*bare, end]
 
 
+def test_text_has_one_bos_token_whoever_writes_it() -> None:
+    """A tokenizer that puts BOS before every text puts none before rendered text that begins with it."""
+    tokenizer = scratch_policy("01=").tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    before = processors.TemplateProcessing(single="B $A", special_tokens=[("B", bos)])
+    tokenizer.backend_tokenizer.post_processor = before
+    wanted = [bos, *tokenizer.encode("10=", add_special_tokens=False)]
+    for text in ("10=", "<s>10="):
+        assert encode_prompt(tokenizer, text, as_chat=False) == wanted
+        assert encode_prompt(tokenizer, text, as_chat=False, whole=True) == wanted
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    assert encode_prompt(tokenizer, "10=") == wanted
+
+
+def test_arguments_reach_the_template_and_its_refusal_is_one_sentence() -> None:
+    """`enable_thinking` and its like change the prompt; what a template raises names the messages."""
+    tokenizer = scratch_policy("01=").tokenizer
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{{ messages[0].content }}{% if not enable_thinking %}={% endif %}"
+    )
+    plain, thinking = (encode_prompt(tokenizer, "1", template=how) for how in (None, {"enable_thinking": True}))
+    assert plain == [*thinking, tokenizer.encode("=")[0]]
+    with pytest.raises(DefinitionError, match=r"refuses a prompt of the messages \['system'\]: System role not supp"):
+        encode_prompt(tokenizer, [{"role": "system", "content": "1"}])
+
+
 def test_a_tokenizer_without_a_template_takes_raw_text_only() -> None:
     """Text passes; messages are refused."""
     tokenizer = scratch_policy("01=").tokenizer

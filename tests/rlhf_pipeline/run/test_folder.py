@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline import Pipeline, PretrainedPolicy, scratch_policy
-from rlhf_pipeline.data.prompts import CopyDigits, JsonlPrompts
+from rlhf_pipeline.data.prompts import CopyDigits, Prompts
 from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
@@ -22,7 +22,8 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
-from rlhf_pipeline.run.prologue import check_prompts, sampling_notices
+from rlhf_pipeline.run.prologue import sampling_notices
+from rlhf_pipeline.run.prompt_lengths import check_prompts
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny
 
@@ -165,16 +166,16 @@ def test_a_prompt_that_fills_the_context_is_found_before_anything_is_stored(tmp_
     file = tmp_path / "prompts.jsonl"
     lines = [{"question": "12", "answer": "12"}, {"question": "1" * 700, "answer": "1"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = dataclasses.replace(PIPELINE, prompts=JsonlPrompts(path=str(file), as_chat=False))
+    asked = dataclasses.replace(PIPELINE, prompts=Prompts(path=str(file), as_chat=False))
     with pytest.raises(
-        DataError, match=r"the prompt of line 2 of .*prompts\.jsonl has 700 tokens, and .* context is 512"
+        DataError, match=r"the prompt of line 2 of .*prompts\.jsonl .* has 700 tokens, and .* context is 512"
     ):
         start(asked, run_dir=tmp_path / "run")
     assert RunFolder(tmp_path / "run").is_free
     assert not RunFolder(tmp_path / "run").is_recorded
     assert start is not run or not (tmp_path / "run").exists()
     file.write_text(json.dumps({"question": "1" * 10_000_000, "answer": "1"}) + "\n")
-    longest = dataclasses.replace(PIPELINE, prompts=JsonlPrompts(path=str(file), as_chat=False, limit=1))
+    longest = dataclasses.replace(PIPELINE, prompts=Prompts(path=str(file), as_chat=False, limit=1))
     with pytest.raises(DataError, match="at least 512 tokens"):
         start(longest, run_dir=tmp_path / "run")
 
@@ -185,7 +186,7 @@ def test_a_tokenizer_without_an_end_or_a_template_is_said_at_the_start():
     assert list(sampling_notices(PIPELINE, policy)) == []
     assert policy.tokenizer is not None
     policy.tokenizer.eos_token = None
-    asked = dataclasses.replace(PIPELINE, prompts=JsonlPrompts(path="x"))
+    asked = dataclasses.replace(PIPELINE, prompts=Prompts(path="x"))
     first, second = sampling_notices(asked, policy)
     assert "no end token: every completion runs to collect.max_new_tokens=3" in first
     assert "prompts.as_chat" in second

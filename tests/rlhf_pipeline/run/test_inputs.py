@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pipeline import CopyDigits, JsonlPrompts, Pipeline, PretrainedPolicy, TinyPolicy, token_match
+from rlhf_pipeline import CopyDigits, Pipeline, PretrainedPolicy, Prompts, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.report.words import flat_fields
 from rlhf_pipeline.run.changes import is_allowed
@@ -34,7 +34,7 @@ def pipeline(tmp_path) -> Pipeline:
     return Pipeline(
         name="inputs",
         policy=PretrainedPolicy(path=str(model)),
-        prompts=JsonlPrompts(path=str(prompts)),
+        prompts=Prompts(path=str(prompts)),
         reward=token_match,
     )
 

@@ -13,14 +13,14 @@ from tests.rlhf_pipeline.small import weights
 
 TASK = """
 from pathlib import Path
-from rlhf_pipeline import Collect, JsonlPrompts, Learn, Pipeline, TinyPolicy, token_match
+from rlhf_pipeline import Collect, Prompts, Learn, Pipeline, TinyPolicy, token_match
 
 Path({touched!r}).touch()
 
 def task() -> Pipeline:
     return Pipeline(
         name="task", policy=TinyPolicy(hidden_size=16, num_layers=1), reward=token_match,
-        prompts=JsonlPrompts(path={prompts!r}, as_chat=False),
+        prompts=Prompts(path={prompts!r}, as_chat=False),
         collect=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=3), learn=Learn(steps=2),
     )
 """

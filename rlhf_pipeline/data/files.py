@@ -1,0 +1,363 @@
+r"""Rows of other people's files, the one reader of prompts and of other tools' rollouts.
+
+Read are JSON lines, JSON arrays, CSV, TSV, Parquet, Arrow (Feather), each of these in gzip, folders of them, and data
+sets saved by Hugging Face `datasets`. A file's content decides where it says what it is; else its name does. JSON and
+CSV need the standard library only; the rest needs pyarrow, and a saved data set `datasets` (extra `exchange`).
+
+>>> import tempfile
+>>> folder = Path(tempfile.mkdtemp())
+>>> _ = (folder / "a.csv").write_text("question,answer\n1 + 1,2\n")
+>>> [source] = find_sources([folder])
+>>> [(source.where(number), row) for number, row in source.rows()] == [
+...     (f"{folder.resolve()}/a.csv:2", {"question": "1 + 1", "answer": "2"})]
+True
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import importlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import numpy as np
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
+
+Container = Literal["jsonl", "csv", "parquet", "arrow", "hf"]
+"""What holds the rows. `jsonl` is JSON lines or one JSON array; `hf` a folder that `datasets` saved."""
+ROWS_PER_READ = 64
+
+_SUMMARIES = ("aggregated_results.jsonl",)
+"""Files of figures that tools write beside their rollouts."""
+_SUFFIXES: dict[str, Container] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+_STARTS: dict[bytes, Container | str] = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow",
+    b"PK\x03\x04": "a zip file (xlsx, npz and torch files are, too)",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"%PDF": "a PDF",
+    b"version https://git-lfs": "the pointer of a Git LFS file that was never fetched (git lfs pull)",
+}
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, or one folder of a saved data set."""
+
+    path: Path
+    container: Container
+
+    def rows(self, *, arrays: bool = False) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0.
+
+        Args:
+            arrays: a list of numbers in Arrow or Parquet is a NumPy array, which takes a fraction of the time of a
+                list.
+
+        Raises:
+            DataError: the file, or a row of it, cannot be read; the message names the row.
+        """
+        if self.container == "jsonl":
+            yield from _json_rows(self)
+        elif self.container == "csv":
+            yield from _csv_rows(self)
+        else:
+            yield from enumerate(
+                row for batch in self._arrow_batches() for row in (_with_arrays(batch) if arrays else batch.to_pylist())
+            )
+
+    def _arrow_batches(self) -> Iterator[Any]:
+        pyarrow = need("pyarrow")
+        try:
+            if self.container == "hf":
+                # datasets itself cannot load what it saved without rows
+                if json.loads((self.path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+                    found = need("datasets").load_from_disk(str(self.path))
+                    for table in found.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+                        yield from table.to_batches()
+                return
+            place = io.BytesIO(_bytes_of(self.path)) if _is_gzip(self.path) else str(self.path)
+            if self.container == "parquet":
+                with need("pyarrow.parquet").ParquetFile(place) as file:
+                    yield from file.iter_batches(batch_size=ROWS_PER_READ)
+            else:
+                yield from _arrow_file(need("pyarrow.ipc"), pyarrow, place)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
+
+    def files(self) -> list[Path]:
+        """Return every file that the rows come from."""
+        return sorted(file for file in self.path.rglob("*") if file.is_file()) if self.path.is_dir() else [self.path]
+
+    def where(self, number: int) -> str:
+        """Return the place of a row as an error message names it."""
+        lines = self.container == "csv" or (self.container == "jsonl" and not _is_array(self.path))
+        return f"{self.path}:{number}" if lines else f"{self.path}, row {number}"
+
+
+def find_sources(paths: Sequence[str | Path], container: Container | None = None) -> list[Source]:
+    """Return what is to be read, in order: files, saved data sets, and for a folder the files in it.
+
+    A pattern such as `part-*.jsonl` names the files that fit it. `10.jsonl` comes after `9.jsonl`, and a file that is
+    named twice, or that a folder or a link names again, is read once.
+
+    Args:
+        paths: files, folders, patterns.
+        container: of files whose name and content do not tell.
+
+    Raises:
+        MissingPathError: there is nothing at a path.
+        DefinitionError: a file's format is unknown, or a folder holds none, or several splits.
+    """
+    found: list[Source] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            found += _in_folder(path)
+        elif path.exists():
+            found.append(Source(path, _container_of(path, container)))
+        elif matching := sorted(map(Path, glob.glob(str(path), recursive=True)), key=_natural):
+            found += [Source(file, _container_of(file, container)) for file in matching if file.is_file()]
+        else:
+            near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
+            raise MissingPathError(f"there is no file or folder at {path}." + (f" Beside it: {near}." if near else ""))
+    return list(dict.fromkeys(Source(source.path.resolve(), source.container) for source in found))
+
+
+def field_of(row: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a row: by its name, or by a dotted path into nested objects and lists.
+
+    Raises:
+        KeyError: the row has no such field.
+
+    >>> field_of({"reward_model": {"ground_truth": "7"}, "a.b": 1}, "reward_model.ground_truth")
+    '7'
+    >>> field_of({"a.b": 1}, "a.b"), field_of({"turns": [{"text": "hi"}]}, "turns.0.text")
+    (1, 'hi')
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, Mapping):
+            value = cast("Mapping[str, Any]", value).get(part, _ABSENT)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(cast("list[Any]", value)):
+            value = cast("list[Any]", value)[int(part)]
+        else:
+            value = _ABSENT
+        if value is _ABSENT:
+            raise KeyError(name)
+    return value
+
+
+def need(module: str) -> Any:
+    """Import pyarrow or datasets, which are optional.
+
+    Raises:
+        DefinitionError: it is not installed; the message says how to.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DefinitionError(
+            f"this needs {module.partition('.')[0]}, which is not installed: pip install 'rlhf-pipeline[exchange]'"
+        ) from error
+
+
+def _container_of(path: Path, asked: Container | None) -> Container:
+    with _readable(path) as file:
+        head = file.read(4096)
+    said = next((what for start, what in _STARTS.items() if head.startswith(start)), None)
+    if said in ("parquet", "arrow"):
+        return said
+    suffixes = [suffix for suffix in path.suffixes if suffix.lower() != ".gz"]
+    named = asked or _SUFFIXES.get(suffixes[-1].lower() if suffixes else "")
+    if said is None and head and b"\0" in head:
+        said = "binary"
+    if said is None and named in ("parquet", "arrow"):
+        said = "no such file by its content"
+    if said is not None:
+        raise DefinitionError(
+            f"{path} is {said}. Read are JSON lines, JSON arrays, CSV (in UTF-8), Parquet, Arrow, and these in gzip."
+        )
+    if named is None:
+        raise DefinitionError(
+            f"{path}: neither the name nor the content tells the format. Rename it to end in .jsonl, .json, .csv, "
+            ".parquet or .arrow (an import takes --format jsonl as well)."
+        )
+    return named
+
+
+def _in_folder(folder: Path) -> list[Source]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        raise DefinitionError(f"{folder} holds several splits. Name one: {folder / (splits[0] if splits else 'train')}")
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [Source(folder, "hf")]
+    files = [
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        # A lone .json beside other files is most often a tool's settings.
+        and re.search(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz)?$", path.name.lower())
+        and path.name not in _SUMMARIES
+    ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz)?$", path.name.lower())]
+    if not files:
+        raise DefinitionError(
+            f"{folder} is no saved data set, and holds no .jsonl, .csv, .parquet or .arrow files. Name the files "
+            "themselves."
+        )
+    return [Source(path, _container_of(path, None)) for path in sorted(files, key=_natural)]
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def _is_gzip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, through gzip where it is one; damaged gzip is one sentence."""
+    try:
+        with gzip.open(path) if _is_gzip(path) else path.open("rb") as file:
+            yield cast("IO[bytes]", file)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{path} is cut or damaged gzip: {error}. Fetch or write it again.") from error
+
+
+def _bytes_of(path: Path) -> bytes:
+    with _readable(path) as file:
+        return file.read()
+
+
+def _is_array(path: Path) -> bool:
+    with _readable(path) as file:
+        while head := file.read(4096):
+            if head := head.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return head.startswith(b"[")
+    return False
+
+
+def _json_rows(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    path = source.path
+    array = _is_array(path)
+    for number, value in _array_items(path) if array else _json_lines(path):
+        if not isinstance(value, dict):
+            place = f"{path}, row {number}" if array else f"{path}:{number}"
+            raise DataError(f"{place}: expected a JSON object, got {type(value).__name__}.")
+        yield number, cast("dict[str, Any]", value)
+
+
+def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from enumerate(cast("list[Any]", json.loads(_bytes_of(path))))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} begins as a JSON array and cannot be read as one: {error}.") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with _readable(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except RecursionError:
+                raise DataError(f"{path}:{number}: this line is nested too deeply to be read.") from None
+            except ValueError as error:
+                torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
+                shown = line.strip()[:60].decode("utf-8", "replace")
+                show = f"sed -n {number}p {typed(path)}"
+                raise DataError(
+                    f"{path}:{number}: this line is not JSON ({error}): {shown!r}.{torn} Fix or delete it; "
+                    f"`{show}` shows it whole."
+                ) from error
+
+
+def _csv_rows(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    path = source.path
+    tabs = ".tsv" in (suffix.lower() for suffix in path.suffixes)
+    with _readable(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, delimiter="\t" if tabs else ",", strict=True)
+        before, number = 0, 1
+        try:
+            before = 1 if rows.fieldnames is not None else 0
+            for row in rows:
+                number, before = before + 1, rows.line_num
+                if None in row or None in row.values():
+                    width = len(rows.fieldnames or ())
+                    raise DataError(f"{path}:{number}: this row has not {width} columns, as the first line has.")
+                yield number, dict(row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}:{max(number, before) + 1}: this is not CSV in UTF-8: {error}.") from error
+
+
+def _arrow_file(ipc: Any, pyarrow: Any, place: Any) -> Iterator[Any]:
+    """Yield the batches of an Arrow file, or of an Arrow stream, which is what `datasets` writes."""
+    try:
+        with ipc.open_file(place if isinstance(place, io.BytesIO) else pyarrow.memory_map(place)) as file:
+            for index in range(file.num_record_batches):
+                yield from _cut(file.get_batch(index))
+            return
+    except pyarrow.ArrowInvalid as error:
+        if "Not an Arrow file" not in str(error):
+            raise
+    if isinstance(place, io.BytesIO):
+        place.seek(0)
+    with ipc.open_stream(place if isinstance(place, io.BytesIO) else pyarrow.memory_map(place)) as stream:
+        for batch in stream:
+            yield from _cut(batch)
+
+
+def _cut(batch: Any) -> Iterator[Any]:
+    return (batch.slice(start, ROWS_PER_READ) for start in range(0, batch.num_rows, ROWS_PER_READ))
+
+
+def _with_arrays(batch: Any) -> Iterator[dict[str, Any]]:
+    columns = [_arrays(column) for column in batch.columns]
+    return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _arrays(column: Any) -> list[Any]:
+    """Return the values of an Arrow array, lists of numbers as arrays unless one of their items is null."""
+    types = need("pyarrow").types
+    item = column.type.value_type if types.is_list(column.type) else None
+    numbers = item is not None and (types.is_integer(item) or types.is_floating(item) or types.is_boolean(item))
+    if not numbers or (flat := column.flatten()).null_count:
+        return column.to_pylist()
+    values, lengths = flat.to_numpy(zero_copy_only=False), column.value_lengths()
+    ends = np.cumsum(lengths.fill_null(0))
+    return [
+        None if length is None else values[end - length : end]
+        for end, length in zip(ends.tolist(), lengths.to_pylist(), strict=True)
+    ]

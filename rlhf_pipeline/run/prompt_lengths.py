@@ -1,0 +1,202 @@
+"""Whether prompts have room in the model's context: checked before the first rollout, and remembered by digest.
+
+A token is at least one byte, so only prompts that may be too long are encoded. Where that is many, the result is kept
+in the user's cache folder (`$XDG_CACHE_HOME/rlhf-pipeline`, `~/.cache/rlhf-pipeline` without it) under the digest of
+everything that decides it: the prompts, the tokenizer, the template's arguments and the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, cast
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.prompts import Chosen, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.policies.chat import encode_any
+from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.events import EventHandler, Notice, ignore_events
+
+_CHARACTERS_A_TOKEN: Final = 16
+"""A prompt with more characters per position of the context is first encoded in part: encoding is not linear."""
+_TEMPLATE_BYTES: Final = 256
+"""Bytes allowed for a chat template per message: a prompt that is shorter than the limit by more is not encoded."""
+_WORTH_REMEMBERING: Final = 1000
+"""Fewer encoded prompts take less than a second."""
+_SECONDS_A_NOTICE: Final = 5.0
+
+TooLong = dict[int, int]
+"""The tokens of the prompts that are too long, by position; for a very long one, of its beginning alone."""
+
+
+def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: EventHandler = ignore_events) -> None:
+    """Refuse prompts that leave no room for a completion in the model's context, or that cannot be encoded.
+
+    All prompts of a file are checked; of another source, those of the first rollout.
+
+    Args:
+        pipeline: the definition.
+        policy: its model.
+        seed: the run's seed.
+        on_event: told how far a long check has come.
+
+    Raises:
+        DataError: a prompt is too long; the message names it, its tokens and the limit.
+        DefinitionError: a prompt cannot be encoded with this model's tokenizer, or a source of one's own is wrong.
+    """
+    source = pipeline.prompts
+    first = [prompt_at(source, cursor, seed) for cursor in range(pipeline.collect.prompts_per_rollout)]
+    if policy.tokenizer is not None:
+        options = template_options(source)
+        encode_any(policy.tokenizer, first[0], as_chat=source.as_chat, template=options)
+    for part in _parts(source):
+        listed = isinstance(part, Prompts)
+        if listed and "too_long" in part.skip:
+            fitting(part, policy, on_event)
+            continue
+        prompts = part.all_prompts() if listed else first
+        too_long = _too_long(prompts, part, policy, _most(part, policy), on_event)
+        for position, num in too_long.items():
+            raise DataError(_sentence(prompts[position], part, num, policy))
+
+
+def fitting(source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events) -> PromptSource:
+    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is.
+
+    Raises:
+        DataError: no prompt is left.
+    """
+    if isinstance(source, Mix):
+        return source.with_sources([fitting(part, policy, on_event) for part in source.sources])
+    if not isinstance(source, Prompts) or "too_long" not in source.skip:
+        return source
+    prompts = source.all_prompts()
+    gone = _too_long(prompts, source, policy, _most(source, policy), on_event)
+    kept = tuple(position for position in range(len(prompts)) if position not in gone)
+    if not kept:
+        raise DataError(
+            f"all {len(prompts):,} prompts of {source.path or 'rows'} are too long: more than "
+            f"{_most(source, policy):,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
+            "context."
+        )
+    return Chosen(source=source, positions=kept)
+
+
+def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
+    """Yield one notice per source that leaves rows out by a named rule, with their number."""
+    for part in _parts(source):
+        if isinstance(part, Prompts) and part.skip:
+            total, counts = len(part.all_prompts()), part.skipped()
+            if "too_long" in part.skip:
+                left = fitting(part, policy)
+                counts["too_long"] = total - len(left) if isinstance(left, Chosen) else 0
+            named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
+            rows = total + sum(counts.values()) - counts.get("too_long", 0)
+            yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {named}."
+
+
+def _parts(source: PromptSource) -> Iterator[PromptSource]:
+    """Yield the sources of a mixture, or the source itself."""
+    if isinstance(source, Mix):
+        for part in source.sources:
+            yield from _parts(part)
+    else:
+        yield source
+
+
+def _most(source: PromptSource, policy: TokenPolicy) -> int | None:
+    """Return the most tokens of a prompt; None for no limit."""
+    positions = policy.max_positions
+    limits = [getattr(source, "max_prompt_tokens", None), None if positions is None else positions - 1]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _too_long(
+    prompts: Sequence[Prompt], source: PromptSource, policy: TokenPolicy, most: int | None, on_event: EventHandler
+) -> TooLong:
+    if most is None or policy.tokenizer is None:
+        return {}
+    doubtful = [position for position, prompt in enumerate(prompts) if _size(prompt) > most]
+    file = None
+    if len(doubtful) >= _WORTH_REMEMBERING:
+        file = _remembered_in([prompts[position] for position in doubtful], source, policy, most)
+    if file is not None and file.is_file():
+        with suppress(OSError, ValueError):
+            return {doubtful[at]: num for at, num in json.loads(file.read_text(encoding="utf-8"))}
+    found, said = TooLong(), time.monotonic()
+    for done, position in enumerate(doubtful):
+        num = _num_tokens(policy.tokenizer, prompts[position], source, enough=most + 1)
+        if num > most:
+            found[position] = num
+        if time.monotonic() - said > _SECONDS_A_NOTICE:
+            said = time.monotonic()
+            what = f"checking the length of prompts: {done + 1:,} of {len(doubtful):,}"
+            on_event(Notice(message=what, level="progress"))
+    if file is not None:
+        places = {position: at for at, position in enumerate(doubtful)}
+        _remember(file, json.dumps([(places[position], num) for position, num in found.items()]))
+    return found
+
+
+def _size(prompt: Prompt) -> int:
+    """Return the most tokens that a prompt can have."""
+    if prompt.messages is None:
+        return len(prompt.text.encode("utf-8", "replace")) + _TEMPLATE_BYTES
+    return sum(len(json.dumps(message, ensure_ascii=False).encode()) + _TEMPLATE_BYTES for message in prompt.messages)
+
+
+def _num_tokens(tokenizer: Any, prompt: Prompt, source: PromptSource, *, enough: int) -> int:
+    """Count the tokens of a prompt, or return `enough` if its beginning alone has as many."""
+    options: dict[str, Any] = {"as_chat": source.as_chat, "template": template_options(source)}
+    beginning = prompt.text[: _CHARACTERS_A_TOKEN * enough]
+    cut = prompt.messages is None and len(beginning) < len(prompt.text)
+    if cut and len(encode_any(tokenizer, Prompt(text=beginning), **options)) >= enough:
+        return enough
+    return len(encode_any(tokenizer, prompt, **options))
+
+
+def _sentence(prompt: Prompt, source: PromptSource, num: int, policy: TokenPolicy) -> str:
+    most, positions = _most(source, policy), policy.max_positions
+    line, path = prompt.meta.get("source_line"), getattr(source, "path", "") or "rows"
+    field = getattr(source, "prompt_field", "text")
+    where = f"the prompt of line {line} of {path} (field '{field}')" if line is not None else "a prompt"
+    count = f"{'at least ' if most is not None and num == most + 1 else ''}{num:,} tokens"
+    if positions is not None and most == positions - 1:
+        why = f"and the model's context is {positions:,}: nothing can follow it"
+    else:
+        why = f"and prompts.max_prompt_tokens is {most:,}"
+    return (
+        f"{where} has {count}, {why} ({prompt.text[:40]!r}...). Leave such prompts out, and have them counted: "
+        "--set prompts.skip=too_long; or take a model with a longer context: --set policy.path=FOLDER"
+    )
+
+
+def _remembered_in(prompts: Sequence[Prompt], source: PromptSource, policy: TokenPolicy, most: int) -> Path | None:
+    """Return the file of a check's result; None if the tokenizer does not tell what it is."""
+    codec: Any = policy.tokenizer
+    backend = getattr(codec, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    digest = hashlib.sha256()
+    facts = [1, backend.to_str(), str(codec.chat_template), source.as_chat, template_options(source), most]
+    digest.update(json.dumps(facts).encode())
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.text if prompt.messages is None else prompt.messages).encode())
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "rlhf-pipeline" / "prompt-lengths" / f"{digest.hexdigest()}.json"
+
+
+def _remember(file: Path, text: str) -> None:
+    """Write the file whole or not at all; where it cannot be written, the next start checks again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+            made.write(text)
+        Path(made.name).replace(file)

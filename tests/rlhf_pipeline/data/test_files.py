@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.data.files import Source, field_of, find_sources
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+
+ROWS = [{"question": f"q{i}", "answer": str(i), "extra": "é"} for i in range(130)]
+
+
+def rows_of(*paths: Path) -> list[dict[str, Any]]:
+    return [row for source in find_sources(paths) for _, row in source.rows()]
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / name
+    if name.endswith((".parquet", ".arrow", ".feather", "hf")):
+        pa, feather = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.feather")
+        table = pa.Table.from_pylist(ROWS)
+        if name.endswith(".parquet"):
+            pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        elif name.endswith(".feather"):
+            feather.write_feather(table, path)
+        elif name.endswith(".arrow"):  # the stream that datasets writes
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(str(path))
+    elif name.endswith(".csv"):
+        path.write_text("question,answer,extra\r\n" + "".join(f"q{i},{i},é\r\n" for i in range(130)), encoding="utf-8")
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
+    else:
+        path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.arrow", "a.feather", "hf"])
+def test_every_container_gives_the_same_rows(tmp_path: Path, name: str):
+    """JSON with a byte order mark, arrays, CSV, Parquet, Arrow in both forms, data sets; each file in gzip too."""
+    path = write(tmp_path, name)
+    assert rows_of(path) == ROWS
+    if path.is_file():
+        packed = tmp_path / f"{name}.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        assert rows_of(packed) == ROWS
+        nameless = path.rename(tmp_path / "blob")
+        if name.endswith((".parquet", ".arrow", ".feather")):
+            assert rows_of(nameless) == ROWS
+
+
+def test_a_folder_and_a_pattern_name_files_in_natural_order(tmp_path: Path):
+    """Part 10 follows part 9, settings beside the rows are not rows, and no file is read twice."""
+    for part in (10, 9):
+        (tmp_path / f"part-{part}.jsonl").write_text(json.dumps({"n": part}) + "\n")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "again.jsonl").symlink_to(tmp_path / "part-9.jsonl")
+    assert [row["n"] for row in rows_of(tmp_path)] == [9, 10]
+    assert [row["n"] for row in rows_of(tmp_path / "part-*.jsonl", tmp_path)] == [9, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("a.jsonl", b'{"q": 1}\nq: 2\n', DataError, r"a\.jsonl:2: this line is not JSON.*sed -n 2p /.*a.jsonl`"),
+        ("a.jsonl", b'{"q": 1}\n[2]\n', DataError, r"a\.jsonl:2: expected a JSON object, got list"),
+        ("a.json", b'[{"q": 1}, 2]', DataError, r"a\.json, row 1: expected a JSON object, got int"),
+        ("a.json", b'[{"q": 1}, ', DataError, "begins as a JSON array and cannot be read"),
+        ("a.jsonl", b"PK\x03\x04rest", DefinitionError, "is a zip file"),
+        ("a.jsonl", b'{"a": "\x00"}', DefinitionError, "is binary"),
+        ("a.csv", b"\xff\xfeq\x00", DefinitionError, "is text in UTF-16"),
+        ("a.parquet", b'{"q": 1}\n', DefinitionError, "is no such file by its content"),
+        ("a.parquet", b"PAR1junk", DataError, "cannot be read as parquet"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", DataError, r"a\.csv:3: this row has not 2 columns"),
+        ("a.csv", b'a,b\n"1\n1",2\n\xff,2\n', DataError, "this is not CSV in UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 99)[:-12], DataError, "cut or damaged gzip"),
+        ("a.txt", b"hello", DefinitionError, "neither the name nor the content"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: bytes, error: Any, message: str):
+    """Wrong, torn and binary files are named with the row where there is one."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(error, match=message):
+        rows_of(path)
+
+
+def test_missing_paths_and_splits_are_named(tmp_path: Path):
+    """A path that is not there names its neighbours; a saved set of splits names one of them."""
+    (tmp_path / "near.jsonl").write_text("{}")
+    with pytest.raises(MissingPathError, match=r"Beside it: \['near.jsonl'\]"):
+        find_sources([tmp_path / "none.jsonl"])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DefinitionError, match=r"several splits. Name one: .*train"):
+        find_sources([tmp_path])
+
+
+def test_a_row_of_several_lines_is_named_by_its_first(tmp_path: Path):
+    """A quoted field of CSV may hold line breaks."""
+    path = tmp_path / "a.csv"
+    path.write_text('q,a\n"one\ntwo",1\nthree,3\n')
+    source = Source(path, "csv")
+    assert [(number, row["q"]) for number, row in source.rows()] == [(2, "one\ntwo"), (4, "three")]
+
+
+def test_a_path_that_leads_nowhere_has_no_field():
+    """An index out of range and a name inside of text are no fields."""
+    for name in ("a.2", "b.c", "c"):
+        with pytest.raises(KeyError):
+            field_of({"a": [1], "b": "text"}, name)
