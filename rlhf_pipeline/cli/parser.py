@@ -19,7 +19,7 @@ from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
     *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "import", "export", "copy", "new-model", "doctor"),
+    *("report", "view", "import", "export", "copy", "new-model", "doctor"),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
