@@ -135,20 +135,24 @@ def grade(prompt, completion, answer, meta):
     return {reward} * share()
 
 HALF = {half}
+
+def centred(returns, groups, lengths):
+    return {factor} * (returns - returns.mean())
 """
 
 
 def loaded(folder: Path, **code: float) -> Pipeline:
     """Return a definition whose reward and prompts come from a file that is written now."""
     file = folder / "graded.py"
-    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25, "half": 0.5, "unused": 1} | code))
+    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25, "half": 0.5, "unused": 1, "factor": 1} | code))
     linecache.checkcache()
     spec = importlib.util.spec_from_file_location("graded", file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules["graded"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return dataclasses.replace(tiny(learn__steps="1"), reward=module.grade, prompts=module.Sums())
+    write = dataclasses.replace((pipeline := tiny(learn__steps="1")).write, estimator=module.centred)
+    return dataclasses.replace(pipeline, reward=module.grade, prompts=module.Sums(), write=write)
 
 
 def of_one_process(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
@@ -172,17 +176,25 @@ def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) ->
 
 @pytest.mark.parametrize("start", [of_one_process, of_a_supervisor, of_a_collector])
 def test_edited_code_is_said_by_every_start(tmp_path, start):
-    """A run goes on with a reward or prompts that were repaired, or what they name was; else it says nothing."""
+    """A run goes on with a reward, prompts or an estimator that were repaired, or what they name; else it is silent."""
     said = []
     changes = {"reward": 0.5}, {"first": 3, "reward": 0.5}, {"first": 3, "reward": 0.5, "half": 0.6}
-    for code in ({}, {"unused": 2}, *changes):
+    estimator = {**changes[-1], "factor": 2}
+    for code in ({}, {"unused": 2}, *changes, estimator):
         events: list[Event] = []
         start(loaded(tmp_path, **code), tmp_path / "run", events.append)
         notices = " ".join(event.message for event in events if isinstance(event, Notice))
-        said.append([name for name in ("grade", "Sums") if f"{name} has been edited since the run was last" in notices])
+        said.append(
+            [
+                name
+                for name in ("grade", "Sums", "centred")
+                if f"{name} has been edited since the run was last" in notices
+            ]
+        )
         assert "device" not in notices
     once = start is not of_a_collector
-    assert said == [[], [], ["grade"], *([["Sums"], ["grade"]] if once else [["grade", "Sums"]] * 2)]
+    one_by_one, together = [["Sums"], ["grade"], ["centred"]], [["grade", "Sums"]] * 2 + [["grade", "Sums", "centred"]]
+    assert said == [[], [], ["grade"], *(one_by_one if once else together)]
 
 
 def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
