@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
