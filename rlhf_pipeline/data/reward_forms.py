@@ -42,7 +42,7 @@ class Sampled:
     @property
     def asked(self) -> list[dict[str, Any]]:
         """The prompt as messages."""
-        given: Sequence[Mapping[str, Any]] | None = getattr(self.prompt, "messages", None)
+        given = self.prompt.messages
         return [{"role": "user", "content": self.prompt.text}] if given is None else [dict(one) for one in given]
 
     @property
@@ -52,7 +52,7 @@ class Sampled:
 
 
 def _chat(one: Sampled) -> bool:
-    return getattr(one.prompt, "messages", None) is not None
+    return one.prompt.messages is not None
 
 
 _ONE: Final[dict[str, Callable[[Sampled], Any]]] = {

@@ -103,15 +103,14 @@ def test_completions_of_messages_are_messages_as_in_trl():
     """TRL hands a conversational data set's completions over as lists of messages."""
     seen = []
 
-    class Talk(Prompt):
-        messages = ({"role": "system", "content": "be short"}, {"role": "user", "content": "2+2="})
+    messages = ({"role": "system", "content": "be short"}, {"role": "user", "content": "2+2="})
 
     def reward(prompts, completions):
         seen.append((prompts, completions))
         return [1.0]
 
-    Grader(reward).grade([Sampled(prompt=Talk(text="2+2="), completion="4")])
-    assert seen == [([list(map(dict, Talk.messages))], [[{"role": "assistant", "content": "4"}]])]
+    Grader(reward).grade([Sampled(prompt=Prompt(messages=messages), completion="4")])
+    assert seen == [([list(messages)], [[{"role": "assistant", "content": "4"}]])]
 
 
 RESULTS = (
