@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline import CausalLMPolicy, Prompts
+from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.cli import main
+from rlhf_pipeline.definitions import find
 from rlhf_pipeline.policies.chat import encode_prompt
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.run.rows import StepRows
@@ -66,7 +68,7 @@ def test_gsm8k_runs_with_real_questions(command, tmp_path, gsm8k_dir):
     command("run", "gsm8k", "--out", run_dir, "--steps", "3", *words)
 
     policy = CausalLMPolicy.from_pretrained(tmp_path / "model")
-    source = Prompts(path=str(questions))
+    source = dataclasses.replace(find("gsm8k").build().prompts, path=str(questions))
     with TrajectoryStore.open(run_dir / "store") as store:
         ids, versions = store.ids(), store.read_scalars("policy_version")
         assert sorted(set(versions.tolist())) == [0, 1, 2]
@@ -76,10 +78,13 @@ def test_gsm8k_runs_with_real_questions(command, tmp_path, gsm8k_dir):
             ["prompt", "input_ids", "log_probs", "ref_log_probs", "assistant_mask", "group_id", "num_prompt_tokens"],
         )
     for index, tokens in enumerate(rows["input_ids"]):
-        question = source.prompt(int(rows["group_id"][index]), seed=0).text
+        prompt = source.prompt(int(rows["group_id"][index]), seed=0)
+        question = prompt.text
+        assert prompt.messages is not None
+        assert [message["role"] for message in prompt.messages] == ["system", "user"]
         prompt_length = rows["num_prompt_tokens"][index]
         assert rows["prompt"][index] == question
-        assert tokens[:prompt_length].tolist() == encode_prompt(policy.tokenizer, question)
+        assert tokens[:prompt_length].tolist() == encode_prompt(policy.tokenizer, prompt.messages)
         mask = torch.from_numpy(rows["assistant_mask"][index]).bool()
         assert mask.tolist() == [False] * int(prompt_length) + [True] * (len(tokens) - int(prompt_length))
         ids_row = torch.from_numpy(tokens).long()[None]

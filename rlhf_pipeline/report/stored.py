@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.data.json_values import JsonValue
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.medium import Address
 from trajectory_store import TrajectoryStore
@@ -24,7 +23,8 @@ _BLOCK_ROWS = 8192
 class Context:
     """The further arguments of a trajectory's reward function, from the column `meta`."""
 
-    answer: JsonValue
+    answer: Any
+    """A JSON value."""
     prompt_meta: dict[str, object]
     error: str | None
     """Why the reward call failed, or None."""
