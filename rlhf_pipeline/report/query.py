@@ -78,7 +78,9 @@ def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], eit
     if last <= 0:
         return np.zeros(0, np.int64)
     often = np.bincount(flat[: 1 << 18], minlength=256)
-    order = np.argsort([often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)])
+    order = np.argsort(
+        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
+    )
 
     def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
         return (values | 32 if either[place] else values) == needle[place]

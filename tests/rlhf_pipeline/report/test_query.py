@@ -65,7 +65,7 @@ def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
         assert row["prompt"] == texts["prompt"][at][:200]
         assert row["completion"] == texts["completion"][at][:300]
         assert row["finish"] == texts["finish_reason"][at]
-    columns = {name: column for name, column in {"log_probs": "log_probs", "ref": "ref_log_probs"}.items()}
+    columns = {"log_probs": "log_probs", "ref": "ref_log_probs"}
     for id in (ids[0], ids[len(ids) // 2], ids[-1]):
         shown, row = view.trajectory(int(id)), store.read([id])
         assert shown["ids"] == row["input_ids"][0].tolist()

@@ -95,10 +95,20 @@ def test_the_page_allows_its_own_scripts_only(run_dir: Path):
 
 
 def test_answers_and_their_errors(run_dir: Path):
-    """Every question of the pages is answered; what is not there is 404, what cannot be read 400, each in a sentence."""
+    """Every question of the pages is answered; what is not there is 404, what cannot be read 400."""
     client = client_of(run_dir, write_run(run_dir.parent / "other", num_rollouts=2))
     assert [run["name"] for run in client.get("/api/runs").json()] == ["demo", "other"]
-    for path in ("metrics", "facets", "stats", "health", "definition", "changes", "trajectories/1", "groups/1", "steps/1"):
+    for path in (
+        "metrics",
+        "facets",
+        "stats",
+        "health",
+        "definition",
+        "changes",
+        "trajectories/1",
+        "groups/1",
+        "steps/1",
+    ):
         assert client.get(f"/api/runs/0/{path}").status_code == 200, path
     rows = client.get("/api/runs/0/trajectories?where=reward>=0.5&sort=-reward&limit=3").json()["rows"]
     assert len(rows) == 3
@@ -126,7 +136,9 @@ def test_vendored_files_are_the_recorded_ones():
 def test_pages_make_text_nodes_only():
     """No script of ours makes markup of text, or code of it."""
     for path in STATIC.glob("*.js"):
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|unsafeHTML|\beval\(|new Function|document\.write", path.read_text())
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|unsafeHTML|\beval\(|new Function|document\.write", path.read_text()
+        )
 
 
 def test_the_pages_stay_small():
