@@ -19,7 +19,7 @@ from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
     *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "view", "import", "export", "copy", "new-model", "doctor"),
+    *("report", "view", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -39,6 +39,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
 `rlhf-pipeline COMMAND --help` says more about each."""
@@ -155,6 +156,11 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         metavar="CONDITION",
         help="only matching trajectories; may be given several times",
     )
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    command.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
 
 
 def add_overrides(command: argparse.ArgumentParser) -> None:

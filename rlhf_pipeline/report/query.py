@@ -78,7 +78,9 @@ def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], eit
     if last <= 0:
         return np.zeros(0, np.int64)
     often = np.bincount(flat[: 1 << 18], minlength=256)
-    order = np.argsort([often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either)])
+    order = np.argsort(
+        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
+    )
 
     def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
         return (values | 32 if either[place] else values) == needle[place]
@@ -395,7 +397,7 @@ class View:
         Raises:
             MissingKeyError: there is no such step.
         """
-        ledger = self._ledger().of_step(step) if self.run is not None else None
+        ledger = self.ledger_rows().of_step(step) if self.run is not None else None
         figures = self._metrics().of_step(step) if self.run is not None else None
         if ledger is None and figures is None:
             raise MissingKeyError(f"there is no step {step} in {self.name}.")
@@ -417,7 +419,7 @@ class View:
         """Return the steps that learned from a trajectory; the ledger is read from the version that sampled it on."""
         if self.run is None:
             return []
-        ledger = self._ledger()
+        ledger = self.ledger_rows()
         if not len(ledger):
             return []
         replay = self.run.config.pipeline.get("replay")
@@ -434,7 +436,7 @@ class View:
     def ledger(self, *, last: int = 20) -> list[Answer]:
         """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""
         found = []
-        for row in self._ledger()[-last:] if self.run is not None else []:
+        for row in self.ledger_rows()[-last:] if self.run is not None else []:
             ages = row.get("ages") or []
             used = len(row.get("row_ids", []))
             mean = _mean([float(age) for age in ages])
@@ -471,7 +473,11 @@ class View:
         """Return how many of the trajectories that meet conditions are of each kind, each with its condition."""
         ids = self._ids(None)
         ids = ids[meets(self.stored.store, where, ids)]
-        kinds = [("no reward", "task_reward==nan"), ("reward 1 or more", "reward>=1"), ("reward 0 or less", "reward<=0")]
+        kinds = [
+            ("no reward", "task_reward==nan"),
+            ("reward 1 or more", "reward>=1"),
+            ("reward 0 or less", "reward<=0"),
+        ]
         if "reward_trusted" in self.stored.columns:
             kinds.append(("untrusted", "reward_trusted==false"))
         if "degenerate" in self.stored.columns:
@@ -540,7 +546,8 @@ class View:
     def _metrics(self) -> Any:
         return self.run.rows(self.run.metrics_file) if self.run is not None else ()
 
-    def _ledger(self) -> Any:
+    def ledger_rows(self) -> Any:
+        """Return the rows of the ledger as they are now, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.ledger_file) if self.run is not None else ()
 
     def _ids(self, snapshot: int | None) -> Ids:

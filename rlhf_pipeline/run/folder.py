@@ -7,7 +7,7 @@
     metrics.jsonl, .index        one line per step
     checkpoints/                 sealed folders, see `run.checkpoint`
     log.txt, logs/               the log of the package; the files of `learn.logger`
-    reward.svg, report.html      for people to read
+    report.html                  for people to read
     gather.json, gather.npy      of a run over stores: what it learns from; recorded_ledger.jsonl: in which order
     rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
     group.json                   where the processes of a supervised learner meet
@@ -141,7 +141,6 @@ class RunFolder:
         self.log_file = self.path / filenames.LOG
         self.supervisor_log = self.path / filenames.SUPERVISOR_LOG
         self.logger_files = self.path / filenames.LOGS
-        self.curve_file = self.path / filenames.CURVE
         self.report_file = self.path / filenames.REPORT
         self.choice_file = self.path / filenames.CHOICE
         self.choice_table = self.path / filenames.CHOICE_TABLE

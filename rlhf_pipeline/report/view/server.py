@@ -77,7 +77,9 @@ class Guard:
             moved.set_cookie(self._cookie_name, self._cookie, httponly=True, samesite="strict")
             return moved
         if not _same(Request(scope).cookies.get(self._cookie_name, ""), self._cookie):
-            return PlainTextResponse("Open the URL that `rlhf-pipeline view` printed: its key is needed.\n", 403, _HEADERS)
+            return PlainTextResponse(
+                "Open the URL that `rlhf-pipeline view` printed: its key is needed.\n", 403, _HEADERS
+            )
         return None
 
 
@@ -94,7 +96,9 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         key: opens the first page as `/?key=...`.
     """
     page = (STATIC / "index.html").read_text(encoding="utf-8")
-    files = {path.name: path.read_bytes() for path in (*STATIC.iterdir(), *(STATIC / "vendor").iterdir()) if path.is_file()}
+    files = {
+        path.name: path.read_bytes() for path in (*STATIC.iterdir(), *(STATIC / "vendor").iterdir()) if path.is_file()
+    }
     lock = threading.Lock()  # a store is read by one thread at a time
 
     def index(_request: Request) -> Response:

@@ -301,5 +301,4 @@ def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):
     assert "  before  " in text
     assert "  after   " in text
     assert f"rlhf-pipeline inspect {run_dir}" in text
-    assert (run_dir / "reward.svg").is_file()
     assert (run_dir / "report.html").is_file()

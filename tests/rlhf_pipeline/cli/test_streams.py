@@ -111,7 +111,7 @@ def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     assert shown.code == 2
     assert len(shown.err.splitlines()) == 1
     assert cli("report", run_dir, "--out", tmp_path / "page.html").code == 0
-    assert (tmp_path / "reward.svg").is_file()
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, run_dir: Path, tmp_path: Path):

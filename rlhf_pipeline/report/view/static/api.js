@@ -41,7 +41,7 @@ function searched(all, query) {
   const rows = all.rows.filter(row => tests.every(test => test(row)) && row[column].toLowerCase().includes(text));
   const value = row => row[key] === null ? Infinity : sign * Number(row[key]);
   rows.sort((a, b) => value(a) - value(b));
-  return { ...all, matched: rows.length, complete: true, offset, rows: rows.slice(offset, offset + 50) };
+  return { ...all, total: all.rows.length, matched: rows.length, complete: true, offset, rows: rows.slice(offset, offset + 50) };
 }
 
 export function fmt(x, digits = 3) {

@@ -1,6 +1,6 @@
 // The router, the header, and what keeps a page up to date. Pages are at hash addresses, so that a report has the same.
 import { html, render, nothing } from "lit-html";
-import { ago, fmt, get, isReport } from "view/api.js";
+import { ago, fmt, get, isReport, visible } from "view/api.js";
 import { runsPage } from "view/runs.js";
 import { trajectoriesPage } from "view/trajectories.js";
 import { trajectoryPage } from "view/trajectory.js";
@@ -28,7 +28,7 @@ function shell() {
   const links = [["runs", "Curves", "#/runs"], ["trajectories", "Trajectories"], ["lists", "Lists", `#/${at.run}/lists/failed`],
     ["health", "Health"], ["definition", "Definition"]];
   return html`<a class="skip" href="#main" @click=${e => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
-    <header><strong>${run?.name ?? "rlhf-pipeline"}</strong>
+    <header><strong>${visible(run?.name ?? "rlhf-pipeline")}</strong>
       <nav aria-label="Pages">${links.map(([page, name, to]) =>
         html`<a href=${to ?? `#/${at.run}/${page}`} aria-current=${main === page ? "page" : nothing}>${name}</a>`)}</nav>
       ${state.runs.length > 1 ? html`<label class="pick">run <select @change=${e => { location.hash = `/${e.target.value}/trajectories`; }}>

@@ -41,7 +41,7 @@ export function plot(box, lines, { height = 180, time = false, target = null, on
   const range = min === null ? undefined : (_u, low, high) => [Math.min(min, low), Math.max(max, high)];
   return new uPlot({
     width: Math.max(box.clientWidth, 120), height, hooks, legend: { show: false }, cursor: { sync: { key: sync }, drag: { x: true, y: false } },
-    scales: { x: { time }, y: { range } }, axes: [axis, { ...axis, size: 58 }],
+    scales: { x: { time }, y: { range } }, axes: [{ ...axis, incrs: time ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] }, { ...axis, size: 58 }],
     series: [{}, ...lines.map((line, i) => ({ stroke: line.color ?? colors[i % 6], width: 1.8, spanGaps: true })), ...goal],
   }, [xs, ...data, ...(target === null ? [] : [xs.map(() => target)])], box);
 }

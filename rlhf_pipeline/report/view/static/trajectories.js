@@ -10,7 +10,7 @@ export function hit(text, wanted) {
   return at < 0 ? visible(text) : html`${visible(text.slice(0, at))}<mark>${visible(text.slice(at, at + wanted.length))}</mark>${visible(text.slice(at + wanted.length))}`;
 }
 
-export const finish = row => html`<span class="chip ${row.finish === "failed" || row.failure ? "bad" : ""}">${row.failure ?? (row.finish || "–")}</span>${
+export const finish = row => html`<span class="chip ${row.finish === "failed" || row.failure ? "bad" : ""}">${visible(row.failure ?? (row.finish || "–"))}</span>${
   row.evaluation ? html` <span class="chip">evaluation</span>` : nothing}${row.trusted === false ? html` <span class="chip bad">untrusted</span>` : nothing}`;
 
 export const rowsTable = (run, rows, { head = null, text = "", column = "completion" } = {}) => html`
@@ -20,7 +20,7 @@ export const rowsTable = (run, rows, { head = null, text = "", column = "complet
     <td data-l="adv.">${fmt(row.advantage, 2)}</td><td data-l="version">${row.version ?? "–"}</td>
     <td data-l="group">${row.group === null ? "–" : html`<a href="#/${run}/group/${row.group}" aria-label="group ${row.group}">${row.group}</a>`}</td><td data-l="tokens">${fmt(row.tokens)}</td>
     <td class="l">${finish(row)}</td><td class="text"><div class="soft" dir="auto">${column === "prompt" ? hit(row.prompt, text) : visible(row.prompt)}</div>
-    <div dir="auto">${column === "completion" ? hit(row.completion, text) : visible(row.completion)}${row.error ? html`<span class="bad"> ${row.error}</span>` : nothing}</div></td></tr>`)}</tbody></table></div>`;
+    <div dir="auto">${column === "completion" ? hit(row.completion, text) : visible(row.completion)}${row.error ? html`<span class="bad"> ${visible(row.error)}</span>` : nothing}</div></td></tr>`)}</tbody></table></div>`;
 
 export async function trajectoriesPage(at, state, draw) {
   const query = at.query, sort = query.get("sort") ?? "-id", offset = Number(query.get("offset") ?? 0);
@@ -52,7 +52,7 @@ export async function trajectoriesPage(at, state, draw) {
     <form class="filters" role="search" @submit=${go}><input type="search" name="text" .value=${text} placeholder="search in texts" aria-label="Search in texts" autocomplete="off">
       <select name="in" aria-label="Search in"><option value="completion" ?selected=${column !== "prompt"}>completions</option><option value="prompt" ?selected=${column === "prompt"}>prompts</option></select>
       <input class="filter" name="where" .value=${where.join(", ")} placeholder="filter: reward<0.5, version>=100" aria-label="Filters, separated by commas" autocomplete="off"><button class="b">Search</button></form>
-    <div class="bar">${chip("all", [], null)}${facets.kinds.map(kind => chip(kind.name, [kind.where], kind.num))}
+    <div class="bar">${chip("all", [], null)}${facets.kinds.map(kind => chip(visible(kind.name), [kind.where], kind.num))}
       <span class="push soft num" role="status">${found.complete ? "" : "at least "}${fmt(found.matched)} of ${fmt(found.total)}${
         found.complete ? "" : html` · <a href=${to({ all: "1" })}>search all</a>`}</span></div>
     ${found.rows.length ? rowsTable(at.run, found.rows, { head, text, column }) : html`<p class="card">None of ${fmt(found.total)} trajectories. <a href="#/${at.run}/trajectories">Show all</a></p>`}

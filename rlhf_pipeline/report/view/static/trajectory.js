@@ -55,7 +55,7 @@ export async function trajectoryPage(at, state, draw) {
           class=${t.mask[i] ? "" : "other"} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
         : html`<div class="card"><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></div>`}
       <section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>
-      ${t.messages ? html`<section class="card gap"><h2>Messages</h2>${t.messages.map(m => html`<div class="message"><b class="turn">${m?.role ?? "?"}</b><div class="text2" dir="auto">${
+      ${t.messages ? html`<section class="card gap"><h2>Messages</h2>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b><div class="text2" dir="auto">${
         visible(typeof m?.content === "string" ? m.content : JSON.stringify(m?.content ?? m, null, 1))}</div></div>`)}</section>` : nothing}
       ${t.ids.length ? html`<details class="card gap"><summary>Texts as stored</summary><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></details>` : nothing}
     </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
