@@ -40,6 +40,9 @@ if TYPE_CHECKING:
         math_verify_match,
         token_match,
     )
+    from rlhf_pipeline.environments.environment import Environment, Step, Turn
+    from rlhf_pipeline.environments.games import FrozenLake, LakeMaps
+    from rlhf_pipeline.environments.tools import Tools
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
@@ -64,6 +67,9 @@ _NAMES = {
     "data.prompts": "CopyDigits Mix Prompt Prompts",
     "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
     "math_verify_match token_match",
+    "environments.games": "FrozenLake LakeMaps",
+    "environments.environment": "Environment Step Turn",
+    "environments.tools": "Tools",
     "errors": "PipelineError",
     "collectors.collector": "Collector",
     "functional.advantage": "group_advantage",
@@ -93,7 +99,10 @@ __all__ = [
     "Buffer",
     "Collect",
     "CopyDigits",
+    "Environment",
+    "FrozenLake",
     "GRPO",
+    "LakeMaps",
     "Learn",
     "LeftOut",
     "Matches",
@@ -107,7 +116,10 @@ __all__ = [
     "Reward",
     "Sample",
     "SoftOverlong",
+    "Step",
     "TinyPolicy",
+    "Tools",
+    "Turn",
     "WritePath",
     "exact_match",
     "final_number",

@@ -20,7 +20,15 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
-from rlhf_pipeline.data.rewards import Reward, RewardFunction, no_reward, rewards_of
+from rlhf_pipeline.data.rewards import (
+    EnvironmentReward,
+    Reward,
+    RewardFunction,
+    environment_reward,
+    no_reward,
+    rewards_of,
+)
+from rlhf_pipeline.environments.environment import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
@@ -117,7 +125,25 @@ class Collect(Settings):
     max_new_tokens: int = setting(
         64,
         min=1,
-        help="The most tokens of a completion; a longer one is cut off and ends with `length`.",
+        help="The most tokens of a completion; a longer one is cut off and ends with `length`. With an environment, of "
+        "one turn.",
+    )
+    max_turns: int = setting(8, min=1, help="With an environment: the most turns of a conversation.")
+    max_row_tokens: int | None = setting(
+        None,
+        min=2,
+        help="With an environment: the most tokens of prompt, turns and replies together; None is the model's context.",
+    )
+    step_timeout_s: float | None = setting(
+        60.0,
+        above=0,
+        help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
+    )
+    alarm_failed: float = setting(
+        0.1,
+        min=0,
+        max=1,
+        help="A rollout with a larger share of trajectories without a reward to trust is reported.",
     )
     temperature: float = setting(
         1.0,
@@ -619,6 +645,11 @@ class Pipeline(Settings):
         "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
         "trajectory, not the run. Not needed with `replay`.",
     )
+    environment: Callable[..., Any] | None = setting(
+        None,
+        help="What answers the policy's turns: a class with `reset` and `step`, tools, or another library's; see "
+        "docs/environments.md. None samples one turn.",
+    )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
@@ -629,8 +660,20 @@ class Pipeline(Settings):
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
 
+    def __post_init__(self) -> None:
+        if self.environment is not None and self.reward is no_reward:
+            object.__setattr__(self, "reward", environment_reward)
+        Settings.__post_init__(self)
+
+    @property
+    def longest_completion(self) -> int:
+        """The most tokens that the policy samples in a trajectory."""
+        return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
+
     def _rules(self) -> list[tuple[bool, str]]:
-        rewards_of(self.reward)  # refuses two of one name
+        of_environment = [one.label for one in rewards_of(self.reward) if isinstance(one.function, EnvironmentReward)]
+        if self.environment is not None:
+            maker_of(self.environment)
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
@@ -640,7 +683,12 @@ class Pipeline(Settings):
             ),
             (
                 self.replay is not None or self.reward is not no_reward,
-                "it needs a reward function: (prompt, completion, answer, meta) -> float.",
+                "it needs a reward function: (prompt, completion, answer, meta) -> float; or an environment.",
+            ),
+            (
+                self.environment is not None or not of_environment,
+                f"Reward({of_environment[0] if of_environment else ''!r}) is an environment's reward, and there is no "
+                "environment.",
             ),
             (
                 room is None or room >= rollout,

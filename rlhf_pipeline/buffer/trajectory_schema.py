@@ -71,9 +71,12 @@ FAILURES: tuple[Column, ...] = (
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 """Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
 
+TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
+"""Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
+
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
-    Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),
+    TURNS,
     *FAILURES,
     Column("parent_id", "int64", fill=-1),
     Column("branch", "int32", fill=0),

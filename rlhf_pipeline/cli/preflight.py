@@ -129,7 +129,7 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
         return  # nothing is sampled or graded
     prompt = first_prompt(pipeline, seed)
     check_reward(pipeline, prompt)
-    if isinstance(pipeline.policy, TinyPolicy):
+    if isinstance(pipeline.policy, TinyPolicy) and pipeline.environment is None:
         unknown = sorted(
             set(prompt.text + (prompt.answer if isinstance(prompt.answer, str) else "")) - set(pipeline.policy.alphabet)
         )

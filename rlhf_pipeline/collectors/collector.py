@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,9 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
-from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, check_all_failed
+from rlhf_pipeline.collectors.conversations import Conversation, Conversations
+from rlhf_pipeline.collectors.drawn import Drawn, drawn_completions, drawn_conversations, trajectories
+from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
@@ -22,7 +23,7 @@ from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
+from rlhf_pipeline.data.trajectories import Flat, Text
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_any
@@ -75,6 +76,7 @@ class Collector:
             with the policy's modules, or gets its weights elsewhere.
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
             only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
+        environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -107,6 +109,7 @@ class Collector:
         kl_reward: KLRewardTransform | None = None,
         hand_over: Callable[[int], Weights] | None = None,
         retrieve: RetrieveLogProb | None = None,
+        environment: Callable[..., Any] | None = None,
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
@@ -118,6 +121,20 @@ class Collector:
         self.kl_reward = kl_reward
         self.hand_over = hand_over
         self.retrieve = retrieve
+        self.conversations: Conversations | None = None
+        if environment is not None:
+            if not isinstance(self.policy, TokenPolicy):
+                raise DefinitionError(
+                    f"an environment needs a CausalLMPolicy, and the policy is {type(policy).__name__}."
+                )
+            self.conversations = Conversations(
+                environment,
+                policy=self.policy,
+                config=config,
+                seed=seed,
+                as_chat=prompts.as_chat,
+                template=template_options(prompts),
+            )
         self.stored = StoredGroups(buffer.store)
         """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -178,47 +195,19 @@ class Collector:
             return replace(found, **lost)
 
         prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
-        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
-        prompt_ids = [
-            encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
-        ]
         if self.hand_over is not None and self.policy.engine.version != policy_version:
             self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
-        how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
-        if self.config.stop:
-            how["stop"] = self.config.stop
-        if self.config.is_truncated:
-            how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
         beside, grading = None, self.grader.begin(self.config.group_size)
-        texts: dict[int, str] = {}
-        if self.retrieve is not None:
-            beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
-
-        def ended(place: int, tokens: Sequence[int]) -> None:
-            texts[place] = self._text(tokens)
-            prompt = prompts[place // self.config.group_size]
-            grading.add(place, Sampled(prompt=prompt, completion=texts[place], token_ids=tokens))
-            if beside is not None:
-                beside.ended(place, tokens)
-
-        if isinstance(self.policy, TokenPolicy):  # a TorchRL wrapper passes nothing on
-            how["ended"] = ended
         with grading:
-            completions = self._sampled(prompt_ids, cursors, how)
-            reasons = np.where(completions.stopped, "stop", "length").tolist()
-            ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
-            for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
-                given, prompt = tokens.tolist(), prompts[completions.prompt_index[place]]
-                texts[place] = texts[place] if place in texts else self._text(given)
-                one = Sampled(prompt=prompt, completion=texts[place], token_ids=given, finish_reason=reason)
-                grading.add(place, one, ended=True)
+            if self.conversations is None:
+                drawn, beside = self._completed(prompts, cursors, grading, refresh)
+            else:
+                drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
         check_all_failed(grades, self.grader.rewards)
         batch = trajectories(
             prompts,
-            prompt_ids,
-            completions,
-            [texts[place] for place in range(len(completions))],
+            drawn,
             grades,
             cursors=cursors,
             group_size=self.config.group_size,
@@ -234,20 +223,86 @@ class Collector:
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         figures = rollout_figures(
-            lengths=completions.lengths,
+            lengths=drawn.lengths - drawn.num_prompt_tokens,
             cut_off=np.array(
-                [reason == "length" and not item.broken for reason, item in zip(reasons, grades, strict=True)]
+                [reason == "length" and not item.broken for reason, item in zip(drawn.reasons, grades, strict=True)]
             ),
             rewards=rewards,
-            groups=cursors[completions.prompt_index],
+            groups=cursors[drawn.prompt_index],
             kinds=[item.kind for item in grades],
             values={
                 name: np.array([item.values[i] for item in grades], np.float32) for i, name in enumerate(self._names)
             },
+            turns=drawn.turns,
         )
-        return self._summary(
-            rollout, rewards, len(completions.token_ids), error, started, figures=figures, from_store=False
-        )
+        num_tokens = int(drawn.assistant.sum())
+        return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=False)
+
+    def _completed(
+        self, prompts: Sequence[Prompt], cursors: np.ndarray, grading: Grading, refresh: WeightRefresh | None
+    ) -> tuple[Drawn, ScoringBeside | None]:
+        """Sample one turn for each member; their reward calls begin as they end."""
+        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
+        prompt_ids = [
+            encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
+        ]
+        how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+        if self.config.stop:
+            how["stop"] = self.config.stop
+        if self.config.is_truncated:
+            how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
+        beside = None
+        texts: dict[int, str] = {}
+        if self.retrieve is not None:
+            beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
+
+        def ended(place: int, tokens: Sequence[int]) -> None:
+            texts[place] = self._text(tokens)
+            prompt = prompts[place // self.config.group_size]
+            grading.add(place, Sampled(prompt=prompt, completion=texts[place], token_ids=tokens))
+            if beside is not None:
+                beside.ended(place, tokens)
+
+        if isinstance(self.policy, TokenPolicy):  # a TorchRL wrapper passes nothing on
+            how["ended"] = ended
+        completions = self._sampled(prompt_ids, cursors, how)
+        reasons = np.where(completions.stopped, "stop", "length").tolist()
+        ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
+        for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
+            given, prompt = tokens.tolist(), prompts[completions.prompt_index[place]]
+            texts[place] = texts[place] if place in texts else self._text(given)
+            one = Sampled(prompt=prompt, completion=texts[place], token_ids=given, finish_reason=reason)
+            grading.add(place, one, ended=True)
+        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))]), beside
+
+    def _conversed(
+        self,
+        conversations: Conversations,
+        prompts: Sequence[Prompt],
+        cursors: np.ndarray,
+        grading: Grading,
+        refresh: WeightRefresh | None,
+    ) -> Drawn:
+        """Run a conversation for each member; their reward calls begin as they end."""
+
+        def ended(place: int, talk: Conversation) -> None:
+            if talk.failure is not None:
+                grading.fail(place, talk.failure)
+                return
+            one = Sampled(
+                prompt=talk.prompt,
+                completion=talk.last_text,
+                finish_reason=talk.finish_reason,
+                conversation=tuple(talk.messages),
+                num_asked=talk.num_asked,
+                rewards=dict(talk.rewards),
+                turns=talk.num_turns,
+            )
+            grading.add(place, one, ended=True)
+
+        talks = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
+        texts = [self._text(talk.row.ids[talk.row.num_prompt :]) for talk in talks if talk.row is not None]
+        return drawn_conversations(talks, texts, group_size=self.config.group_size)
 
     def _sampled(
         self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]
@@ -352,100 +407,3 @@ class Collector:
             from_store=from_store,
             figures=figures,
         )
-
-
-def trajectories(
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[Sequence[int]],
-    completions: RaggedCompletions,
-    texts: Sequence[str],
-    grades: Sequence[Grade],
-    *,
-    cursors: np.ndarray,
-    group_size: int,
-    policy_version: int,
-    digests: Mapping[int, int] | None = None,
-    sampled_by: Mapping[Key, str | float] | None = None,
-) -> Trajectories:
-    """Return `n` completed trajectories.
-
-    Token ids are the sampler's own, prompt first; text is never re-encoded. Log-probs are NaN on prompt tokens, which
-    no behaviour policy produced.
-
-    Args:
-        prompts: the prompts that were sampled from, [P].
-        prompt_ids: their token ids.
-        completions: `n` completions with behaviour log-probs, each naming its prompt.
-        texts: the completions as text, [n].
-        grades: the rewards, [n].
-        cursors: int64 [P], the cursor of each prompt; it is the group's id.
-        group_size: members of a whole group; makes `trajectory_id` unique.
-        policy_version: optimizer steps behind the behaviour policy's weights, if the completions do not record it.
-        digests: of the published weights, by version; a missing digest is unknown.
-        sampled_by: further facts about the sampling, the same for all.
-    """
-    owner = completions.prompt_index
-    prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
-    lengths = prompt_lengths + completions.lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    assistant = position >= np.repeat(prompt_lengths, lengths)
-
-    tokens = np.empty(offsets[-1], dtype=np.int64)
-    tokens[~assistant] = np.concatenate([prompt_ids[index] for index in owner])
-    tokens[assistant] = completions.token_ids
-    log_probs = np.full(offsets[-1], np.nan, dtype=np.float32)
-    log_probs[assistant] = completions.log_probs
-    if completions.support_log_mass is not None:
-        log_mass = np.zeros_like(log_probs)
-        log_mass[assistant] = completions.support_log_mass
-        log_probs += log_mass  # under the whole distribution, as a policy scores them
-        support = Flat(torch.from_numpy(log_mass), torch.from_numpy(lengths))
-    else:
-        support = None
-
-    # A prompt's own, the same for each member without an error.
-    own: list[dict[str, Any]] = [
-        {"answer": prompt.answer, "prompt": prompt.meta}
-        | ({} if prompt.messages is None else {"messages": prompt.messages})
-        for prompt in prompts
-    ]
-    shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
-    spans = completions.spans
-    reasons = np.where(completions.stopped, "stop", "length").tolist()
-    beside = [_beside(item) for item in grades]
-    out = Trajectories.completed(
-        lengths,
-        tokens=tokens,
-        assistant=assistant,
-        log_probs=log_probs,
-        num_prompt_tokens=prompt_lengths,
-        rewards=[item.reward for item in grades],
-        group_ids=cursors[owner],
-        trajectory_ids=cursors[owner] * group_size + completions.member,
-        policy_versions=np.full(len(lengths), policy_version),
-        version_spans=None
-        if spans is None
-        else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
-        finish_reasons=["failed" if item.broken else reason for reason, item in zip(reasons, grades, strict=True)],
-        prompts=[prompts[index].text for index in owner],
-        completions=texts,
-        metas=[
-            shared[index] if not more else json.dumps({**own[index], **more}, ensure_ascii=False)
-            for index, more in zip(owner, beside, strict=True)
-        ],
-    )
-    if support is not None:
-        out[keys.SUPPORT_LOG_MASS] = support
-    for key, fact in (sampled_by or {}).items():
-        number = isinstance(fact, float)
-        out[key] = Flat(torch.full((out.n,), fact)) if number else Text([fact] * out.n)
-    if digests is not None:
-        oldest: Any = out[keys.POLICY_VERSION]
-        out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))
-    return out
-
-
-def _beside(item: Grade) -> dict[str, Any]:
-    """Return what `meta` holds of a grade."""
-    return ({"error": item.error} if item.error is not None else {}) | ({"rewards": item.parts} if item.parts else {})

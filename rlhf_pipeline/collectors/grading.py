@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from rlhf_pipeline.data.reward_forms import Form, Result, Sampled, form_of, result_of, results_of
 from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, RewardFunction, describe_error, rewards_of
+from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.errors import RewardError, StopAskedError
 
 _LOOK_S: Final = 0.05
@@ -217,6 +218,7 @@ class Grading:
         self._grader = grader
         self._group_size = group_size
         self._sampled: dict[int, Sampled] = {}
+        self._failed: dict[int, Failure] = {}
         self._calls: dict[tuple[int, tuple[int, ...]], _Call] = {}
         self._open = 0
         self._for_main: list[_Call] = []
@@ -245,10 +247,21 @@ class Grading:
             if not form.batched:
                 self._call(number, (place,))
             elif self._group_size is not None:
-                first = place - place % self._group_size
-                members = tuple(range(first, first + self._group_size))
-                if all(member in self._sampled for member in members):
-                    self._call(number, members)
+                self._call_group(number, place, self._group_size)
+
+    def fail(self, place: int, failure: Failure) -> None:
+        """Take a trajectory that failed before it had anything to grade; no reward function sees it."""
+        self._failed[place] = failure
+        for number, form in enumerate(self._grader.forms):
+            if form.batched and self._group_size is not None:
+                self._call_group(number, place, self._group_size)
+
+    def _call_group(self, number: int, place: int, size: int) -> None:
+        """Begin a batched call on the members of a group that have not failed, once all have ended."""
+        group = range(place - place % size, place - place % size + size)
+        members = tuple(member for member in group if member in self._sampled)
+        if members and len(members) + sum(member in self._failed for member in group) == size:
+            self._call(number, members)
 
     def complete(self, groups: Sequence[Sequence[int]]) -> None:
         """Begin the calls of batched functions on these groups, given by the places of their members."""
@@ -318,7 +331,15 @@ class Grading:
         for call in self._calls.values():
             for place in call.places:
                 by_place.setdefault(place, {})[call.number] = call
-        return [self._grade(place, by_place[place]) for place in range(len(self._sampled))]
+        places = range(len(self._sampled) + len(self._failed))
+        return [
+            self._failure(self._failed[place]) if place in self._failed else self._grade(place, by_place[place])
+            for place in places
+        ]
+
+    def _failure(self, failure: Failure) -> Grade:
+        values = (math.nan,) * len(self._grader.rewards)
+        return Grade(reward=math.nan, error=failure.error, kind=failure.kind, values=values)
 
     def _look_at_clock(self, say: Callable[[str], None] | None) -> None:
         """Fail the calls that are past their deadline, and name one that takes long."""
@@ -393,6 +414,12 @@ def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None
     broken = [item for item in grades if item.broken or item.kind == "not_applicable"]
     if not broken or len(broken) < len(grades):
         return
+    if not broken[0].by and broken[0].broken:
+        raise RewardError(
+            f"the environment failed in all {len(broken)} conversations; the first with {broken[0].error}. This "
+            "rollout was not stored; it will be sampled again, token for token. Fix the environment, then type the "
+            "same command with --resume."
+        )
     reward = next((one for one in rewards if one.label == broken[0].by), rewards[0])
     name = getattr(reward.function, "__qualname__", reward.label)
     raise RewardError(

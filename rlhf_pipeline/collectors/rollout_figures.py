@@ -23,21 +23,23 @@ def rollout_figures(
     groups: npt.NDArray[np.int64],
     kinds: Sequence[str],
     values: Mapping[str, npt.NDArray[np.floating]],
+    turns: npt.NDArray[np.int64] | None = None,
 ) -> Figures:
     """Return the figures of `n` trajectories, all unshaped and unweighted.
 
     Args:
-        lengths: [n], sampled tokens.
+        lengths: [n], tokens after the prompt.
         cut_off: [n], whether the limit of tokens ended a completion.
         rewards: [n], NaN for a trajectory without.
         groups: [n], the group of each.
         kinds: [n], the kind of failure of each, or empty.
         values: [n] for each reward that has a column, by its name; NaN where it did not apply or failed.
+        turns: [n], the policy's turns in each conversation; None without an environment.
 
     Returns:
         `completion_length`, `completion_length_max`, `cut_off`, `reward_std_in_group` (mean over groups of the standard
-        deviation), `flat_groups` (share of groups whose rewards are all equal), `reward/NAME`, `reward_failed/NAME`
-        and `failed/KIND`.
+        deviation), `flat_groups` (share of groups whose rewards are all equal), `turns`, `reward/NAME`,
+        `reward_failed/NAME` and `failed/KIND`.
 
     >>> found = rollout_figures(
     ...     lengths=np.array([3, 5, 4, 4]), cut_off=np.array([0, 1, 0, 0], bool), groups=np.array([0, 0, 1, 1]),
@@ -51,6 +53,8 @@ def rollout_figures(
         "completion_length_max": int(lengths.max()) if len(lengths) else None,
         "cut_off": float(cut_off.mean()) if len(cut_off) else None,
     }
+    if turns is not None:
+        found["turns"] = float(turns.mean()) if len(turns) else None
     known = np.isfinite(rewards)
     of_groups = [rewards[known & (groups == group)].astype(np.float64) for group in np.unique(groups[known])]
     found["reward_std_in_group"] = float(np.mean([one.std() for one in of_groups])) if of_groups else None
@@ -83,4 +87,11 @@ def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: S
         groups=read("group_id", rows),
         kinds=kinds,
         values={name: read(f"reward_{name}", rows) for name in names if f"reward_{name}" in store.schema},
+        turns=_turns(store, rows) if "turn_spans" in store.schema else None,
     )
+
+
+def _turns(store: TrajectoryStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many turns of the policy each stored conversation has, int64 [n]."""
+    spans = store.read(rows, ["turn_spans"])["turn_spans"]
+    return np.array([int((np.asarray(one)[:, 1] == 1).sum()) for one in spans], np.int64)

@@ -33,6 +33,9 @@ NEWEST_POLICY_VERSION: Final[Key] = "newest_policy_version"
 VERSION_SPANS: Final[Key] = "version_spans"
 """Which weights sampled which tokens, `[n, 2]`: the place of a span's first token in the row, and the version. Empty if
 one version sampled the whole trajectory."""
+TURN_SPANS: Final[Key] = "turn_spans"
+"""Turns of a conversation, `[n, 2]`: the place of a span's first token in the row, and 1 for a turn of the policy or
+0 for a reply. Empty for a trajectory of one turn."""
 POLICY_DIGEST: Final[Key] = "policy_digest"
 """The digest of the published weights of version `policy_version`; 0 if none were published."""
 NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"

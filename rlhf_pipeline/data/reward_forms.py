@@ -3,7 +3,8 @@
 A function takes by name whichever it asks for of
 
 - `prompt`, `completion` (texts), `messages` (the conversation, the completion last), `answer`, `meta`, `token_ids` (the
-  sampled ones), `finish_reason` (`stop` or `length`),
+  sampled ones), `finish_reason` (`stop` or `length`); with an environment `completion` is the last turn, and there are
+  `rewards` (the environment's, summed over the turns by name) and `turns` (their number),
 - verl's names for these: `solution_str`, `ground_truth`, `extra_info`, `data_source`,
 - any column of the prompt's data: the keys of `meta`.
 
@@ -38,21 +39,32 @@ class Sampled:
     token_ids: Sequence[int] = ()
     """The sampled tokens, the end token included."""
     finish_reason: str = "stop"
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    """With an environment, all messages; else None."""
+    num_asked: int = 1
+    """The messages of the conversation before the first turn."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The environment's rewards."""
+    turns: int = 1
 
     @property
     def asked(self) -> list[dict[str, Any]]:
         """The prompt as messages."""
+        if self.conversation is not None:
+            return [dict(one) for one in self.conversation[: self.num_asked]]
         given = self.prompt.messages
         return [{"role": "user", "content": self.prompt.text}] if given is None else [dict(one) for one in given]
 
     @property
     def said(self) -> list[dict[str, Any]]:
         """The completion as messages."""
+        if self.conversation is not None:
+            return [dict(one) for one in self.conversation[self.num_asked :]]
         return [{"role": "assistant", "content": self.completion}]
 
 
 def _chat(one: Sampled) -> bool:
-    return one.prompt.messages is not None
+    return one.prompt.messages is not None or one.conversation is not None
 
 
 _ONE: Final[dict[str, Callable[[Sampled], Any]]] = {
@@ -63,6 +75,10 @@ _ONE: Final[dict[str, Callable[[Sampled], Any]]] = {
     "meta": lambda one: one.prompt.meta,
     "token_ids": lambda one: list(one.token_ids),
     "finish_reason": lambda one: one.finish_reason,
+}
+_ENVIRONMENT: Final[dict[str, Callable[[Sampled], Any]]] = {
+    "rewards": lambda one: dict(one.rewards),
+    "turns": lambda one: one.turns,
 }
 _VERL: Final[dict[str, Callable[[Sampled], Any]]] = {
     "solution_str": lambda one: one.completion,
@@ -79,7 +95,7 @@ _MANY: Final[dict[str, Callable[[Sampled], Any]]] = {
     "extra_infos": _VERL["extra_info"],
     "data_sources": _VERL["data_source"],
 }
-_KNOWN: Final = _ONE | _VERL | _MANY
+_KNOWN: Final = _ONE | _ENVIRONMENT | _VERL | _MANY
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")
 """What TRL's form receives in `**kwargs`, beside the columns of the data."""
 
@@ -126,7 +142,7 @@ class Form:
 
 
 def _value(name: str, one: Sampled) -> Any:
-    """Return an argument: of the names above; otherwise, and for verl's names first, a column of the data."""
+    """Return an argument: of the names above; a column of the data otherwise, or first where a name is not our own."""
     if name in one.prompt.meta and name not in _ONE and name not in _MANY:
         return one.prompt.meta[name]
     return _KNOWN[name](one) if name in _KNOWN else None

@@ -32,6 +32,15 @@ def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[st
     raise DefinitionError("the definition has no reward function; it learns from stores, whose rewards are stored.")
 
 
+def environment_reward(rewards: Mapping[str, float]) -> tuple[float, Mapping[str, float]] | None:
+    """Return the sum of an environment's rewards, with their names; None if it gave none.
+
+    >>> environment_reward({"reached": 1.0, "nearer": 0.5})
+    (1.5, {'reached': 1.0, 'nearer': 0.5})
+    """
+    return (sum(rewards.values()), rewards) if rewards else None
+
+
 def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
     """Return the share of the answer's characters that are in the right place, in [0, 1].
 
@@ -208,6 +217,23 @@ LARGEST: Final = 3.4028234663852886e38
 """The largest float32, the type that rewards are stored in."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentReward:
+    """One of the rewards that an environment gives; `Reward("reached")` makes it."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _COLUMN.match(self.name) or self.name == "trusted":
+            raise DefinitionError(
+                f"Reward({self.name!r}): a name must be letters, digits and single underscores, and not 'trusted'."
+            )
+
+    def __call__(self, rewards: Mapping[str, float]) -> float | None:
+        """Return it, or None if the environment did not give it."""
+        return rewards.get(self.name)
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """One of several reward functions of a definition.
@@ -216,7 +242,7 @@ class Reward:
     do not return None. Each result is stored in the column `reward_NAME` and has a curve in `metrics.jsonl`.
 
     Args:
-        function: the function.
+        function: the function; or, with an environment, the name of one of its rewards.
         weight: its weight; 0 only records it.
         name: of its column; the function's own when None.
 
@@ -227,12 +253,14 @@ class Reward:
     'reward_exact_match'
     """
 
-    function: RewardFunction
+    function: RewardFunction | str
     _: KW_ONLY
     weight: float = 1.0
     name: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.function, str):
+            object.__setattr__(self, "function", EnvironmentReward(name=self.function))
         if not callable(self.function):
             raise DefinitionError(f"Reward: {self.function!r} is no function.")
         if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not abs(self.weight) < LARGEST:
@@ -248,6 +276,8 @@ class Reward:
         if self.name is not None:
             return self.name
         function: Any = self.function
+        if isinstance(function, EnvironmentReward):
+            return function.name
         while hasattr(function, "func"):  # functools.partial
             function = function.func
         own = getattr(function, "__name__", type(function).__name__)

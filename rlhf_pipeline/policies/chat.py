@@ -155,7 +155,9 @@ def encode_reply(
     completion_ids: Sequence[int],
     replies: Sequence[Message],
     *,
+    turn: Message | None = None,
     tools: Sequence[Any] | None = None,
+    template: Mapping[str, Any] | None = None,
     end_token_ids: Collection[int] | None = None,
 ) -> list[int]:
     """Return the tokens that stand between a sampled turn of the assistant and its next one.
@@ -169,34 +171,80 @@ def encode_reply(
         messages: the conversation before the sampled turn.
         completion_ids: the tokens of that turn.
         replies: the messages of a tool, or of the user, that answer it.
+        turn: the sampled turn as a message; needed where it has `tool_calls`, without which many templates refuse the
+            reply of a tool.
         tools: handed to the template.
+        template: further arguments of the template.
         end_token_ids: the tokens that may have ended that turn; the tokenizer's special tokens when None.
 
     Raises:
         DefinitionError: there is no tokenizer, it has no chat template, or the template does not write the replies, in
             their order, after the assistant's turn, or writes earlier messages there again.
-        DataError: the template does not render the assistant's content once, so the replies cannot be cut off after it.
+        DataError: the template refuses these messages, or does not show where the assistant's turn ends.
     """
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
         raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
+    given = dict(template or {})
 
-    def around(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
-        """Return the template's text before the assistant's turn and after it."""
-        turn = {"role": "assistant", "content": _MARK}
-        text = codec.apply_chat_template(
-            [*before, turn, *after], add_generation_prompt=True, tokenize=False, tools=tools
-        )
-        if text.count(_MARK) != 1:
-            raise DataError(
-                f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must be "
-                "once. Use a template that keeps the assistant's content as it is."
-            )
-        return text.split(_MARK)
+    def rendered(*parts: Sequence[Message], **options: Any) -> str:
+        """Return the template's text of a conversation."""
+        said = [dict(message) for part in parts for message in part]
+        try:
+            return codec.apply_chat_template(said, tokenize=False, tools=tools, **given, **options)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = [message.get("role") for message in said]
+            raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
 
     before, after = _messages(messages), _messages(replies)
     marked, first = _marked([*before, *after]), len(before)
-    found = [int(i) for i in dict.fromkeys(_MARKS.findall(around(marked[:first], marked[first:])[1]))]
+    calls = (turn or {}).get("tool_calls")
+    ends = set(codec.all_special_ids) if end_token_ids is None else set(end_token_ids)
+    ended = [int(completion_ids[-1])] if len(completion_ids) and int(completion_ids[-1]) in ends else []
+    if calls:
+        said: dict[str, Any] = {"content": "", **(turn or {}), "role": "assistant"}
+        # What stands before the reply's own text does not depend on it.
+        shown = rendered(marked[:first], [said], marked[first:], add_generation_prompt=True)
+        start = _common(rendered(marked[:first], add_generation_prompt=True), shown)
+        stop = found.start() if (found := _MARKS.search(shown, start)) else len(shown)
+        cut = max((shown.rfind(codec.decode([token]), start, stop) for token in ended or sorted(ends)), default=-1)
+        if cut < 0:
+            raise DataError(
+                "the chat template writes none of the tokens that may end a turn between a tool call and its reply, so "
+                "the reply cannot be cut off after the call."
+            )
+        tail = shown[cut:]
+        whole = rendered(before, [said], after, add_generation_prompt=True)
+        at = whole.rfind(shown[start:stop])
+        if at < 0:
+            raise DataError("the chat template writes a tool call in another way before another reply.")
+        parts = [whole[: at + cut - start], whole[at + cut - start :]]
+    else:
+        texts = [
+            rendered(part[:first], [{"role": "assistant", "content": _MARK}], part[first:], add_generation_prompt=True)
+            for part in (marked, [*before, *after])
+        ]
+        for text in texts:
+            if text.count(_MARK) != 1:
+                raise DataError(
+                    f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must "
+                    "be once. Use a template that keeps the assistant's content as it is."
+                )
+        tail, parts = texts[0].split(_MARK)[1], texts[1].split(_MARK)
+    _check_order(tail, marked, first)
+    ids = _encode_after(codec, parts[0], parts[1])
+    # If the turn's end token was sampled, the template's first token is the same one.
+    return ids[1:] if ended and ids[:1] == ended else ids
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
+    """Refuse a template that writes something else after the assistant's turn than the replies, once and in order."""
+    found = [int(i) for i in dict.fromkeys(_MARKS.findall(tail))]
     wanted = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
     if found != wanted:
         written, said = ([f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (found, wanted))
@@ -205,11 +253,39 @@ def encode_reply(
             f"{', '.join(said)} follow, so the policy would read something else than was said. Use a template that "
             "writes every message once, in its place."
         )
-    ids = _encode_after(codec, *around(before, after))
-    ends = set(codec.all_special_ids) if end_token_ids is None else end_token_ids
-    # If the turn's end token was sampled, the template's first token is the same one.
-    said = int(completion_ids[-1]) if len(completion_ids) else None
-    return ids[1:] if said in ends and ids[:1] == [said] else ids
+
+
+def rewrites_history(
+    tokenizer: Any | None, *, template: Mapping[str, Any] | None = None, tools: Sequence[Any] | None = None
+) -> str | None:
+    """Return how a chat template rewrites earlier turns once later ones follow, in a sentence; None if it does not.
+
+    A row keeps the turns as they were sampled, so with such a template the policy is trained on conversations that
+    the template alone would show otherwise.
+
+    Args:
+        tokenizer: of transformers, with a chat template.
+        template: arguments of the template.
+        tools: JSON schemas of tools.
+    """
+    codec = _need_tokenizer(tokenizer)
+    asked = {"role": "user", "content": "What is 6 x 7?"}
+    turns = {"turns": "It is 42.", "the thinking of turns": "<think>\nSix sevens.\n</think>\n\nIt is 42."}
+    for what, text in turns.items():
+        said, more = {"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **(template or {})}
+        try:
+            first = codec.apply_chat_template([asked], **options)
+            whole = codec.apply_chat_template([asked, said, more], **options)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            return f"the chat template refuses a conversation of several turns: {error}"
+        if not whole.startswith(first + text):
+            return (
+                f"the chat template rewrites {what} once a later one follows. Rows keep every turn as it was sampled, "
+                "so the policy reads its own tokens, which that template would not show it; serve it the same way, or "
+                "take a template that keeps earlier turns."
+            )
+    return None
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

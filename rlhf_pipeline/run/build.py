@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
@@ -231,7 +231,7 @@ def build_learner(
         config=pipeline.learn,
         # Trajectories drawn from stores may be of any age.
         max_staleness=None if drawn else pipeline.buffer.max_staleness,
-        max_completion_tokens=pipeline.collect.max_new_tokens,
+        max_completion_tokens=pipeline.longest_completion,
         ledger=ledger,
         seed=seed,
         may_be_empty=pipeline.replay is None or pipeline.write.zero_variance == "drop"
@@ -295,6 +295,7 @@ def build_parts(
                 kl_reward=kl_reward,
                 hand_over=hand_over,
                 retrieve=retrieve if _scores_beside(pipeline, models) else None,
+                environment=pipeline.environment,
             ),
             learner=build_learner(
                 pipeline,
@@ -316,8 +317,10 @@ def _scores_beside(pipeline: Pipeline, models: Models) -> bool:
     Slots on a CPU would only wait for it, and last bits would depend on the order in which completions end. The
     reference of LoRA is the modules that sample, with their adapters off.
     """
-    return isinstance(models.reference, TokenPolicy) and (
-        pipeline.collect.engine != "slots" or models.reference.device.type == "cuda"
+    return (
+        isinstance(models.reference, TokenPolicy)
+        and pipeline.environment is None
+        and (pipeline.collect.engine != "slots" or models.reference.device.type == "cuda")
     )
 
 
@@ -349,7 +352,14 @@ def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
     sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
-    return (*sampled_by, *support, *FAILURES, *(Column(one.column, "float32", fill=math.nan) for one in rewards))
+    turns = () if pipeline.environment is None else (TURNS,)
+    return (
+        *sampled_by,
+        *support,
+        *turns,
+        *FAILURES,
+        *(Column(one.column, "float32", fill=math.nan) for one in rewards),
+    )
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:

@@ -43,6 +43,7 @@ _OWN_CODE: Final = {
         "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
+    "environment": ("environment", "conversations from here on are answered by the new one"),
     "write.estimator": (
         "advantage estimator",
         "advantages from here on are computed by the new one, and stored ones stay as they are",

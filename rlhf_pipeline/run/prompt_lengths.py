@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import Chosen, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
+from rlhf_pipeline.environments.environment import maker_of, tools_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_any
 from rlhf_pipeline.policies.token_policy import TokenPolicy
@@ -52,6 +53,8 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
         DefinitionError: a prompt cannot be encoded with this model's tokenizer, or a source of one's own is wrong.
     """
     source = pipeline.prompts
+    if pipeline.environment is not None and not tools_of(maker_of(pipeline.environment)):
+        return  # what the policy sees first is the environment's
     first = [prompt_at(source, cursor, seed) for cursor in range(pipeline.collect.prompts_per_rollout)]
     if policy.tokenizer is not None:
         options = template_options(source)

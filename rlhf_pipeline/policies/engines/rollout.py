@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -216,11 +217,7 @@ class Rollout:
         """
         if not np.isfinite(log_probs).all():
             bad = int(rows[int((~np.isfinite(log_probs)).argmax())])
-            raise DataError(
-                f"The model's logits are not finite at token {self.num_sampled[bad]} of a completion of prompt "
-                f"{self.prompt_of[bad]}. Its weights have diverged or overflow their dtype: load an earlier "
-                "checkpoint, lower the learning rate, or use float32."
-            )
+            self.check_finite(math.nan, int(self.num_sampled[bad]), int(self.prompt_of[bad]))
         at, room = self.num_sampled[rows], self.sampled_ids.shape[1]
         if len(at) and at.max() >= room:
             more = ((0, 0), (0, max(room, 64)))
@@ -235,6 +232,20 @@ class Rollout:
         self.num_sampled[rows] = at + 1
         self.out_rows.append(rows)
         self.out_versions.append(self.engine.version)
+
+    @staticmethod
+    def check_finite(log_prob: float, token: int, prompt: int) -> None:
+        """Refuse a log-prob that is not finite.
+
+        Raises:
+            DataError: it is not.
+        """
+        if not math.isfinite(log_prob):
+            raise DataError(
+                f"The model's logits are not finite at token {token} of a completion of prompt {prompt}. Its weights "
+                "have diverged or overflow their dtype: load an earlier checkpoint, lower the learning rate, or use "
+                "float32."
+            )
 
     def at_stop(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these completions end with one of the texts that stop them, bool `[len(rows)]`."""
@@ -331,11 +342,14 @@ class Rollout:
             part = slice(first, min(first + most, len(completions)))
             ids = np.zeros((part.stop - first, int(lengths[part].max())), dtype=np.int64)
             for i, completion in enumerate(completions[part].tolist()):
-                prompt, length = self.prompts[int(self.prompt_of[completion])], int(lengths[first + i])
-                ids[i, : len(prompt)] = prompt
-                ids[i, len(prompt) : length] = self.sampled_ids[completion, : length - len(prompt)]
+                ids[i, : lengths[first + i]] = self.tokens_of(completion, int(lengths[first + i]))
             out.append((part, *self._prefilled(ids, lengths[part])))
         return out
+
+    def tokens_of(self, completion: int, length: int) -> Sequence[int]:
+        """Return the first tokens of a completion, prompt included."""
+        prompt = self.prompts[int(self.prompt_of[completion])]
+        return [*prompt, *self.sampled_ids[completion, : length - len(prompt)].tolist()]
 
     def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
         """Return the keys and values of right-padded rows, and their last hidden states `[len(ids), H]`."""

@@ -208,6 +208,18 @@ class SlotCache(Cache):
         if self.column >= self.num_columns:
             self._relayout(longest, min(self.num_slots, rows + to_come))
 
+    def widen(self, width: int, longest: int, *, most_rows: int) -> None:
+        """Make room for rows that may be longer than any before, before they are inserted; call it before `begin`.
+
+        Args:
+            width: the columns of the rows to insert.
+            longest: tokens of the longest live row; 0 when none is live.
+            most_rows: the most rows that will be live at once.
+        """
+        self.lead = max(self.lead, width)
+        if longest and self.column < width:
+            self._relayout(longest, most_rows)
+
     def _relayout(self, longest: int, most_rows: int) -> None:
         """Move the live window to the front, into wider buffers if it fills most of the current ones."""
         window = max(longest, self.lead)

@@ -18,6 +18,7 @@ of columns no wider than the longest live row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
 from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import KeptSlots, StaticRun, mask_form
+from rlhf_pipeline.policies.engines.turns import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -115,13 +117,29 @@ class SlotEngine:
             if refresh is not None:
                 self.version = refresh.version
             if masks is None:
-                run: Rollout = _Ragged(self, request, limits=limits, refresh=refresh, ended=ended)
+                run: Rollout = RaggedRun(self, request, limits=limits, refresh=refresh, ended=ended)
             else:
                 run = StaticRun(self, request, masks=masks, limits=limits, refresh=refresh, ended=ended)
             while run.step():
                 pass
             run.report()
         return run.completions()
+
+    @torch.inference_mode()
+    def converse(
+        self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
+    ) -> list[TurnRow]:
+        """See `turns.converse`; on any device, slots decode conversations row by row.
+
+        The random number behind a token is a pure function of (seed, stream id, member, its place after the prompt).
+        """
+        with self.gate:
+            if refresh is not None:
+                self.version = refresh.version
+            run = _Turns(self, request, partner, row_tokens=row_tokens, refresh=refresh)
+            while run.step():
+                pass
+        return run.turn_rows
 
     def notice(self) -> str | None:
         """Return what a user should know about the way of decoding, or None."""
@@ -170,7 +188,7 @@ class SlotEngine:
         self.kept.drop()
 
 
-class _Ragged(Rollout):
+class RaggedRun(Rollout):
     """Decodes live rows only: a finished row leaves at once, and the window is no wider than the longest row.
 
     The host reads every token before the next one, which costs little on a CPU: there the computation dominates.
@@ -190,6 +208,11 @@ class _Ragged(Rollout):
         self.stored = np.zeros(0, dtype=np.int64)
         self.sampled = np.zeros(0, dtype=np.int64)
         self.hidden: Tensor | None = None
+
+    @property
+    def to_come(self) -> int:
+        """The most rows that have not begun."""
+        return self.count - self.next
 
     def step(self) -> bool:
         """Sample one token for every live and every new completion; False when none is left."""
@@ -246,7 +269,7 @@ class _Ragged(Rollout):
 
         The last token of each row was sampled in this step; it is fed next.
         """
-        self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.count - self.next)
+        self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.to_come)
         for part, states, _ in self.prefilled_again(self.live, self.stored):
             slots = np.arange(part.start, part.stop, dtype=np.int64)
             self.cache.insert(
@@ -289,7 +312,7 @@ class _Ragged(Rollout):
         if movers:
             self.cache.move(self.upload(homeless[:movers]), self.upload(holes[:movers]), longest)
         starting, slots = new[homeless[movers:] - old], holes[movers:]
-        self.cache.begin(longest, rows=total - len(starting), to_come=len(starting) + self.count - self.next)
+        self.cache.begin(longest, rows=total - len(starting), to_come=len(starting) + self.to_come)
         owners = self.prompt_of[starting]
         for batch, mine, at in self.places_of(owners):
             lengths = self.upload(self.prompt_lengths[owners[mine]])
@@ -301,7 +324,7 @@ class _Ragged(Rollout):
     def _forward(self, tokens: Int64Array) -> None:
         """Feed the sampled tokens of the live rows and keep their hidden states."""
         longest = int(self.stored.max())
-        self.cache.begin(longest, rows=len(tokens), to_come=self.count - self.next)
+        self.cache.begin(longest, rows=len(tokens), to_come=self.to_come)
         inputs = self.upload(np.stack((tokens, self.stored)))
         mask = self.cache.open_column(len(tokens), longest)
         if not self.parts.builds_own_mask:
@@ -316,3 +339,141 @@ class _Ragged(Rollout):
         self.hidden = hidden[:, 0]
         self.stored = self.stored + 1
         self.cache.column += 1
+
+
+class _Turns(RaggedRun):
+    """Conversations turn by turn: a row that is answered at once keeps its slot, another one comes back as a prompt.
+
+    A *stay* is a stretch of one conversation in one slot; the base class calls it a completion. Stays are added at any
+    time. Where a row has more tokens than its cache, the next one is fed; where it has not, one is sampled.
+    """
+
+    def __init__(
+        self, engine: SlotEngine, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None
+    ) -> None:
+        parts = engine.parts
+        limits = request.limits(
+            vocab=int(parts.head.weight.shape[0]), positions=parts.max_positions, positions_by=parts.positions_by
+        )
+        most = row_tokens if parts.max_positions is None else min(row_tokens, parts.max_positions)
+        super().__init__(engine, request, limits=limits, refresh=refresh, ended=None)
+        self.partner = partner
+        self.turn_rows = begin_rows(request, most)
+        self.prompts = [*request.prompts]
+        self.stays = list(range(self.count))
+        """The conversation of each stay."""
+        self.waiting = 0
+        """Conversations that wait for their partner."""
+
+    @property
+    def to_come(self) -> int:
+        """The most rows that have not begun, or come back; a live one may leave and come back, too."""
+        return self.count - self.next + self.waiting + 1
+
+    def tokens_of(self, completion: int, length: int) -> Sequence[int]:
+        """Return the first tokens of the conversation of a stay."""
+        return self.turn_rows[self.stays[completion]].ids[:length]
+
+    def step(self) -> bool:
+        """Give every live conversation one token; False when none is left."""
+        self._come_back()
+        old = len(self.live)
+        new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
+        rows, stored, hidden = self.live, self.stored, self.hidden
+        if len(new):
+            self.admit(new)
+            pieces = [] if hidden is None else [hidden]
+            for batch, _, source in self.places_of(self.prompt_of[new]):
+                pieces.append(batch.hidden[self.upload(source)])
+            hidden = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            rows = np.concatenate((rows, new))
+            stored = np.concatenate((stored, self.prompt_lengths[self.prompt_of[new]]))
+        if hidden is None:
+            leaves, tokens = np.zeros(0, np.bool_), np.zeros(0, np.int64)
+        else:
+            tokens, leaves = self._next_tokens(hidden, rows, stored)
+        self.out_rows.append(rows[:0])
+        changed = self.give_way()
+        if self.must_end():
+            for row in self.turn_rows:
+                row.aborted = not row.over
+            return False
+        if changed and leaves.all():
+            self.forget()
+        if leaves.all():
+            self.live = self.stored = np.zeros(0, dtype=np.int64)
+            self.hidden = None
+            return self.next < self.count or self.waiting > 0
+        if len(new) or leaves.any():
+            starting = self.places_of(self.prompt_of[new[~leaves[old:]]])
+            widths = [pair[0].shape[2] for batch, _, _ in starting for pair in batch.states if pair is not None]
+            longest = int(self.stored.max()) if old else 0
+            self.cache.widen(max(widths, default=0), longest, most_rows=min(self.num_slots, len(rows) + self.to_come))
+            source = self._place(old, new, leaves)
+            rows, tokens = rows[source], tokens[source]
+        self.live = rows
+        if changed:
+            self.forget()
+            self._fill_again()
+        self._forward(tokens)
+        return True
+
+    def _next_tokens(
+        self, hidden: Tensor, stays: Int64Array, stored: Int64Array
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return the next token of each row, and which rows leave their slots, as their turns have ended."""
+        talks = [self.stays[stay] for stay in stays.tolist()]
+        rows = [self.turn_rows[talk] for talk in talks]
+        after_prompt = np.array([len(row.ids) - row.num_prompt for row in rows], np.int64)
+        tokens, log_probs, log_mass = self._sample(hidden, stays, after_prompt)
+        tokens, leaves = tokens.copy(), np.zeros(len(rows), np.bool_)
+        ended: list[EndedTurn] = []
+        at_of: dict[int, int] = {}
+        for at, (row, length) in enumerate(zip(rows, stored.tolist(), strict=True)):
+            if length < len(row.ids):  # a reply is fed; what was sampled here is thrown away
+                tokens[at] = row.ids[length]
+                continue
+            token = int(tokens[at])
+            self.check_finite(float(log_probs[at]), len(row.ids) - row.num_prompt, int(self.prompt_of[stays[at]]))
+            row.version(len(row.ids), self.engine.version)
+            row.sampled([token], [float(log_probs[at])], [] if log_mass is None else [float(log_mass[at])])
+            turn = len(row.ids) - row.began
+            stopped = bool(self.is_end[token])
+            if self.stops is not None and not stopped:
+                stopped = self.stops.ends(row.ids[row.began :])
+            if stopped or turn >= self.limits[talks[at]] or len(row.ids) >= row.most:
+                ended.append(EndedTurn(talks[at], row, stopped))
+                at_of[talks[at]] = at
+        answers = self.partner.answer(ended) if ended else {}
+        for turn in ended:
+            if turn.place not in answers:
+                self.waiting += 1
+                leaves[at_of[turn.place]] = True
+            else:
+                leaves[at_of[turn.place]] = not self._go_on(turn.place, answers[turn.place], in_slot=True)
+        return tokens, leaves
+
+    def _go_on(self, talk: int, reply: Sequence[int] | None, *, in_slot: bool) -> bool:
+        """Take an answer; return whether the conversation keeps its slot."""
+        row = self.turn_rows[talk]
+        if reply is None:
+            row.over = True
+            return False
+        row.reply(reply)
+        if in_slot and len(reply) <= LONG_REPLY:
+            return True
+        self.stays.append(talk)
+        self.prompts.append(row.ids)
+        self.prompt_lengths = np.append(self.prompt_lengths, len(row.ids))
+        self.prompt_of = np.append(self.prompt_of, len(self.prompts) - 1)
+        self.keys = np.append(self.keys, self.keys[talk])
+        self.count += 1
+        return False
+
+    def _come_back(self) -> None:
+        """Queue the conversations whose partner has answered; wait for one if there is nothing else to do."""
+        if self.waiting:
+            idle = not len(self.live) and self.next >= self.count
+            for talk, reply in sorted(self.partner.arrived(wait=idle).items()):
+                self.waiting -= 1
+                self._go_on(talk, reply, in_slot=False)

@@ -19,8 +19,8 @@ the host reads the sampled tokens with one copy, replaces weights, fills free sl
 State and graphs outlive a call: an engine keeps those of the largest. A graph holds the addresses of the weights, so
 it serves all weights that are copied into the same tensors, and is dropped when a tensor is replaced.
 
-On a CPU, where every padded row and column costs time, this takes 1.2 to 2.2 times as long as `slots._Ragged`; there it
-serves the tests, which compare the two.
+On a CPU, where every padded row and column costs time, this takes 1.2 to 2.2 times as long as `slots.RaggedRun`; there
+it serves the tests, which compare the two.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""Calling environments: whatever a call does, it costs its own conversation only.
+
+A `def` runs in one thread beside the one that samples, which waits for it, so that a call that hangs can be left
+behind. An `async def` runs in an event loop, and its result is asked for later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+_GRACE_S: Final = 1.0
+"""How long past its deadline a coroutine may be before its loop counts as blocked."""
+_LOOK_S: Final = 0.5
+
+
+def too_late(timeout_s: float | None) -> TimeoutError:
+    """Return the error of a call that is past its deadline."""
+    return TimeoutError(f"no answer after {timeout_s:g} s (collect.step_timeout_s)")
+
+
+class Caller:
+    """Makes calls, some of which may hang.
+
+    Args:
+        timeout_s: seconds after which a call counts as failed; None waits for ever.
+
+    >>> caller = Caller(timeout_s=5.0)
+    >>> caller.run([lambda: 1, lambda: int("x")])
+    [1, ValueError("invalid literal for int() with base 10: 'x'")]
+    >>> caller.close()
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._back: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._begun: dict[int, float] = {}
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make calls one after the other, and return what each returned or raised."""
+        outcomes: list[Any] = []
+        while len(outcomes) < len(calls):
+            job = _Job(calls[len(outcomes) :])
+            if self._jobs is None:
+                self._jobs = queue.SimpleQueue()
+                threading.Thread(target=_work, args=(self._jobs,), name="environment", daemon=True).start()
+            self._jobs.put(job)
+            done = 0
+            while not job.finished.wait(self.timeout_s) and not job.left_behind(done):
+                done = len(job.outcomes)  # one has ended since: each has its own deadline
+            if job.finished.is_set():
+                outcomes += job.outcomes
+            else:
+                outcomes += [*job.outcomes[:done], too_late(self.timeout_s)]
+                self._jobs = None
+        return outcomes
+
+    def begin(self, place: int, awaitable: Awaitable[Any]) -> None:
+        """Let a coroutine run; `arrived` returns its result under this number."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        self._begun[place] = time.monotonic()
+        asyncio.run_coroutine_threadsafe(self._await(place, self._begun[place], awaitable), self._loop)
+
+    async def _await(self, place: int, begun: float, awaitable: Awaitable[Any]) -> None:
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                outcome: Any = await awaitable
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+            outcome = too_late(self.timeout_s) if limit.expired() else error
+        if self._begun.get(place) == begun:  # otherwise it was given up
+            self._back.put((place, outcome))
+
+    def arrived(self, *, wait: bool) -> dict[int, Any]:
+        """Return the results that have come since the last call.
+
+        Args:
+            wait: wait for one, for half a second at most.
+        """
+        found: dict[int, Any] = {}
+        while self._begun and (not self._back.empty() or (wait and not found)):
+            try:
+                place, outcome = self._back.get(timeout=_LOOK_S)
+            except queue.Empty:
+                break
+            if self._begun.pop(place, None) is not None:
+                found[place] = outcome
+        if self.timeout_s is not None:
+            last = time.monotonic() - self.timeout_s - _GRACE_S
+            for place in [place for place, begun in self._begun.items() if begun < last]:
+                del self._begun[place]
+                found[place] = too_late(self.timeout_s)
+                self._loop = None  # something blocks it; what else waits there has its own deadline
+        return found
+
+    def close(self) -> None:
+        """End the threads that do not hang."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._jobs = self._loop = None
+
+
+class _Job:
+    """Calls to make, and what they gave so far."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.calls = calls
+        self.outcomes: list[Any] = []
+        self.finished = threading.Event()
+        self._left = False
+        self._lock = threading.Lock()
+
+    def left_behind(self, done: int) -> bool:
+        """Give the job up if no call has ended since there were `done` outcomes; return whether it is given up."""
+        with self._lock:
+            self._left = len(self.outcomes) == done and not self.finished.is_set()
+            return self._left
+
+    def take(self, outcome: Any) -> bool:
+        """Take an outcome; return whether to go on."""
+        with self._lock:
+            self.outcomes.append(outcome)
+            return not self._left
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        for call in job.calls:
+            try:
+                outcome: Any = call()
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+                outcome = error
+            if not job.take(outcome):
+                return  # another thread has taken this one's place
+        job.finished.set()

@@ -1,0 +1,1 @@
+"""What answers a policy's turns: games, tools, and environments of other libraries. Nothing here imports torch."""

@@ -1,0 +1,184 @@
+"""The protocol of environments: what begins a conversation, and what answers a turn of the policy.
+
+An environment is a class with two methods; one object answers one conversation:
+
+    class Guess:
+        def reset(self, prompt, seed):
+            self.number = seed % 100
+            return "Guess a number."
+
+        def step(self, turn):
+            if turn.text.strip() == str(self.number):
+                return Step(done=True, rewards={"right": 1.0})
+            return Step("No. Again?")
+
+What it does must follow from the prompt, the seed and the turns, so that a conversation cut by a kill is sampled again
+token for token. One with effects outside itself says so with a class attribute, `has_effects = True`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Protocol, cast, runtime_checkable
+
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.errors import DefinitionError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of the policy, as its environment sees it."""
+
+    text: str
+    """The sampled tokens as text."""
+    number: int = 1
+    """1 for the first turn of the conversation."""
+    finish_reason: str = "stop"
+    """`stop`, or `length` for a turn that the limit of tokens ended."""
+    content: str = ""
+    """The text without what a tool call or thinking takes of it; `text` where nothing was parsed."""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """The calls that transformers' parser found: a name and `arguments` each. Only with `tools`."""
+    call_error: str | None = None
+    """Why a call could not be read, in one line, or None."""
+    token_ids: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers.
+
+    >>> Step("Again?", rewards={"close": 0.5}).done
+    False
+    """
+
+    reply: str | Sequence[Message] = ""
+    """Text, which becomes a message of the user where the policy has a chat template, or messages."""
+    _: KW_ONLY
+    done: bool = False
+    """Whether the conversation is over; the reply is then not shown to the policy."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Named rewards of this turn; those of one name add up over the conversation."""
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """JSON values that are stored with the trajectory; a later turn's replace those of the same name."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Answers one conversation; three further attributes are optional.
+
+    - `end(reason) -> Mapping[str, float]`: called once when the conversation has ended, however it did, for rewards
+      that are known only then; `reason` is `stop`, `length` or `turns`;
+    - `tools`: JSON schemas of tools, for the chat template and for reading calls;
+    - `has_effects = True`: it changes something outside itself.
+    """
+
+    def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message] | None:
+        """Begin a conversation and return what the policy sees first; None shows it the prompt.
+
+        Args:
+            prompt: of the definition's source.
+            seed: the same for the members of a group, who must see the same.
+        """
+        ...
+
+    def step(self, turn: Turn) -> Step | Awaitable[Step]:
+        """Answer a turn.
+
+        A `def` answers in place: the conversation keeps its slot and its cache. An `async def` frees the slot while it
+        waits.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a conversation has no reward to trust."""
+
+    kind: str
+    """`timeout` or `tool_error`."""
+    error: str
+
+
+def maker_of(environment: Callable[[], Any]) -> Callable[[], Environment]:
+    """Return what makes one environment per conversation.
+
+    Args:
+        environment: a class with `reset` and `step`, or anything that returns such an object when it is called without
+            arguments; or a class in TRL's form, whose public methods are tools.
+
+    Raises:
+        DefinitionError: it is none of these.
+    """
+    if not callable(environment):
+        raise DefinitionError(
+            f"environment is {type(environment).__name__}; give the class itself, or a function that returns a new "
+            "environment for each conversation."
+        )
+    if inspect.isclass(environment) and not hasattr(environment, "step"):
+        from rlhf_pipeline.environments.tools import MethodTools
+
+        return MethodTools(environment)
+    needed = [name for name in ("reset", "step") if not hasattr(environment, name)]
+    if inspect.isclass(environment) and needed:
+        raise DefinitionError(f"the environment {environment.__name__} has no method {needed[0]}.")
+    return cast("Callable[[], Environment]", environment)
+
+
+def has_effects(environment: Callable[[], Any] | None) -> bool:
+    """Return whether an environment changes something outside itself."""
+    return bool(getattr(environment, "has_effects", False))
+
+
+def tools_of(environment: Callable[[], Any] | None) -> list[dict[str, Any]]:
+    """Return the JSON schemas of an environment's tools; empty without."""
+    return [dict(tool) for tool in getattr(environment, "tools", ()) or ()]
+
+
+def checked(step: object) -> Step:
+    """Return an environment's answer if it is one.
+
+    Raises:
+        TypeError: it is no `Step`, its reply is neither text nor messages, or a reward is no number.
+        ValueError: a reward is not finite.
+    """
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {type(step).__name__}; it must return a Step")
+    if not isinstance(step.reply, str) and not _are_messages(step.reply):
+        raise TypeError(f"the reply is {type(step.reply).__name__}; it must be text or a list of messages")
+    checked_rewards(step.rewards)
+    return step
+
+
+def checked_rewards(rewards: object) -> dict[str, float]:
+    """Return named rewards as floats.
+
+    Raises:
+        TypeError: it is no mapping of names to numbers.
+        ValueError: a number is not finite.
+
+    >>> checked_rewards({"reached": True})
+    {'reached': 1.0}
+    """
+    if not isinstance(rewards, Mapping):
+        raise TypeError(f"rewards are {type(rewards).__name__}; they must be a mapping of names to numbers")
+    found = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the reward {name!r} is {value}; it must be finite")
+    return found
+
+
+def _are_messages(reply: object) -> bool:
+    several = isinstance(reply, Sequence) and not isinstance(reply, (bytes, bytearray))
+    return several and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in cast("Sequence[Any]", reply)
+    )

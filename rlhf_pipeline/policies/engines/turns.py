@@ -1,0 +1,231 @@
+"""Conversations as an engine sees them: rows of tokens that a partner answers, turn by turn.
+
+A turn ends with an end token or at its limit. The partner answers it with tokens, which the policy reads and has not
+sampled, or ends the conversation; or it answers later, and the conversation waits without a slot. Sampled ids stay as
+they are: nothing is encoded again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
+
+LONG_REPLY: Final = 16
+"""A longer reply is computed in one pass with the whole row; a shorter one token by token beside the other rows."""
+REPLY, POLICY = 0, 1
+"""Roles in `TurnRow.turn_spans`."""
+_TURN: Final = 1 << 40
+"""Keeps the random streams of turns apart, where each turn is a request of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class TurnRow:
+    """One conversation in one row.
+
+    Attributes:
+        ids: prompt, turns and replies.
+        num_prompt: tokens before the first turn.
+        most: the most tokens of the row.
+        log_probs: of each token, in nats at the sampling temperature; NaN where the policy did not sample it.
+        log_mass: of truncated sampling, of each token; 0 where the policy did not sample it. Else empty.
+        turn_spans: first token and role (`POLICY` or `REPLY`) of each turn and reply after the prompt.
+        version_spans: first token and version of each stretch that one version sampled; empty if it is unknown.
+        aborted: the row was cut short.
+    """
+
+    ids: list[int]
+    num_prompt: int
+    most: int
+    log_probs: list[float]
+    log_mass: list[float] = field(default_factory=list)
+    turn_spans: list[tuple[int, int]] = field(default_factory=list)
+    version_spans: list[tuple[int, int]] = field(default_factory=list)
+    over: bool = False
+    aborted: bool = False
+
+    @property
+    def began(self) -> int:
+        """The place of the first token of the newest turn or reply."""
+        return self.turn_spans[-1][0]
+
+    @property
+    def room(self) -> int:
+        """How many tokens a reply may have, if one sampled token is to follow."""
+        return self.most - len(self.ids) - 1
+
+    def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], log_mass: Sequence[float] = ()) -> None:
+        """Append tokens of the policy."""
+        self.ids += tokens
+        self.log_probs += log_probs
+        self.log_mass += log_mass
+
+    def version(self, place: int, version: int | None) -> None:
+        """Note the version that sampled the tokens from a place on."""
+        if version is not None and (not self.version_spans or self.version_spans[-1][1] != version):
+            self.version_spans.append((place, version))
+
+    def reply(self, tokens: Sequence[int]) -> None:
+        """Append a reply, and begin the next turn of the policy."""
+        if tokens:
+            self.turn_spans.append((len(self.ids), REPLY))
+        self.ids += tokens
+        self.log_probs += [math.nan] * len(tokens)
+        if self.log_mass:
+            self.log_mass += [0.0] * len(tokens)
+        self.turn_spans.append((len(self.ids), POLICY))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """A turn that has ended.
+
+    Attributes:
+        place: of the conversation in the request.
+        row: the conversation, the turn included.
+        stopped: an end token or a stop string ended it, and not a limit.
+    """
+
+    place: int
+    row: TurnRow
+    stopped: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        """The sampled tokens of the turn."""
+        return self.row.ids[self.row.began :]
+
+
+Answers = Mapping[int, Sequence[int] | None]
+"""By conversation: the tokens of a reply, at most `TurnRow.room`, or None if the conversation is over."""
+
+
+class Partner(Protocol):
+    """Answers turns; called in the thread that samples."""
+
+    def answer(self, ended: Sequence[EndedTurn]) -> Answers:
+        """Take turns that ended together; those that the result lacks are answered later."""
+        ...
+
+    def arrived(self, *, wait: bool) -> Answers:
+        """Return answers that were missing.
+
+        Args:
+            wait: there is nothing else to do, so wait for one, but not for longer than half a second.
+        """
+        ...
+
+
+def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
+    """Return the rows of a request's conversations before their first turn, prompt-major and member-minor."""
+    mass = [0.0] if request.truncation is not None else []
+    rows = []
+    for prompt in request.prompts:
+        for _ in range(request.group_size):
+            ids = [int(token) for token in prompt]
+            row = TurnRow(ids, len(ids), row_tokens, [math.nan] * len(ids), mass * len(ids))
+            row.turn_spans.append((len(ids), POLICY))
+            rows.append(row)
+    return rows
+
+
+def converse(
+    engine: Engine, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
+) -> list[TurnRow]:
+    """Run conversations until each is over.
+
+    Args:
+        engine: one with a method `converse` of its own schedules single turns: the slots. Another one samples the turns
+            of all conversations that wait for it in one call, again and again; while it does, partners answer.
+        request: the beginnings of conversations; `max_new_tokens` is the limit of one turn.
+        partner: answers turns.
+        row_tokens: the most tokens of a row.
+        refresh: loads newer weights during sampling.
+
+    Returns:
+        The rows, prompt-major and member-minor.
+
+    Raises:
+        DataError: a prompt is empty or too long; or the model gave logits that are not finite.
+        EngineError: the engine cannot be reached or failed.
+    """
+    own = getattr(engine, "converse", None)
+    if own is not None:
+        return own(request, partner, row_tokens=row_tokens, refresh=refresh)
+    rows = begin_rows(request, row_tokens)
+    per_turn = request.limits()
+    streams, members = request.streams(), request.member_of.tolist()
+    ready, waiting = list(range(len(rows))), 0
+    while ready or waiting:
+        answers: dict[int, Sequence[int] | None] = {}
+        if ready:
+            waiting += len(ready)
+            answers |= _wave(engine, request, partner, refresh, rows, ready, per_turn.tolist(), streams, members)
+            if any(rows[place].aborted for place in ready):
+                break
+        answers |= partner.arrived(wait=not answers and bool(waiting))
+        waiting -= len(answers)
+        ready = []
+        for place, reply in sorted(answers.items()):
+            if reply is None:
+                rows[place].over = True
+            else:
+                rows[place].reply(reply)
+                ready.append(place)
+    for row in rows:
+        row.aborted = not row.over
+    return rows
+
+
+def _wave(
+    engine: Engine,
+    request: Request,
+    partner: Partner,
+    refresh: WeightRefresh | None,
+    rows: Sequence[TurnRow],
+    ready: Sequence[int],
+    per_turn: Sequence[int],
+    streams: Sequence[int],
+    members: Sequence[int],
+) -> dict[int, Sequence[int] | None]:
+    """Sample one turn of each of these conversations, and return what their partner answers at once."""
+    ends, stops = frozenset(request.end_token_ids), request.stops
+    answers: dict[int, Sequence[int] | None] = {}
+
+    def ended(index: int, tokens: Sequence[int]) -> None:
+        row = rows[ready[index]]
+        kept = list(tokens if stops is None else tokens[: stops.length(tokens)])
+        row.sampled(kept, [math.nan] * len(kept))
+        stopped = kept[-1:] != [] and (kept[-1] in ends or (stops is not None and stops.ends(kept)))
+        answers.update(partner.answer([EndedTurn(ready[index], row, stopped)]))
+
+    turns = [len(rows[place].turn_spans) for place in ready]
+    found = engine.generate(
+        Request(
+            prompts=[rows[place].ids for place in ready],
+            max_new_tokens=[min(per_turn[place], rows[place].room + 1) for place in ready],
+            temperature=request.temperature,
+            end_token_ids=request.end_token_ids,
+            seed=request.seed,
+            stream_ids=[
+                streams[place // request.group_size] + _TURN * (members[place] + (turn << 12))
+                for place, turn in zip(ready, turns, strict=True)
+            ],
+            truncation=request.truncation,
+            stops=stops,
+        ),
+        refresh,
+        ended,
+    )
+    spans = [[]] * len(found) if found.spans is None else found.spans.lists()
+    for place, one, versions in zip(ready, found, spans, strict=True):
+        row = rows[place]
+        row.aborted = one.finish_reason == "abort"
+        if not row.aborted:
+            row.log_probs[row.began :] = one.log_probs.tolist()[: len(row.ids) - row.began]
+            for start, version in versions:
+                row.version(row.began + start, version)
+    return answers

@@ -1,0 +1,80 @@
+"""Reading the tool calls of a sampled turn, with transformers' parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rlhf_pipeline.errors import DefinitionError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedTurn:
+    """A sampled turn as a message.
+
+    Attributes:
+        message: of the assistant, with `content` and, as far as the turn has them, `tool_calls` and thinking.
+        calls: of each call its `name` and `arguments`.
+        error: why a call could not be read, in one line; then there are no calls.
+    """
+
+    message: dict[str, Any]
+    calls: tuple[Mapping[str, Any], ...] = ()
+    error: str | None = None
+
+
+class TurnParser:
+    """Reads turns in the form of one model.
+
+    Args:
+        tokenizer: of transformers. Its `response_template` says how calls are written; without one, that which
+            transformers has for the model's type.
+        model_type: of the model's config.
+        tools: JSON schemas; arguments are converted to their types.
+
+    Raises:
+        DefinitionError: nothing says how this model writes calls.
+    """
+
+    def __init__(self, tokenizer: Any, model_type: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.tokenizer = tokenizer
+        self.tools = [dict(tool) for tool in tools]
+        self.template: Any = getattr(tokenizer, "response_template", None)
+        if self.template is None:
+            from transformers.cli.serving.utils import get_response_template
+
+            model: Any = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+            self.template = get_response_template(tokenizer, model)
+        if self.template is None:
+            raise DefinitionError(
+                f"nothing says how a model of type {model_type} writes tool calls: its tokenizer has no "
+                "response_template, and transformers has none for this type. Set tokenizer.response_template and save "
+                "the tokenizer (trl.chat_template_utils.add_response_schema knows more types)."
+            )
+
+    def parse(self, turn_ids: Sequence[int], before: str, text: str) -> ParsedTurn:
+        """Read a turn.
+
+        Args:
+            turn_ids: its sampled tokens.
+            before: the end of the text that the policy had before it; templates may begin a turn there.
+            text: the turn as text, which is the content of a turn that cannot be read.
+        """
+        whole = self.tokenizer.decode(list(turn_ids), skip_special_tokens=False)
+        try:
+            found = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)
+        except (ValueError, TypeError, LookupError) as error:
+            line = " ".join(str(error).split())
+            return ParsedTurn(message={"role": "assistant", "content": text}, error=line[:200])
+        message = {"role": "assistant", "content": "", **cast("dict[str, Any]", found)}
+        calls: list[Mapping[str, Any]] = []
+        for item in message.get("tool_calls") or ():
+            call = item.get("function") if isinstance(item, Mapping) else None
+            named = isinstance(call, Mapping) and isinstance(call.get("name"), str)
+            if not named or not isinstance(call.get("arguments", {}), Mapping):
+                error = f"a call is {call!r:.100}; it must have a name and arguments"
+                return ParsedTurn(message={"role": "assistant", "content": text}, error=error)
+            calls.append({"name": call["name"], "arguments": dict(call.get("arguments") or {})})
+        return ParsedTurn(message=message, calls=tuple(calls))
