@@ -35,7 +35,7 @@ from rlhf_pipeline.policies.engines.sampling import Truncation, stream_keys
 from rlhf_pipeline.policies.engines.turns import Answers, EndedTurn, TurnRow, converse
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser
+from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
 
 _CHARACTERS_A_TOKEN: Final = 32
 """A reply with more characters per token of room is not encoded to see that it is too long."""
@@ -116,7 +116,7 @@ class Conversations:
         self.template = dict(template)
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
-        self.tools = tools_of(self.make)
+        self.tools = [schema_of(tool) for tool in tools_of(self.make)]
         self.parser: TurnParser | None = None
         if self.tools:
             if not self.has_template:

@@ -77,7 +77,7 @@ class Environment(Protocol):
 
     - `end(reason) -> Mapping[str, float]`: called once when the conversation has ended, however it did, for rewards
       that are known only then; `reason` is `stop`, `length` or `turns`;
-    - `tools`: JSON schemas of tools, for the chat template and for reading calls;
+    - `tools`: functions or JSON schemas, for the chat template and for reading calls;
     - `has_effects = True`: it changes something outside itself.
     """
 
@@ -138,9 +138,9 @@ def has_effects(environment: Callable[[], Any] | None) -> bool:
     return bool(getattr(environment, "has_effects", False))
 
 
-def tools_of(environment: Callable[[], Any] | None) -> list[dict[str, Any]]:
-    """Return the JSON schemas of an environment's tools; empty without."""
-    return [dict(tool) for tool in getattr(environment, "tools", ()) or ()]
+def tools_of(environment: Callable[[], Any] | None) -> list[Any]:
+    """Return an environment's tools, functions or JSON schemas; empty without."""
+    return [*(getattr(environment, "tools", ()) or ())]
 
 
 def checked(step: object) -> Step:

@@ -44,8 +44,8 @@ class Tools:
     ...         b: the other
     ...     '''
     ...     return a + b
-    >>> Tools(add).tools[0]["function"]["name"]
-    'add'
+    >>> Tools(add).tools[0](1, 2)
+    3
     """
 
     def __init__(self, *functions: Callable[..., Any], has_effects: bool = False) -> None:
@@ -57,10 +57,10 @@ class Tools:
             if not callable(function) or not inspect.getdoc(function):
                 raise DefinitionError(f"Tools: {_name(function)} needs a docstring that says what it does.")
 
-    @functools.cached_property
-    def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the functions."""
-        return [schema_of(function) for function in self.functions.values()]
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """The functions, from whose annotations and docstrings their schemas follow."""
+        return [*self.functions.values()]
 
     def __call__(self) -> Session:
         """Return a new environment."""
@@ -94,9 +94,10 @@ class MethodTools:
             )
 
     @functools.cached_property
-    def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the methods."""
-        return [schema_of(getattr(self.made, name)) for name in self.names]
+    def tools(self) -> list[Callable[..., Any]]:
+        """The methods of one object, from whose annotations and docstrings their schemas follow."""
+        owner = self.made()
+        return [getattr(owner, name) for name in self.names]
 
     def __call__(self) -> Session:
         """Return a new environment."""
@@ -186,22 +187,6 @@ async def _result(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     threading.Thread(target=work, name=f"tool-{_name(function)}", daemon=True).start()
     found = await future
     return await found if inspect.isawaitable(found) else found
-
-
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool.
-
-    Raises:
-        DefinitionError: it lacks an annotation, or a description of an argument.
-    """
-    from transformers.utils import get_json_schema
-
-    try:
-        schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # transformers has errors of its own for each thing that is missing
-        raise DefinitionError(f"the tool {_name(function)} cannot be described to the policy: {error}") from error
-    schema["function"].get("parameters", {}).get("properties", {}).pop("self", None)
-    return schema
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -25,6 +25,23 @@ class ParsedTurn:
     error: str | None = None
 
 
+def schema_of(tool: Any) -> dict[str, Any]:
+    """Return the JSON schema of a tool: its own, or what annotations and docstring of a function say.
+
+    Raises:
+        DefinitionError: a function lacks an annotation, or a description of an argument.
+    """
+    if isinstance(tool, Mapping):
+        return dict(cast("Mapping[str, Any]", tool))
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # transformers has errors of its own for each thing that is missing
+        name = getattr(tool, "__name__", type(tool).__name__)
+        raise DefinitionError(f"the tool {name} cannot be described to the policy: {error}") from error
+
+
 class TurnParser:
     """Reads turns in the form of one model.
 
