@@ -7,6 +7,7 @@ behind. An `async def` runs in an event loop, and its result is asked for later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -65,7 +66,7 @@ class Caller:
         """Let a coroutine run; `arrived` returns its result under this number."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=_run_loop, args=(self._loop,), name="environments", daemon=True).start()
         self._begun[place] = time.monotonic()
         asyncio.run_coroutine_threadsafe(self._await(place, self._begun[place], awaitable), self._loop)
 
@@ -98,7 +99,9 @@ class Caller:
             for place in [place for place, begun in self._begun.items() if begun < last]:
                 del self._begun[place]
                 found[place] = too_late(self.timeout_s)
-                self._loop = None  # something blocks it; what else waits there has its own deadline
+                if self._loop is not None:  # something blocks it; what else waits there has its own deadline
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+                    self._loop = None
         return found
 
     def close(self) -> None:
@@ -108,6 +111,19 @@ class Caller:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._jobs = self._loop = None
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; what is still open then is cancelled."""
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
 
 
 class _Job:

@@ -7,6 +7,7 @@ transformers' `get_json_schema`, and its calls are read by transformers' parser.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -181,7 +182,7 @@ async def _result(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
             outcome, failed = error, True
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, ends this conversation only
             outcome, failed = RuntimeError(f"{type(error).__name__}: {error}"), True
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
             loop.call_soon_threadsafe(settle, outcome, failed)
 
     threading.Thread(target=work, name=f"tool-{_name(function)}", daemon=True).start()

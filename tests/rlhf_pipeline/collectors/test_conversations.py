@@ -1,0 +1,234 @@
+"""Conversations with environments: exact rows, limits, and failures that cost one conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline import CausalLMPolicy, Collect, FrozenLake, LakeMaps, Prompt, Step, Tools, Turn, scratch_policy
+from rlhf_pipeline.collectors.conversations import Conversation, Conversations
+from rlhf_pipeline.collectors.drawn import drawn_conversations
+from rlhf_pipeline.environments.games import LAKE_ALPHABET
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.engines.turns import POLICY
+
+LIMITS: dict[str, Any] = {"group_size": 4, "max_new_tokens": 2, "max_turns": 6, "max_row_tokens": 60, "num_slots": 16}
+
+
+class Slow(FrozenLake):
+    """The same game, answered after a while: conversations leave their slots and come back."""
+
+    async def step(self, turn: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0.001 * (turn.number % 3))
+        return FrozenLake.step(self, turn)
+
+
+class Wordy(FrozenLake):
+    """The same game with a long reply, which is computed in one pass with the whole row."""
+
+    def step(self, turn: Any) -> Any:
+        step = super().step(turn)
+        return Step(step.reply * 5, done=step.done, rewards=step.rewards)
+
+
+def lake_policy(num_slots: int = 16) -> CausalLMPolicy:
+    return scratch_policy(LAKE_ALPHABET, hidden_size=16, num_layers=2, num_heads=2, seed=1, num_slots=num_slots)
+
+
+def talks(environment: Any, policy: Any = None, groups: int = 4, **changes: Any) -> list[Conversation]:
+    """Conversations of a few groups."""
+    config = Collect(**{**LIMITS, **changes})
+    runner = Conversations(
+        environment, policy=policy or lake_policy(), config=config, seed=3, as_chat=False, template={}
+    )
+    source = LakeMaps(start_anywhere=True)
+    return runner.run([source.prompt(cursor, 0) for cursor in range(groups)], list(range(groups)))
+
+
+@pytest.mark.parametrize("environment", [FrozenLake, Slow, Wordy])
+def test_log_probs_and_masks_are_those_of_the_policy(environment):
+    """Every sampled token, and no other, has the log-prob of scoring the whole row, whatever the schedule."""
+    policy = lake_policy()
+    limits = {"max_row_tokens": 200} if environment is Wordy else {}
+    done = talks(environment, policy, **limits)
+    assert {talk.num_turns for talk in done} > {1, 6}
+    drawn = drawn_conversations(done, [""] * len(done), group_size=4)
+    ends = np.cumsum(drawn.lengths)
+    for talk, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
+        row, said = talk.row, torch.from_numpy(drawn.assistant[end - length : end])[None]
+        assert row is not None
+        ids = torch.tensor([row.ids])
+        scored = policy.log_probs(ids, torch.ones_like(said), said).detach()[0]
+        sampled = torch.tensor(row.log_probs)
+        assert torch.equal(sampled.isfinite(), said[0])
+        torch.testing.assert_close(sampled[said[0]], scored[said[0]], rtol=0, atol=1e-5)
+        # The row is the prompt, then turn and reply by turns, as the messages say.
+        spans = [*row.turn_spans, (len(row.ids), POLICY)]
+        texts = [
+            policy.tokenizer.decode(row.ids[a:b], skip_special_tokens=True)
+            for (a, _), (b, _) in itertools.pairwise(spans)
+        ]
+        assert "".join(texts) == "".join(message["content"] for message in talk.messages[1:])
+
+
+def test_tokens_do_not_depend_on_the_schedule():
+    """In place or after a wait, with two slots or sixteen, alone or in a crowd: the same conversations."""
+    wanted = [talk.row.ids for talk in talks(FrozenLake) if talk.row is not None]
+    assert len({tuple(ids) for ids in wanted}) > 8
+    for other in (talks(Slow), talks(FrozenLake, lake_policy(2))):
+        assert [talk.row.ids for talk in other if talk.row is not None] == wanted
+    assert [talk.row.ids for talk in talks(FrozenLake, groups=1) if talk.row is not None] == wanted[:4]
+
+
+def test_limits_end_a_conversation():
+    """Turns and tokens: a row ends with a sampled token and says why, and its rewards are those of its turns."""
+    few, short = talks(FrozenLake, max_turns=2), talks(FrozenLake, max_row_tokens=9)
+    assert {talk.finish_reason for talk in few} <= {"turns", "stop"}
+    assert "turns" in {talk.finish_reason for talk in few}
+    assert "length" in {talk.finish_reason for talk in short}
+    for talk in few + short:
+        assert talk.row is not None
+        assert len(talk.row.ids) <= 60
+        assert math.isfinite(talk.row.log_probs[-1])
+        assert sum(talk.turn_rewards) == pytest.approx(sum(talk.rewards.values()))
+        assert len(talk.turn_rewards) == talk.num_turns
+
+
+class Moody(FrozenLake):
+    """Goes wrong in the second turn of some conversations, in the way that the class says."""
+
+    how: Any = None
+
+    def step(self, turn: Any) -> Any:
+        if turn.number == 2 and "O" in self.rows[1]:
+            return type(self).how()
+        return super().step(turn)
+
+
+def _exit() -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "error"),
+    [
+        (lambda: time.sleep(20), "timeout", "no answer after 0.9 s"),
+        (lambda: asyncio.sleep(20), "timeout", "no answer after 0.9 s"),
+        (lambda: 1 / 0, "tool_error", "ZeroDivisionError"),
+        (_exit, "tool_error", "SystemExit"),
+        (lambda: Step(b"bytes"), "tool_error", "the reply is bytes"),  # type: ignore[arg-type]
+        (lambda: "text", "tool_error", "step returned str"),
+        (lambda: Step(rewards={"reached": math.nan}), "tool_error", "must be finite"),
+        (lambda: Step("~"), "tool_error", "does not know"),
+    ],
+)
+def test_a_failure_costs_its_own_conversation(how, kind, error):
+    """A hang, an exception, another type, a character without a token: one failure each, and the others as before."""
+    environment = type("Moodier", (Moody,), {"how": staticmethod(how)})
+    wanted = talks(FrozenLake, groups=2)
+    found = talks(environment, groups=2, step_timeout_s=0.9 if kind == "timeout" else None)
+    failed = [talk for talk in found if talk.failure is not None]
+    assert 0 < len(failed) < len(found)
+    assert {talk.failure.kind for talk in failed if talk.failure is not None} == {kind}
+    assert all(error in talk.failure.error for talk in failed if talk.failure is not None)
+    for one, other in zip(wanted, found, strict=True):
+        if other.failure is None:
+            assert one.row is not None
+            assert other.row is not None
+            assert one.row.ids == other.row.ids
+
+
+def test_a_reply_of_a_megabyte_ends_its_conversation():
+    """There is no room for it in the row, and it is not encoded to find that out."""
+    environment = type("Loud", (Moody,), {"how": staticmethod(lambda: Step("." * 1_000_000))})
+    reasons = [talk.finish_reason for talk in talks(environment)]
+    assert "length" in reasons
+    assert {"stop", "turns"} & {*reasons}
+
+
+def test_members_of_a_group_see_the_same():
+    """A reset that depends on more than prompt and seed is refused: answers to other questions cannot be compared."""
+
+    class Fickle(FrozenLake):
+        made = 0
+
+        def reset(self, prompt: Prompt, seed: int) -> str:
+            Fickle.made += 1
+            return super().reset(prompt, seed) + "." * Fickle.made
+
+    with pytest.raises(DefinitionError, match="reset shows members of the group of prompt 0 different things"):
+        talks(Fickle)
+
+
+def test_tools_answer_calls_and_say_what_is_wrong():
+    """Results, wrong names and wrong arguments are told; an error that no argument causes fails the conversation."""
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: the other
+        """
+        return a + b
+
+    def broken() -> str:
+        """Fail."""
+        raise OSError("no route")
+
+    def step(*calls: tuple[str, dict[str, Any]]) -> Any:
+        named = tuple({"name": name, "arguments": arguments} for name, arguments in calls)
+        return asyncio.run(Tools(add, broken)().step(Turn(text="", tool_calls=named)))  # type: ignore[arg-type]
+
+    told = [one["content"] for one in step(("add", {"a": 1, "b": 2}), ("sub", {}), ("add", {"a": 1})).reply]
+    assert told[0] == "3"
+    assert told[1] == "error: there is no tool 'sub'; there are add, broken"
+    assert told[2].startswith("error: TypeError: missing a required argument: 'b'")
+    assert step().done
+    with pytest.raises(OSError, match="no route"):
+        step(("broken", {}))
+
+
+def test_a_run_stores_turns_rewards_and_failures(tmp_path):
+    """Spans, both rewards and the failure of each row are stored, and no failure is trusted."""
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.run.start import run
+    from trajectory_store import TrajectoryStore
+
+    pipeline = definitions.find("frozen_lake").pipeline(
+        [
+            ("collect.prompts_per_rollout", "4"),
+            ("policy.hidden_size", "16"),
+            ("learn.lr_schedule", "constant"),
+            ("learn.steps", "2"),
+        ]
+    )
+    object.__setattr__(pipeline, "environment", type("Moodier", (Moody,), {"how": staticmethod(lambda: 1 / 0)}))
+    run(pipeline, run_dir=tmp_path / "run", definition="frozen_lake")
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        rows = store.read(store.ids())
+    failed = [reason == "tool_error" for reason in rows["failure_reason"]]
+    assert 0 < sum(failed) < len(failed) == 64
+    assert rows["reward_trusted"].tolist() == [not one for one in failed]
+    assert np.isnan(rows["task_reward"]).tolist() == failed
+    for spans, mask, meta in zip(rows["turn_spans"], rows["assistant_mask"], rows["meta"], strict=True):
+        roles = spans[:, 1].tolist()
+        assert roles == [1, 0] * (len(roles) // 2) + [1]
+        assert mask[spans[spans[:, 1] == 1, 0]].all()
+        assert len([m for m in json.loads(meta)["messages"] if m["role"] == "assistant"]) == roles.count(1)
+    good = ~np.array(failed)
+    np.testing.assert_allclose(
+        rows["task_reward"][good],
+        rows["reward_reached"][good] + 0.3 * np.nan_to_num(rows["reward_nearer"][good]),
+        rtol=1e-6,
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["failed/tool_error"] for line in lines) == sum(failed)
