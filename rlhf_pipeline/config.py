@@ -388,6 +388,30 @@ class Replay(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate(Settings):
+    """Evaluation on prompts that are never learned from, by the reward of the definition."""
+
+    prompts: PromptSource = setting(factory=NoPrompts, help="The source of these prompts.")
+    every: int = setting(10, min=1, help="Optimizer steps between two evaluations.")
+    num_prompts: int = setting(64, min=1, help="The first prompts of the source, in one fixed order; or all it has.")
+    group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs k of them.")
+    temperature: float = setting(1.0, min=0, help="Sampling temperature; 0 takes the most probable token.")
+    max_new_tokens: int | None = setting(
+        None, min=1, help="The most tokens of a completion; None takes `collect.max_new_tokens`."
+    )
+    success_at: float = setting(1.0, help="The reward from which on a completion counts as right in pass@k.")
+    at_start: bool = setting(True, help="Whether to evaluate the weights that the run begins with.")
+    keep_best: bool = setting(
+        True,
+        help="Save a checkpoint of the best evaluated weights, and keep it beside the newest ones: those with the "
+        "highest mean reward, of equal ones the earliest.",
+    )
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [(not isinstance(self.prompts, NoPrompts), "it needs prompts that the run does not learn from.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(Settings):
     """The loss."""
 
@@ -628,6 +652,9 @@ class Pipeline(Settings):
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
+    evaluate: Evaluate | None = setting(
+        None, help="Evaluate the policy on other prompts from time to time; see docs/evaluation.md. None does not."
+    )
 
     def _rules(self) -> list[tuple[bool, str]]:
         rewards_of(self.reward)  # refuses two of one name
@@ -641,6 +668,10 @@ class Pipeline(Settings):
             (
                 self.replay is not None or self.reward is not no_reward,
                 "it needs a reward function: (prompt, completion, answer, meta) -> float.",
+            ),
+            (
+                self.evaluate is None or self.reward is not no_reward,
+                "evaluate needs a reward function, with replay as well.",
             ),
             (
                 room is None or room >= rollout,
