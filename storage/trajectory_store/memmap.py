@@ -201,20 +201,21 @@ class Memmap(Medium):
             elif not fs.is_locked(commits_path(path)):
                 fs.remove_tree(path)
 
-    def unknown(self, state: State) -> list[str]:
-        """Return the segments with commits that the catalog does not know of, in words."""
+    def forgotten(self, state: State) -> list[Entry]:
+        """Return the segments with commits that the catalog does not know of."""
         counted = {entry.name for entry in state.entries}
-        out: list[str] = []
+        out: list[Entry] = []
         for path in sorted(self.folder.glob("seg-*")):
             if ordinal_of(path.name) is None or path.name in counted:
                 continue
             try:
                 attributes = read_attributes(fs.read_file(path / "zarr.json"), path, "segment")
-                record = parse(fs.read_file(commits_path(path))[:RECORD_SIZE], int(attributes["salt"]), 0)
+                meta = SegmentMeta.from_attributes(attributes, str(path))
+                record = parse(fs.read_file(commits_path(path))[:RECORD_SIZE], meta.salt, 0)
             except (OSError, StoreError, KeyError, TypeError, ValueError):
                 continue
             if record is not None and (record.catalog > state.number or record.ordinal >= state.next_ordinal):
-                out.append(f"{path.name} holds commits, and no record of the catalog names it: records are missing")
+                out.append(Entry(record.ordinal, meta.kind, meta.salt, meta.merged))
         return out
 
     def check(self, segment: Segment, report: VerifyReport) -> None:

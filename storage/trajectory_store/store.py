@@ -22,7 +22,7 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.journal import State
+from trajectory_store.journal import Journal, State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
 from trajectory_store.memmap import Memmap, create_folder
@@ -190,6 +190,7 @@ class TrajectoryStore(StoreReads):
                 record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
+                    _remember(store._catalog.journal, medium)
                     medium.sweep(store._catalog.journal.state)
         return store
 
@@ -502,6 +503,13 @@ class TrajectoryStore(StoreReads):
                 f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
+
+
+def _remember(journal: Journal, medium: Medium) -> None:
+    """Name the segments again that lost or damaged records of the catalog named, before anything removes them."""
+    for entry in medium.forgotten(journal.state):
+        if not entry.merged:  # what a merged one was made of is still named
+            journal.change(lambda state, entry=entry: state.with_entry(entry))
 
 
 def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:
