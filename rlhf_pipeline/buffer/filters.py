@@ -142,7 +142,7 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
         if value != value:  # which equals nothing
             comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
         else:
-            same = _equals(store, name, ids, value if isinstance(value, bytes) else value.encode())
+            same = _equals(store, name, ids, value if isinstance(value, bytes) else str(value).encode())
             return same if sign == "==" else ~same
     operands: dict[str, Any] = {"column": values, "value": value}
     return evaluate(comparison, operands.__getitem__)
