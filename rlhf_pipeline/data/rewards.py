@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rlhf_pipeline.data.json_values import JsonValue
-from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.prompts import JsonValue, Prompt
 from rlhf_pipeline.errors import DefinitionError, RewardError, plain
 
 RewardFunction = Callable[[str, str, str | None, Mapping[str, object]], float]
