@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from rlhf_pipeline.config_text import override
     from rlhf_pipeline.data import keys
     from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompt, Prompts
-    from rlhf_pipeline.data.rewards import final_number, final_number_match, token_match
+    from rlhf_pipeline.data.rewards import (
+        LeftOut,
+        Matches,
+        Reward,
+        SoftOverlong,
+        exact_match,
+        final_number,
+        final_number_match,
+        mask_truncated,
+        math_verify_match,
+        token_match,
+    )
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
@@ -51,7 +62,8 @@ _NAMES = {
     "config_text": "override",
     "data": "keys",
     "data.prompts": "CopyDigits Mix Prompt Prompts",
-    "data.rewards": "final_number final_number_match token_match",
+    "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
+    "math_verify_match token_match",
     "errors": "PipelineError",
     "collectors.collector": "Collector",
     "functional.advantage": "group_advantage",
@@ -83,6 +95,8 @@ __all__ = [
     "CopyDigits",
     "GRPO",
     "Learn",
+    "LeftOut",
+    "Matches",
     "Mix",
     "Pipeline",
     "PipelineError",
@@ -90,11 +104,16 @@ __all__ = [
     "Prompt",
     "Prompts",
     "Replay",
+    "Reward",
     "Sample",
+    "SoftOverlong",
     "TinyPolicy",
     "WritePath",
+    "exact_match",
     "final_number",
     "final_number_match",
+    "mask_truncated",
+    "math_verify_match",
     "override",
     "token_match",
 ]

@@ -13,19 +13,22 @@ resume, written to the run folder and rebuilt in another process, all without im
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
-from rlhf_pipeline.data.rewards import RewardFunction, no_reward
+from rlhf_pipeline.data.rewards import Reward, RewardFunction, no_reward, rewards_of
 from rlhf_pipeline.settings import Settings, setting
 
-Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"]
+Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
-Objective = Literal["grpo", "cispo", "gspo"]
+Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
 Level = Literal["token", "sequence"]
+MaskLevel = Literal["token", "sequence", "product"]
 
 
 def _lora_rules(targets: str) -> list[tuple[bool, str]]:
@@ -162,6 +165,23 @@ class Collect(Settings):
         "address checks twice a second instead.",
     )
 
+    reward_concurrency: int = setting(
+        16,
+        min=1,
+        help="Reward calls that run at the same time, beside sampling; 1 for functions that must not be called side by "
+        "side.",
+    )
+    reward_timeout_s: float | None = setting(
+        300.0,
+        above=0,
+        help="Seconds after which a reward call counts as failed (`timeout`); None waits for ever.",
+    )
+    skip_special_tokens: bool = setting(
+        False,
+        help="Leave special tokens such as `<think>` out of the text that rewards see and that is stored. The token "
+        "that ends a completion is never in it.",
+    )
+
     @property
     def rollout_size(self) -> int:
         """Trajectories in one rollout."""
@@ -198,11 +218,12 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
 class WritePath(Settings):
     """The processing of a completed trajectory before it is stored."""
 
-    estimator: Estimator = setting(
+    estimator: Estimator | Callable[..., Any] = setting(
         "grpo",
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
-        "`reinforce_pp` and `reinforce_pp_baseline` divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`.",
+        "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
+        "divide by the spread of the whole rollout, or of all gathered "
+        "trajectories with `replay`. A definition may give a function, `EstimatorFunction` there.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -372,8 +393,9 @@ class GRPO(Settings):
 
     objective: Objective = setting(
         "grpo",
-        help="PPO's clip on token ratios, CISPO's clipped weight, or PPO's clip on sequence ratios (clip at about "
-        "3e-4).",
+        help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about 3e-4), "
+        "SAPO's smooth gate without a clip, or the geometric mean of clipped ratios (GMPO, with "
+        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm).",
     )
     clip_low: float | None = setting(
         None,
@@ -396,7 +418,7 @@ class GRPO(Settings):
     )
     kl_importance_weight: bool = setting(
         False,
-        help="Weight that term by policy over sampler, within the clip bounds, for stale trajectories.",
+        help="Weight that term by policy over sampler, for stale trajectories.",
     )
     dual_clip: float | None = setting(
         None,
@@ -415,13 +437,25 @@ class GRPO(Settings):
         "token",
         help="For `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
     )
-    icepop: Level | None = setting(
+    tis_floor: float | None = setting(None, min=0, help="Lower bound of the weight of `tis_cap`.")
+    icepop: MaskLevel | None = setting(
         None,
-        help="Leave tokens, or whole completions, out of the policy loss if their `exp(trainer - sampler log-prob)`, "
-        "for a completion the geometric mean, is not between `icepop_low` and `icepop_high`.",
+        help="Weight tokens, or whole completions, in the policy loss by `exp(trainer - sampler log-prob)` if that is "
+        "between `icepop_low` and `icepop_high`, else by 0. For a completion it is the geometric mean over its tokens "
+        "(`sequence`) or their product. With `tis_cap`, the weight inside the bounds is that of `tis_cap`.",
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
+    off_policy_threshold: float | None = setting(
+        None,
+        above=0,
+        help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
+        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
+    )
+    sapo_tau_positive: float = setting(
+        1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
+    )
+    sapo_tau_negative: float = setting(1.05, above=0, help="The same where it is not.")
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
@@ -442,9 +476,13 @@ class GRPO(Settings):
                 f"delta is {self.delta}; it must be above 1 + clip_high, {1 + self.clip_high}.",
             ),
             (
-                not (bounded and self.objective == "cispo"),
-                "cispo has no min that dual_clip or delta could bound: they belong to PPO's clip, which cispo does not "
-                "have.",
+                not bounded or self.objective in ("grpo", "gspo"),
+                f"{self.objective} has no min that dual_clip or delta could bound: they belong to PPO's clip, which "
+                f"{self.objective} does not have.",
+            ),
+            (
+                self.tis_floor is None or (self.tis_cap is not None and self.tis_floor < self.tis_cap),
+                f"tis_floor is {self.tis_floor}; it must be below tis_cap, {self.tis_cap}.",
             ),
             (
                 self.icepop_low < self.icepop_high,
@@ -536,6 +574,24 @@ class Learn(Settings):
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
 
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
+
+        The step after the warm-up has the full rate. A falling rate reaches 0 at `lr_decay_steps`, by default the step
+        after the last.
+
+        >>> learn = Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear")
+        >>> [learn.learning_rate(step) for step in range(1, 7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if step <= self.warmup_steps:
+            return self.lr * (step / self.warmup_steps)
+        if self.lr_schedule == "constant":
+            return self.lr
+        first, end = self.warmup_steps + 1, self.lr_decay_steps or self.steps + 1
+        done = min((step - first) / (end - first), 1.0) if end > first else 1.0
+        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
@@ -557,10 +613,11 @@ class Pipeline(Settings):
     name: str = setting(help="The run's name in its output.")
     policy: TinyPolicy | PretrainedPolicy = setting(help="The model: made from scratch, or from a checkpoint.")
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
-    reward: RewardFunction = setting(
+    reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
-        help="`(prompt, completion, answer, meta) -> float`. A call that raises fails its trajectory, not the run. "
-        "Not needed with `replay`.",
+        help="`(prompt, completion, answer, meta) -> float`, a function that asks for other arguments, or several, "
+        "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
+        "trajectory, not the run. Not needed with `replay`.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
@@ -573,6 +630,7 @@ class Pipeline(Settings):
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
 
     def _rules(self) -> list[tuple[bool, str]]:
+        rewards_of(self.reward)  # refuses two of one name
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [

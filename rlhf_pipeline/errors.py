@@ -13,6 +13,7 @@
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
+    +-- StopAskedError (RuntimeError)     a signal asked to stop while reward calls ran; nothing of it is stored
     +-- EngineError (RuntimeError)        an external engine cannot be reached, or gives an invalid answer
     +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
 
@@ -107,6 +108,10 @@ class RunStorageError(PipelineError, OSError):
 
 class RewardError(PipelineError, RuntimeError):
     """Every reward call of a step failed, so there is nothing to learn from."""
+
+
+class StopAskedError(PipelineError, RuntimeError):
+    """A signal asked to stop while reward calls were running; their rollout is sampled again later."""
 
 
 class EngineError(PipelineError, RuntimeError):

@@ -168,7 +168,11 @@ class Setting:
         if typing.get_origin(option) is tuple:
             if not isinstance(value, (tuple, list)):
                 return _UNFIT
-            items = [self._as(typing.get_args(option)[0], item) for item in cast("list[Any]", value)]
+            kinds = _options(typing.get_args(option)[0])
+            items = [
+                next((fit for kind in kinds if (fit := self._as(kind, item)) is not _UNFIT), _UNFIT)
+                for item in cast("list[Any]", value)
+            ]
             return _UNFIT if any(item is _UNFIT for item in items) else tuple(items)
         if typing.get_origin(option) is dict:
             return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else _UNFIT

@@ -127,7 +127,7 @@ def test_mistakes_of_run(env: dict[str, str], small_run: Path):
 
 
 @pytest.mark.parametrize(
-    "module", ["rlhf_pipeline", "rlhf_pipeline.definitions", "rlhf_pipeline.report.html", "rlhf_pipeline.exchange"]
+    "module", ["rlhf_pipeline", "rlhf_pipeline.definitions", "rlhf_pipeline.report.one_file", "rlhf_pipeline.exchange"]
 )
 def test_modules_import_no_torch(env: dict[str, str], module: str):
     """Definitions, with all that a star import gives, and reports import nothing heavy."""

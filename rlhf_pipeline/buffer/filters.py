@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from trajectory_store import TrajectoryStore
+from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.where import evaluate
 
 Ids = npt.NDArray[np.int64]
@@ -20,6 +20,7 @@ Ids = npt.NDArray[np.int64]
 _CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*\Z")
 _SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
 _BLOCK_ROWS = 1024
+_TEXT_ROWS = 65_536
 
 
 def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | None = None) -> Ids:
@@ -46,10 +47,41 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
     [2]
     """
     ids = np.asarray(store.ids() if ids is None else ids)
+    return ids[meets(store, conditions, ids)]
+
+
+def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.NDArray[np.bool_]:
+    """Return which of `ids`, [N] int64, meet all conditions of `select`: [N] bool.
+
+    Raises:
+        DefinitionError: a condition cannot be read, or names no column.
+        MissingRowError: one of `ids` is not in the store.
+    """
     keep = np.ones(len(ids), bool)
     for condition in conditions:
         keep &= _meets(store, ids, condition)
-    return ids[keep]
+    return keep
+
+
+def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
+    """Return a text column as it is stored, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
+    column = store.schema[name]
+    batch = store.read_batch(ids, Schema([column]))
+    flat = batch.values.get(name, np.zeros(0, np.uint8)).view(np.uint8)
+    lengths = batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64))
+    return flat, np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _equals(store: TrajectoryStore, name: str, ids: Ids, value: bytes) -> npt.NDArray[np.bool_]:
+    """Compare stored bytes, first by their length; decoding a million texts takes over a second."""
+    found = np.zeros(len(ids), bool)
+    wanted = np.frombuffer(value, np.uint8)
+    for first in range(0, len(ids), _TEXT_ROWS):
+        flat, starts = text_bytes(store, name, ids[first : first + _TEXT_ROWS])
+        rows = np.flatnonzero(np.diff(starts) == len(wanted))
+        same = (flat[starts[rows, None] + np.arange(len(wanted))] == wanted).all(axis=1) if len(rows) else True
+        found[first + rows] = same
+    return found
 
 
 def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
@@ -83,8 +115,11 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     name, sign, text = read.groups()
     name = _SHORT.get(name, name)
     known = [column.name for column in store.schema if column.axis is None or column.is_text]
+    values: npt.NDArray[Any] = ids
     if name in _DERIVED:
         values = _DERIVED[name](store, ids)
+    elif name in known and store.schema[name].is_text:
+        pass  # compared as bytes below
     elif name in known:
         values = store.read_scalars(name, ids)
     else:
@@ -100,12 +135,15 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
         value = _value(name, text, condition)
     sign = "==" if sign == "=" else sign
     comparison = f"column {sign} value"
-    if isinstance(value, (str, bytes)) or value != value:
-        if sign not in ("==", "!="):
-            what = "text" if isinstance(value, (str, bytes)) else "nan"
-            raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
-        if value != value:  # which equals nothing
-            comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
+    is_text = isinstance(value, (str, bytes))
+    if (is_text or value != value) and sign not in ("==", "!="):
+        what = "text" if is_text else "nan"
+        raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
+    if isinstance(value, (str, bytes)):
+        same = _equals(store, name, ids, value if isinstance(value, bytes) else value.encode())
+        return same if sign == "==" else ~same
+    if value != value:  # which equals nothing
+        comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
     operands: dict[str, Any] = {"column": values, "value": value}
     return evaluate(comparison, operands.__getitem__)
 

@@ -63,14 +63,18 @@ SAMPLED_BY: tuple[Column, ...] = (
 """How a trajectory was sampled. A run has these columns where more than its definition decides that: its engine is not
 the slots in its own process, or weights are replaced during sampling."""
 
+FAILURES: tuple[Column, ...] = (
+    Column("failure_reason", "str", fill=""),
+    Column("reward_trusted", "bool", fill=True),
+)
+"""Why a trajectory has no reward to learn from. Every run that collects has these columns."""
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 """Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
 
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
     Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),
-    Column("failure_reason", "str", fill=""),
-    Column("reward_trusted", "bool", fill=True),
+    *FAILURES,
     Column("parent_id", "int64", fill=-1),
     Column("branch", "int32", fill=0),
 )

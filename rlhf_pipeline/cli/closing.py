@@ -14,7 +14,7 @@ from rlhf_pipeline.run.folder import RunFolder
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     """Write the report, and print the result of the run and the next commands."""
-    from rlhf_pipeline.report.html import write_report
+    from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.report.samples import before_and_after
 
     run = RunFolder.open(finished.run_dir)
@@ -29,7 +29,7 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
             view.say(line)
     written = write_report(run)
-    view.say(f"written: {', '.join(str(path) for path in written)}")
+    view.say(f"written: {written}")
     view.say("next:")
     for command, meaning in next_commands(finished, plan):
         view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
@@ -70,7 +70,8 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         "steps": (f"{plan.again} --steps {2 * finished.steps}", "continue for as many steps again"),
         "target": (f"{plan.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
-    looks = [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
+    looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
+    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
     if finished.num_trajectories:
         looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]

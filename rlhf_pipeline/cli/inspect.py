@@ -12,7 +12,7 @@ from rlhf_pipeline.errors import PipelineError, plain, typed
 from rlhf_pipeline.report.words import count, number
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.data.rewards import RewardFunction
+    from rlhf_pipeline.data.rewards import Reward, RewardFunction
     from rlhf_pipeline.report.inspect import Inspection, RewardCheck
     from rlhf_pipeline.run.folder import RunFolder
 
@@ -55,7 +55,9 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if found.reward_check is None or found.reward_check.agrees else 1
 
 
-def _reward(run: RunFolder | None, typed: str | None) -> tuple[RewardFunction | None, str | None]:
+def _reward(
+    run: RunFolder | None, typed: str | None
+) -> tuple[RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None, str | None]:
     """Return the reward function, or why there is none. A definition given by option must load."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.data.rewards import no_reward

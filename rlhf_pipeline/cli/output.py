@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -33,6 +34,11 @@ def say(text: str = "", end: str = "\n") -> None:
         raise
     except OSError as error:
         raise OutputError(f"standard output cannot be written: {error.strerror}.") from error
+
+
+def say_json(data: object) -> None:
+    """Print data as JSON, indented."""
+    say(json.dumps(data, indent=2, allow_nan=False))
 
 
 def warn(text: str) -> None:

@@ -19,7 +19,7 @@ from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
     *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "import", "export", "copy", "new-model", "doctor"),
+    *("report", "view", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -39,6 +39,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
 `rlhf-pipeline COMMAND --help` says more about each."""
@@ -157,6 +158,11 @@ def add_filter(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    command.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
+
+
 def add_overrides(command: argparse.ArgumentParser) -> None:
     """Add `--set`."""
     command.add_argument(
@@ -167,6 +173,13 @@ def add_overrides(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY.PATH=VALUE",
         help="change one field of the definition (`rlhf-pipeline config` shows them); may be given several times",
+    )
+
+
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add `--trust`."""
+    command.add_argument(
+        "--trust", action="store_true", help="execute the definition's code of a run that was not started here"
     )
 
 
@@ -189,6 +202,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     add_overrides(command)
+    add_trust(command)
     command.add_argument("--parent", type=positive, metavar="PID", help="stop when this parent process has exited")
 
 

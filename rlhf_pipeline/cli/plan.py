@@ -14,7 +14,10 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
-from rlhf_pipeline.run.folder import RunFolder, is_run, open_run_or_store, run_of_store
+from rlhf_pipeline.run.branch import begin_from, checkpoint_named
+from rlhf_pipeline.run.checkpoint import step_of
+from rlhf_pipeline.run.folder import RunFolder, Setup, is_run, open_run_or_store, run_of_store
+from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
 from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
@@ -77,6 +80,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         PipelineError: anything wrong with the definition, the run folder, the model folder or the prompts.
     """
     overrides = _overrides(args)
+    if args.begin_from is not None:
+        return _branched(args, overrides)
     return checked(_resumed(args, overrides) if args.resume else _new(args, overrides))
 
 
@@ -161,6 +166,38 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
     )
 
 
+def _branched(args: argparse.Namespace, overrides: Overrides) -> Plan:
+    """Plan a run from the checkpoint of another one, and make its folder; from then on it is a run to continue."""
+    if args.resume:
+        raise DefinitionError("--from begins a run and --resume continues one: leave one of them out.")
+    source, checkpoint = checkpoint_named(args.begin_from)
+    moved = "name its new place before --from: rlhf-pipeline run FILE.py:function --from RUN"
+    definition = (
+        definitions.find(args.definition)
+        if args.definition
+        else recorded_definition(source, trust=args.trust, moved=moved)
+    )
+    out = address_of(args.out) if args.out else Path("runs") / f"{source.path.name}-from-{step_of(checkpoint)}"
+    command = _command(args.definition, str(out), args)
+    preflight.check_new_folder(out, command)
+    plan = checked(
+        plan_of(
+            definition,
+            tuple({**dict(source.config.overrides), **dict(overrides)}.items()),
+            out,
+            seed=source.config.seed if args.seed is None else args.seed,
+            device=args.device or source.config.device,
+            command=command,
+            resume=True,
+            collectors=args.collectors or 0,
+            learners=args.learners or 1,
+        )
+    )
+    given = {name: getattr(plan, name) for name in ("pipeline", "definition", "overrides", "seed", "device")}
+    begin_from(source, checkpoint, RunFolder(out), Setup(**given))
+    return plan
+
+
 def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
     """Take definition, overrides, seed and device from the run; options on the command line win."""
     named = args.definition
@@ -214,30 +251,13 @@ def recorded_plan(
     }
     place = forms.get(args.command, f"{args.command} FILE.py:function --run {typed(out)}")
     moved = f"name its new place: rlhf-pipeline {place}"
-    definition = definitions.find(named) if named else recorded_definition(out, moved)
-    merged = tuple({**dict(config.overrides), **dict(overrides)}.items())
+    run = RunFolder.open(out)
+    definition = definitions.find(named) if named else recorded_definition(run, trust=args.trust, moved=moved)
+    merged = tuple({**dict(with_kept_inputs(run, config.overrides)), **dict(overrides)}.items())
     device = args.device or config.device
     plan = plan_of(definition, merged, out, seed=config.seed, device=device, command=command, resume=True)
     RunFolder.open(out).check_unchanged(plan.pipeline, config.seed)
     return plan
-
-
-def recorded_definition(run: Address, moved: str) -> definitions.Definition:
-    """Return the definition that a run was started with.
-
-    Args:
-        run: its folder.
-        moved: the advice if its file has moved, for the message.
-
-    Raises:
-        MissingPathError: the definition is gone.
-    """
-    try:
-        return definitions.find(RunFolder.open(run).config.definition)
-    except MissingPathError as error:
-        raise MissingPathError(
-            f"the definition that {run} was started with is gone: {error} If the file has moved, {moved}"
-        ) from error
 
 
 def _command(definition: str | None, out: str | None, args: argparse.Namespace) -> str:
@@ -284,7 +304,9 @@ def _new_replay(args: argparse.Namespace) -> Plan:
     if is_run(first):
         run = RunFolder.open(first)
         if definition is None:
-            definition = recorded_definition(first, "name its new place: --definition FILE.py[:function]")
+            definition = recorded_definition(
+                run, trust=args.trust, moved="name its new place: --definition FILE.py[:function]"
+            )
         if args.definition is None or _is_started_with(run, definition):
             overrides, seed, device = _of_a_run(args, run), run.config.seed, run.config.device
     return plan_of(

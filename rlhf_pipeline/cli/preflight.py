@@ -5,7 +5,6 @@ Every check raises the error that the run itself would raise, or a better one.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy, Replay, TinyPolicy
 from rlhf_pipeline.data.prompts import Prompt, prompt_at
+from rlhf_pipeline.data.reward_forms import form_of
+from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import (
     DataError,
     DefinitionError,
@@ -126,8 +127,8 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
         resolve_source(pipeline.policy.path)
     if pipeline.replay is not None:
         return  # nothing is sampled or graded
-    check_reward(pipeline)
     prompt = first_prompt(pipeline, seed)
+    check_reward(pipeline, prompt)
     if isinstance(pipeline.policy, TinyPolicy):
         unknown = sorted(
             set(prompt.text + (prompt.answer if isinstance(prompt.answer, str) else "")) - set(pipeline.policy.alphabet)
@@ -151,24 +152,18 @@ def check_stores(replay: Replay) -> None:
             select(stored.store, replay.filters, stored.ids()[:0])
 
 
-def check_reward(pipeline: Pipeline) -> None:
-    """Refuse a reward function that cannot be called with `(prompt, completion, answer, meta)`.
+def check_reward(pipeline: Pipeline, prompt: Prompt | None = None) -> None:
+    """Refuse a reward function that asks for arguments that there are not.
+
+    Args:
+        pipeline: the definition.
+        prompt: its first, whose `meta` names the columns that a function may ask for; None accepts any.
 
     Raises:
         DefinitionError: its arguments do not match.
     """
-    try:
-        signature = inspect.signature(pipeline.reward)
-    except (TypeError, ValueError):
-        return  # a builtin or an extension type; it cannot be checked
-    try:
-        signature.bind("", "", None, {})
-    except TypeError as error:
-        name = getattr(pipeline.reward, "__qualname__", repr(pipeline.reward))
-        raise DefinitionError(
-            f"the reward function {name}{signature} cannot be called ({error}). "
-            "It must take (prompt, completion, answer, meta) and return a number."
-        ) from error
+    for reward in rewards_of(pipeline.reward):
+        form_of(reward, None if prompt is None else list(prompt.meta))
 
 
 def first_prompt(pipeline: Pipeline, seed: int) -> Prompt:

@@ -147,7 +147,7 @@ class RunView:
             fields.append(f"reward {number(self._rewards[-1])}{curve}")
         kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, otherwise to the behaviour policy
         shown = (
-            (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_old {:.3f}"),
+            (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_approx {:.3f}"),
             ("clip_fraction", "clip {:.3f}"),
             ("ess", "ess {:.2f}"),
             ("tokens_per_s", "{:,.0f} tok/s"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, natural, positive
+from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, add_trust, natural, positive
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.words import count
 
@@ -64,6 +64,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     command.add_argument("--resume", action="store_true", help="continue a replay that stopped")
     add_overrides(command)
+    add_trust(command)
     command.add_argument(
         "--from-step",
         type=positive,
@@ -88,7 +89,7 @@ def execute(args: argparse.Namespace) -> int:
     folder = address_of(args.paths[0])
     if not is_run(folder):
         raise not_found(folder)
-    return replay_run(folder, from_step=args.from_step, num_steps=args.steps, device=args.device)
+    return replay_run(folder, from_step=args.from_step, num_steps=args.steps, device=args.device, trust=args.trust)
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
@@ -104,16 +105,18 @@ def _check_rerun(args: argparse.Namespace) -> None:
         )
 
 
-def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None) -> int:
+def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
     from rlhf_pipeline.cli import preflight
-    from rlhf_pipeline.cli.plan import recorded_definition
     from rlhf_pipeline.cli.process import import_torch
     from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
 
     run = RunFolder.open(folder)
     config = run.config
-    pipeline = recorded_definition(folder, "put it back").pipeline(config.overrides)
+    pipeline = recorded_definition(run, trust=trust, moved="put it back").pipeline(
+        with_kept_inputs(run, config.overrides)
+    )
     run.check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     preflight.check_device(device)

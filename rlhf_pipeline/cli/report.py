@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import MissingPathError, typed
 
-HELP = "write report.html and reward.svg of a run again"
+HELP = "write report.html of a run again: the pages of `view` in one file"
 DETAILS = """\
 examples:
   rlhf-pipeline report runs/copy_digits
@@ -18,14 +18,12 @@ examples:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
-    command.add_argument(
-        "--out", metavar="FILE.html", help="the page (default: RUN/report.html); reward.svg goes beside it"
-    )
+    command.add_argument("--out", metavar="FILE.html", help="the page (default: RUN/report.html)")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Write `report.html` and `reward.svg`."""
-    from rlhf_pipeline.report.html import write_report
+    """Write `report.html`."""
+    from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
@@ -39,6 +37,5 @@ def execute(args: argparse.Namespace) -> int:
         raise MissingPathError(
             f"there is no folder {target.parent} for {target.name}. Make it first, or leave --out out."
         )
-    for path in write_report(run, target):
-        say(str(path))
+    say(str(write_report(run, target)))
     return 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.parser import add_overrides, add_steps, natural, positive, seconds, share
+from rlhf_pipeline.cli.parser import add_overrides, add_steps, add_trust, natural, positive, seconds, share
 from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
@@ -27,6 +27,7 @@ examples:
   rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl --device cuda
   rlhf-pipeline run ./my_task.py:my_pipeline
   rlhf-pipeline run copy_digits --resume --steps 800
+  rlhf-pipeline run --from runs/copy_digits@100 --set learn.lr=3e-4 --out runs/slower
   rlhf-pipeline run long_running --collectors 2
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
@@ -49,7 +50,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_steps(command)
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
     command.add_argument("--resume", action="store_true", help="continue a run that stopped")
+    command.add_argument(
+        "--from",
+        dest="begin_from",
+        metavar="RUN[@STEP]",
+        help="begin a new run with the weights and the optimizer of a checkpoint (default: its newest)",
+    )
     add_overrides(command)
+    add_trust(command)
     several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     several.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,14 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
+from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, check_all_failed
+from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
-from rlhf_pipeline.data.rewards import Grade, RewardFunction, grade
+from rlhf_pipeline.data.reward_forms import Sampled
+from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
@@ -47,6 +50,8 @@ class Rollout:
     seconds: float
     from_store: bool
     """True if the rollout was in the store already, from a run that was killed, so nothing was sampled."""
+    figures: Figures = field(default_factory=dict[str, "float | int | None"])
+    """Of `rollout_figures`; empty if part of the rollout is no longer known."""
 
 
 class Collector:
@@ -60,7 +65,8 @@ class Collector:
         policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
             engine (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
-        reward: `(prompt, completion, answer, meta) -> float`; a call that raises fails its trajectory only.
+        reward: one function or several, see `rlhf_pipeline.data.reward_forms`; a call that raises fails its trajectory
+            only.
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.
         seed: the run's seed.
@@ -94,7 +100,7 @@ class Collector:
         *,
         policy: Policy | nn.Module,
         prompts: PromptSource,
-        reward: RewardFunction,
+        reward: RewardFunction | Reward | Sequence[RewardFunction | Reward],
         buffer: TrajectoryReplayBuffer,
         config: Collect,
         seed: int,
@@ -104,7 +110,8 @@ class Collector:
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
-        self.reward = reward
+        self.grader = Grader(reward, concurrency=config.reward_concurrency, timeout_s=config.reward_timeout_s)
+        self._names = [one.label for one in self.grader.rewards] if has_columns(reward) else []
         self.buffer = buffer
         self.config = config
         self.seed = seed
@@ -127,6 +134,8 @@ class Collector:
         refresh: WeightRefresh | None = None,
         digests: Mapping[int, int] | None = None,
         is_first: bool = False,
+        stop: Callable[[], bool] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> Rollout:
         """Ensure that the whole of rollout number `rollout` is in the store.
 
@@ -136,12 +145,15 @@ class Collector:
             refresh: loads newer weights during sampling; only with a `CausalLMPolicy`.
             digests: of the published weights by version, read after sampling; None if none are published.
             is_first: this is the first attempt at the rollout, so the store is not searched for it.
+            stop: whether a signal has asked to stop; reward calls are then not waited for.
+            say: takes a sentence that names a reward call which takes long.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
 
         Raises:
             RewardError: every reward call failed. Nothing was stored.
+            StopAskedError: there was a request to stop while reward calls were running. Nothing was stored.
             EngineError: the engine is out of reach, or aborted a completion. Nothing was stored.
             StoreError: the store could not take the rollout; none of it was acknowledged.
         """
@@ -158,9 +170,11 @@ class Collector:
             len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
         ):
             self.observe(cursors)
-            found = self._summary(rollout, store.read_scalars("task_reward", rows), 0, None, started, from_store=True)
+            figures = stored_figures(store, rows, self._names)
+            rewards = store.read_scalars("task_reward", rows)
+            found = self._summary(rollout, rewards, 0, None, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
-            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None}
+            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
         prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
@@ -175,10 +189,70 @@ class Collector:
             how["stop"] = self.config.stop
         if self.config.is_truncated:
             how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
-        beside = None
+        beside, grading = None, self.grader.begin(self.config.group_size)
+        texts: dict[int, str] = {}
         if self.retrieve is not None:
             beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
-            how["ended"] = beside.ended
+
+        def ended(place: int, tokens: Sequence[int]) -> None:
+            texts[place] = self._text(tokens)
+            prompt = prompts[place // self.config.group_size]
+            grading.add(place, Sampled(prompt=prompt, completion=texts[place], token_ids=tokens))
+            if beside is not None:
+                beside.ended(place, tokens)
+
+        if isinstance(self.policy, TokenPolicy):  # a TorchRL wrapper passes nothing on
+            how["ended"] = ended
+        with grading:
+            completions = self._sampled(prompt_ids, cursors, how)
+            reasons = np.where(completions.stopped, "stop", "length").tolist()
+            ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
+            for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
+                given, prompt = tokens.tolist(), prompts[completions.prompt_index[place]]
+                texts[place] = texts[place] if place in texts else self._text(given)
+                one = Sampled(prompt=prompt, completion=texts[place], token_ids=given, finish_reason=reason)
+                grading.add(place, one, ended=True)
+            grades = grading.results(stop, say)
+        check_all_failed(grades, self.grader.rewards)
+        batch = trajectories(
+            prompts,
+            prompt_ids,
+            completions,
+            [texts[place] for place in range(len(completions))],
+            grades,
+            cursors=cursors,
+            group_size=self.config.group_size,
+            policy_version=policy_version,
+            digests=digests,
+            sampled_by=self._sampled_by(),
+        )
+        batch |= self._graded(grades)
+        if beside is not None:
+            batch |= beside.columns(batch)
+        # Otherwise the write path dropped part of it, and would again.
+        self.buffer.extend(batch, write=len(rows) == 0 or cut)
+        rewards = np.array([item.reward for item in grades], dtype=np.float32)
+        error = next((item.error for item in grades if item.error is not None), None)
+        figures = rollout_figures(
+            lengths=completions.lengths,
+            cut_off=np.array(
+                [reason == "length" and not item.broken for reason, item in zip(reasons, grades, strict=True)]
+            ),
+            rewards=rewards,
+            groups=cursors[completions.prompt_index],
+            kinds=[item.kind for item in grades],
+            values={
+                name: np.array([item.values[i] for item in grades], np.float32) for i, name in enumerate(self._names)
+            },
+        )
+        return self._summary(
+            rollout, rewards, len(completions.token_ids), error, started, figures=figures, from_store=False
+        )
+
+    def _sampled(
+        self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]
+    ) -> RaggedCompletions:
+        """Sample a rollout."""
         completions = self.policy.generate_ragged(
             prompt_ids,
             group_size=self.config.group_size,
@@ -194,31 +268,26 @@ class Collector:
                 "completions of this rollout; none of it was stored. Did another client of the engine stop them? Type "
                 "the same command with --resume: the rollout is sampled again."
             )
-        sampled = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
-        texts = [decode_completion(self.policy.tokenizer, ids.tolist()) for ids in sampled]
+        return completions
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return a completion as rewards see it and the store keeps it."""
+        keep, ends = not self.config.skip_special_tokens, self.policy.eos_token_ids
+        text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
         if self.config.stop and not self.config.keep_stop:
-            stops = StopStrings(self.policy.tokenizer, self.config.stop)
-            texts = [stops.without(text) for text in texts]
-        grades = grade(self.reward, [prompts[index] for index in completions.prompt_index], texts)
-        batch = trajectories(
-            prompts,
-            prompt_ids,
-            completions,
-            texts,
-            grades,
-            cursors=cursors,
-            group_size=self.config.group_size,
-            policy_version=policy_version,
-            digests=digests,
-            sampled_by=self._sampled_by(),
-        )
-        if beside is not None:
-            batch |= beside.columns(batch)
-        # Otherwise the write path dropped part of it, and would again.
-        self.buffer.extend(batch, write=len(rows) == 0 or cut)
-        rewards = np.array([item.reward for item in grades], dtype=np.float32)
-        error = next((item.error for item in grades if item.error is not None), None)
-        return self._summary(rollout, rewards, len(completions.token_ids), error, started, from_store=False)
+            text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
+        return text
+
+    def _graded(self, grades: Sequence[Grade]) -> dict[Key, Flat | Text]:
+        """Return the columns of failures and of each reward, as far as the store has them."""
+        found: dict[Key, Flat | Text] = {}
+        if any(item.kind for item in grades):
+            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
+        for number, reward in enumerate(self.grader.rewards):
+            values = [item.values[number] for item in grades]
+            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
+        return {key: column for key, column in found.items() if key in self.buffer.store.schema}
 
     def observe(self, cursors: np.ndarray) -> None:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
@@ -261,18 +330,27 @@ class Collector:
 
     @staticmethod
     def _summary(
-        index: int, rewards: np.ndarray, num_tokens: int, error: str | None, started: float, *, from_store: bool
+        index: int,
+        rewards: np.ndarray,
+        num_tokens: int,
+        error: str | None,
+        started: float,
+        *,
+        figures: Figures,
+        from_store: bool,
     ) -> Rollout:
-        failed = int(np.isnan(rewards).sum())
+        failed = sum(int(figures.get(f"failed/{kind}") or 0) for kind in BROKEN)
+        graded = np.isfinite(rewards)
         return Rollout(
             index=index,
             num_trajectories=len(rewards),
             num_tokens=num_tokens,
-            task_reward=float(np.nanmean(rewards, dtype=np.float64)) if failed < len(rewards) else None,
+            task_reward=float(rewards[graded].mean(dtype=np.float64)) if graded.any() else None,
             num_failed=failed,
             first_error=error,
             seconds=time.perf_counter() - started,
             from_store=from_store,
+            figures=figures,
         )
 
 
@@ -335,6 +413,7 @@ def trajectories(
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
     spans = completions.spans
     reasons = np.where(completions.stopped, "stop", "length").tolist()
+    beside = [_beside(item) for item in grades]
     out = Trajectories.completed(
         lengths,
         tokens=tokens,
@@ -348,14 +427,12 @@ def trajectories(
         version_spans=None
         if spans is None
         else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
-        finish_reasons=[
-            reason if item.error is None else "failed" for reason, item in zip(reasons, grades, strict=True)
-        ],
+        finish_reasons=["failed" if item.broken else reason for reason, item in zip(reasons, grades, strict=True)],
         prompts=[prompts[index].text for index in owner],
         completions=texts,
         metas=[
-            shared[index] if item.error is None else json.dumps({**own[index], "error": item.error}, ensure_ascii=False)
-            for index, item in zip(owner, grades, strict=True)
+            shared[index] if not more else json.dumps({**own[index], **more}, ensure_ascii=False)
+            for index, more in zip(owner, beside, strict=True)
         ],
     )
     if support is not None:
@@ -367,3 +444,8 @@ def trajectories(
         oldest: Any = out[keys.POLICY_VERSION]
         out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))
     return out
+
+
+def _beside(item: Grade) -> dict[str, Any]:
+    """Return what `meta` holds of a grade."""
+    return ({"error": item.error} if item.error is not None else {}) | ({"rewards": item.parts} if item.parts else {})

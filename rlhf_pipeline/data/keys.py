@@ -49,6 +49,10 @@ META: Final[Key] = "meta"
 TEMPERATURE: Final[Key] = "temperature"
 LOG_PROB_MODE: Final[Key] = "log_prob_mode"
 ENGINE: Final[Key] = "engine"
+FAILURE_REASON: Final[Key] = "failure_reason"
+"""Why a trajectory has no reward: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`; empty otherwise."""
+REWARD_TRUSTED: Final[Key] = "reward_trusted"
+"""False for a trajectory whose reward must not be learned from."""
 SUPPORT_LOG_MASS: Final[Key] = "support_log_mass"
 """Per token, of sampling with top-k, top-p or min-p: the log of the probability that the tokens which could be drawn
 have together, under the whole distribution at the temperature; 0 elsewhere. Log-probs are stored under the whole

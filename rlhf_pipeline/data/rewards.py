@@ -1,22 +1,24 @@
-"""Reward functions: `(prompt, completion, answer, meta) -> float`.
+"""Reward functions, several of them with weights, and those that are built in.
 
-They take text, return one number and import nothing heavy, so `inspect` can grade a stored trajectory again without
-loading a model.
+They take text, return a number and import nothing heavy, so `inspect` can grade a stored trajectory again without
+loading a model. `rlhf_pipeline.data.reward_forms` says what arguments and results a function may have.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final
 
-from rlhf_pipeline.data.prompts import JsonValue, Prompt
-from rlhf_pipeline.errors import DefinitionError, RewardError, plain
+from rlhf_pipeline.data.prompts import JsonValue
+from rlhf_pipeline.errors import DefinitionError, plain
 
-RewardFunction = Callable[[str, str, str | None, Mapping[str, object]], float]
+RewardFunction = Callable[..., Any]
+"""A function that grades completions: plain, batched or `async`; see `rlhf_pipeline.data.reward_forms`."""
+
+_COLUMN = re.compile(r"[A-Za-z](?:[A-Za-z0-9]|_(?!_))*\Z")
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -78,60 +80,117 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
     return float(given is not None and given in [final_number(str(item)) for item in answers if item is not None])
 
 
-LARGEST: Final = 3.4028234663852886e38
-"""The largest float32, the type that rewards are stored in."""
+def exact_match(completion: str, answer: str | None) -> float:
+    r"""Return 1.0 if the completion is the answer, without the space around both, else 0.0.
+
+    >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris")
+    (1.0, 0.0)
+    """
+    return float(completion.strip() == str("" if answer is None else answer).strip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grade:
-    """The result of a reward function for one completion."""
-
-    reward: float
-    """The reward; NaN if the call failed."""
-    error: str | None = None
-    """One line about the failure, or None."""
-
-
-def grade(reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Grade]:
-    """Grade each completion with its prompt; a call that raises or does not return a finite number gives NaN.
+class Matches:
+    r"""A reward: 1.0 if a regular expression is found in the completion, else 0.0.
 
     Args:
-        reward: `(prompt, completion, answer, meta) -> float`.
-        prompts: one per completion.
-        completions: decoded text, without special tokens.
-
-    Returns:
-        One grade per completion, in order.
+        pattern: as `re.search` takes it, with `.` matching line ends as well; anchor it with `\A` and `\Z`.
 
     Raises:
-        RewardError: every call failed, so the reward function itself is wrong.
+        DefinitionError: the pattern is no regular expression.
+
+    >>> Matches(pattern=r"\A<think>.*</think>")("<think>4 x 3</think>12")
+    1.0
     """
-    grades = [
-        called(reward, prompt.text, text, prompt.answer, prompt.meta)
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
-    failed = [item.error for item in grades if item.error is not None]
-    if failed and len(failed) == len(grades):
-        name = getattr(reward, "__qualname__", repr(reward))
-        raise RewardError(
-            f"all {len(failed)} calls of the reward function {name} failed; the first with {failed[0]}. "
-            "This rollout was not stored; it will be sampled again, token for token. "
-            "Fix the function, then type the same command with --resume."
-        )
-    return grades
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise DefinitionError(f"Matches.pattern {self.pattern!r} is no regular expression: {error}.") from error
+
+    def __call__(self, completion: str) -> float:
+        """Return 1.0 or 0.0."""
+        return float(re.search(self.pattern, completion, re.DOTALL) is not None)
 
 
-def called(
-    reward: RewardFunction, prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]
-) -> Grade:
-    """Return the grade of one completion: its reward, or NaN and one line about the failure."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoftOverlong:
+    """A reward: DAPO's soft punishment of completions that come near the limit of tokens.
+
+    With `l` tokens it is 0 up to `max_tokens - cache`, then falls as `(max_tokens - cache - l) / cache`, and is -1
+    above `max_tokens`. Source: arXiv:2503.14476, equation 13.
+
+    Args:
+        max_tokens: the length `L_max`; usually `collect.max_new_tokens`, or less.
+        cache: the tokens `L_cache` before it over which the punishment grows.
+
+    Raises:
+        DefinitionError: `cache` is not between 1 and `max_tokens`.
+
+    >>> soft = SoftOverlong(max_tokens=10, cache=4)
+    >>> [soft(range(length)) for length in (6, 7, 9, 10, 11)]
+    [0.0, -0.25, -0.75, -1.0, -1.0]
+    """
+
+    max_tokens: int
+    cache: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cache <= self.max_tokens:
+            raise DefinitionError(
+                f"SoftOverlong.cache is {self.cache}; it must be between 1 and max_tokens ({self.max_tokens})."
+            )
+
+    def __call__(self, token_ids: Sequence[int]) -> float:
+        """Return the punishment, in [-1, 0]."""
+        over = len(token_ids) - (self.max_tokens - self.cache)
+        return -min(max(over / self.cache, 0.0), 1.0) or 0.0
+
+
+class LeftOut(Exception):
+    """Raise it in a reward function to leave the trajectory out of the baseline and the loss.
+
+    Args:
+        reason: the kind, stored in the column `failure_reason`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"left out: {reason}")
+        self.reason = reason
+
+
+def mask_truncated(finish_reason: str) -> None:
+    """Leave out a completion that was cut off at `collect.max_new_tokens`; it has no reward of its own otherwise.
+
+    Such a trajectory is stored with `failure_reason="truncated"` and without a reward, and counts neither in its
+    group's baseline nor in the loss, as DAPO's overlong filtering does (arXiv:2503.14476, section 3.4).
+
+    >>> mask_truncated("stop")
+    """
+    if finish_reason == "length":
+        raise LeftOut("truncated")
+
+
+def math_verify_match(completion: str, answer: str | None) -> float | None:
+    """Return 1.0 if math-verify finds the completion equal to the answer, else 0.0; None if the answer is no maths.
+
+    Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its own time limits, which need signals, are off:
+    `collect.reward_timeout_s` takes their place.
+
+    Raises:
+        DefinitionError: math-verify is not installed.
+    """
     try:
-        value = float(reward(prompt, completion, answer, meta))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
-        return Grade(reward=math.nan, error=describe_error(error))
-    if not abs(value) <= LARGEST:
-        return Grade(reward=math.nan, error=f"the reward is {value}; it must be a finite float32")
-    return Grade(reward=value)
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra
+    except ImportError as error:
+        raise DefinitionError('math_verify_match needs math-verify: pip install "rlhf-pipeline[math]"') from error
+    gold = parse(str("" if answer is None else answer), parsing_timeout=None)
+    if not gold:
+        return None
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
 def describe_error(error: BaseException) -> str:
@@ -141,5 +200,92 @@ def describe_error(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - its own __str__ is user code as well
         text = "(its message cannot be read)"
     line = plain(" ".join(text.split()).encode("utf-8", "replace").decode())
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {line}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
+
+
+LARGEST: Final = 3.4028234663852886e38
+"""The largest float32, the type that rewards are stored in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One of several reward functions of a definition.
+
+    The reward of a trajectory is the sum of `weight` times the result over the functions that apply to it, those that
+    do not return None. Each result is stored in the column `reward_NAME` and has a curve in `metrics.jsonl`.
+
+    Args:
+        function: the function.
+        weight: its weight; 0 only records it.
+        name: of its column; the function's own when None.
+
+    Raises:
+        DefinitionError: the function cannot be called, the weight is not finite, or the name cannot name a column.
+
+    >>> Reward(exact_match, weight=0.5).column
+    'reward_exact_match'
+    """
+
+    function: RewardFunction
+    _: KW_ONLY
+    weight: float = 1.0
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise DefinitionError(f"Reward: {self.function!r} is no function.")
+        if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not abs(self.weight) < LARGEST:
+            raise DefinitionError(f"Reward.weight is {self.weight!r}; it must be a finite number.")
+        if self.name is not None and (not _COLUMN.match(self.name) or self.name == "trusted"):
+            raise DefinitionError(
+                f"Reward.name is {self.name!r}; it must be letters, digits and single underscores, and not 'trusted'."
+            )
+
+    @property
+    def label(self) -> str:
+        """The name: the given one, or the function's, as a column may be named."""
+        if self.name is not None:
+            return self.name
+        function: Any = self.function
+        while hasattr(function, "func"):  # functools.partial
+            function = function.func
+        own = getattr(function, "__name__", type(function).__name__)
+        own = re.sub(r"_+", "_", re.sub(r"[^A-Za-z0-9_]", "_", own)).strip("_")
+        return own if _COLUMN.match(own) and own not in ("lambda", "trusted") else "function"
+
+    @property
+    def column(self) -> str:
+        """The name of its column in the store."""
+        return f"reward_{self.label}"
+
+
+def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
+    """Return the rewards of a definition, each with a name of its own.
+
+    Raises:
+        DefinitionError: two rewards are given the same name.
+
+    >>> [one.label for one in rewards_of([exact_match, Reward(exact_match, name="other"), exact_match])]
+    ['exact_match', 'other', 'exact_match_2']
+    """
+    given: Any = reward
+    many: Sequence[Any] = given if isinstance(given, (list, tuple)) else (given,)
+    found = [one if isinstance(one, Reward) else Reward(one) for one in many]
+    taken = [one.name for one in found if one.name is not None]
+    if len(set(taken)) < len(taken):
+        raise DefinitionError(f"two rewards have one name: {', '.join(taken)}. Give each Reward(..., name=) its own.")
+    named: list[Reward] = []
+    for one in found:
+        label, number = one.label, 1
+        while one.name is None and label in taken:
+            number += 1
+            label = f"{one.label}_{number}"
+        taken.append(label)
+        named.append(Reward(one.function, weight=one.weight, name=label))
+    return tuple(named)
+
+
+def has_columns(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> bool:
+    """Return whether the rewards have columns of their own; one plain function has `task_reward` alone."""
+    return isinstance(reward, (Reward, list, tuple))

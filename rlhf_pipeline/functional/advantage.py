@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple, get_args
 
 import torch
@@ -20,13 +21,21 @@ __all__ = [
 ]
 
 ESTIMATORS: Final[tuple[str, ...]] = get_args(Estimator)
-BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline")
+BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline", "grpo_batch")
 """Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
 STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
 RELATIVE_SPREAD_FLOOR: Final = 1e-12
 """A spread below this part of the group's mean absolute return is rounding, not signal (float64 sums)."""
+
+
+EstimatorFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""An estimator of one's own: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
+
+The members of a group have its number, from 0, and may come in any order; advantages of groups without spread are set
+to 0 afterwards. It sees whole groups and must not depend on which of them come in one call.
+"""
 
 
 class GroupAdvantage(NamedTuple):
@@ -91,7 +100,7 @@ def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.
 def group_advantage(
     returns: torch.Tensor,
     group_ids: torch.Tensor,
-    estimator: str = "grpo",
+    estimator: str | EstimatorFunction = "grpo",
     *,
     lengths: torch.Tensor | None = None,
     task_rewards: torch.Tensor | None = None,
@@ -106,6 +115,8 @@ def group_advantage(
     * `rloo`: `R - mean of the others = n / (n - 1) * (R - mean)`. arXiv:2402.14740.
     * `reinforce_pp`: `(R - mean_batch) / std_batch`; `reinforce_pp_baseline`: `(R - mean) / std_batch(R - mean)`.
       arXiv:2501.03262. The batch is all `returns`.
+    * `grpo_batch`: `(R - mean) / max(std_batch(R), 1e-6)`, TRL's `scale_rewards="batch"` (which adds 1e-4 to the
+      spread). arXiv:2508.08221.
     * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
@@ -120,7 +131,7 @@ def group_advantage(
     Args:
         returns: [N], float or integer.
         group_ids: int64 [N], any numbers.
-        estimator: one of `ESTIMATORS`.
+        estimator: one of `ESTIMATORS`, or an `EstimatorFunction`.
         lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
         task_rewards: [N], the rewards without the penalty; used together with `rounding`.
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
@@ -139,7 +150,7 @@ def group_advantage(
     >>> degenerate
     tensor([False, False, False, False,  True])
     """
-    if estimator not in ESTIMATORS:
+    if not callable(estimator) and estimator not in ESTIMATORS:
         raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
     if returns.ndim != 1 or group_ids.shape != returns.shape:
         raise DefinitionError(
@@ -168,7 +179,9 @@ def group_advantage(
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
     degenerate = flat[index]
 
-    if estimator == "grpo":
+    if callable(estimator):
+        advantages = _of_function(estimator, r, index, lengths)
+    elif estimator == "grpo":
         advantages = centred / std.clamp_min(STD_FLOOR)[index]
     elif estimator in ("dr_grpo", "mean"):
         advantages = centred
@@ -185,9 +198,25 @@ def group_advantage(
     elif estimator == "reinforce_pp_baseline":
         kept = centred.masked_fill(degenerate, 0.0)
         advantages = kept / _batch_std(kept).clamp_min(STD_FLOOR)
+    elif estimator == "grpo_batch":
+        advantages = centred / _batch_std(r - r.mean()).clamp_min(STD_FLOOR)
     else:
         advantages = r - _length_baseline(r, index, groups, lengths)
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+
+
+def _of_function(
+    estimator: EstimatorFunction, r: torch.Tensor, index: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a user's advantages in float64; refuse another shape or values that are not finite."""
+    name = getattr(estimator, "__name__", type(estimator).__name__)
+    found: object = estimator(r.clone(), index.clone(), None if lengths is None else lengths.clone())
+    if not isinstance(found, torch.Tensor) or found.shape != r.shape:
+        seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise DefinitionError(f"estimator {name} returned {seen}; it must return a tensor [{r.numel()}].")
+    if not bool(torch.isfinite(found).all()):
+        raise DefinitionError(f"estimator {name} returned an advantage that is not finite.")
+    return found.detach().double()
 
 
 def _numbers(group_ids: torch.Tensor) -> torch.Tensor:

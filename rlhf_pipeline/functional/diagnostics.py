@@ -19,13 +19,15 @@ __all__ = [
 ]
 
 
-def row_mean(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of rows [N], without gradient; 0 if there are no rows.
+def row_mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean of rows [N], without gradient; 0 if there are no rows. Rows outside a mask do not count.
 
     >>> row_mean(torch.tensor([True, False])), row_mean(torch.zeros(0))
     (tensor(0.5000), tensor(0.))
     """
-    return values.detach().sum() / max(values.numel(), 1)
+    if mask is None:
+        return values.detach().sum() / max(values.numel(), 1)
+    return torch.where(mask, values.detach(), 0).sum() / mask.sum().clamp_min(1)
 
 
 def weight_sums(
@@ -49,7 +51,7 @@ def weight_sums(
 
 
 def sequence_weight_sums(
-    log_ratio: torch.Tensor, index: torch.Tensor, segments: int
+    log_ratio: torch.Tensor, index: torch.Tensor, segments: int, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the same sums over sequences; the weight of a sequence is the product of its tokens' weights.
 
@@ -57,14 +59,16 @@ def sequence_weight_sums(
         log_ratio: [N].
         index: int64 [N], the sequence of each row.
         segments: number of sequences; sequences without a row do not count.
+        mask: bool [N], the rows that count; all by default.
 
     >>> log_ratio = torch.tensor([2.0, 1.5, 1.0]).log()
     >>> [round(x.item(), 6) for x in sequence_weight_sums(log_ratio, torch.tensor([0, 0, 2]), 3)]
     [2.0, 4.0, 10.0]
     """
     with torch.no_grad():
-        total = indexed_sum(log_ratio.detach().double(), index, segments)
-        rows = indexed_sum(torch.ones_like(total[:1]).expand(index.shape), index, segments)
+        ones = torch.ones_like(log_ratio, dtype=torch.float64) if mask is None else mask.double()
+        total = indexed_sum(log_ratio.detach().double() * ones, index, segments)
+        rows = indexed_sum(ones, index, segments)
         return weight_sums(total, rows > 0)
 
 

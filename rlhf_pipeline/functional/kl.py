@@ -5,8 +5,6 @@ Here `d = log pi(token) - log ref(token)` for tokens drawn from `pi`. http://jos
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from rlhf_pipeline.config import KLEstimator
@@ -84,7 +82,6 @@ def kl_loss(
     estimator: KLEstimator = "k3+",
     *,
     behaviour: torch.Tensor | None = None,
-    bounds: tuple[float, float] = (0.0, math.inf),
 ) -> torch.Tensor:
     """Return a KL term for a loss, per token; 0 where the other log-prob is not finite.
 
@@ -92,17 +89,17 @@ def kl_loss(
     * `k3+`: the value of k3, the gradient of k2.
     * `k3`: `exp(-d) - 1 + d`; the gradient is biased.
 
-    For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`. Under the policy's own
+    For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`, whole: a bound on it would
+    leave the correction out where it is needed. Under the policy's own
     expectation, the gradients of `k2` and `k3+` are right, so their weight is a constant, `stopgrad(w)`; the value of
-    `k3` is right, so its weight is differentiated too (the form of DeepSeek-V3.2). Within the bounds, the expected
-    gradient of all three is then that of the KL.
+    `k3` is right, so its weight is differentiated too (the form of DeepSeek-V3.2). The expected gradient of all
+    three is then that of the KL.
 
     Args:
         log_probs: any shape, with gradient.
         other: the same shape.
         estimator: see above.
         behaviour: log-probs of the policy that sampled, the same shape; None for the policy itself.
-        bounds: of `w`; they limit its variance.
 
     Returns:
         The term per token, in nats, same shape.
@@ -112,7 +109,7 @@ def kl_loss(
     """
     known = torch.isfinite(other)
     other = torch.where(known, other, log_probs.detach())
-    weight = None if behaviour is None else clamped_log_ratio(log_probs, behaviour).exp().clamp(*bounds)
+    weight = None if behaviour is None else clamped_log_ratio(log_probs, behaviour).exp()
     if estimator == "k3":
         value = kl_k3(log_probs, other)
     else:

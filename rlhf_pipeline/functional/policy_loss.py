@@ -1,4 +1,4 @@
-"""Token losses of the policy gradient: clipped, dual-clipped, CISPO, GSPO; corrections for stale samples.
+"""Token losses of the policy gradient: clipped, dual-clipped, CISPO, SAPO, GSPO, GMPO; corrections for stale samples.
 
 All per-token tensors have one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
 clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
@@ -21,10 +21,13 @@ __all__ = [
     "clip_bounds",
     "clipped_loss",
     "gspo_log_ratio",
-    "icepop_mask",
+    "gmpo_log_ratio",
+    "icepop_weight",
     "kl_trust_mask",
+    "off_policy_mask",
     "indexed_sum",
-    "sequence_icepop_mask",
+    "sapo_loss",
+    "sequence_icepop_weight",
     "sequence_mean_log_ratio",
     "sequence_tis_weight",
     "tis_weight",
@@ -140,6 +143,37 @@ def cispo_loss(
     return TokenLoss(-weight * advantage * log_probs, ratio < 1.0 - low, ratio > 1.0 + high)
 
 
+def sapo_loss(
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> TokenLoss:
+    """`-(4 / tau) sigmoid(tau (w - 1)) A` with `w = exp(log_ratio)`: SAPO's smooth gate. arXiv:2511.20347.
+
+    `tau` is one temperature where `A > 0` and another elsewhere. At `w = 1` value and gradient per `w` are `2 A / tau`
+    and `A`; further away the gradient fades, `4 p (1 - p) A` with `p = sigmoid(tau (w - 1))`, and never stops at once.
+
+    Args:
+        log_ratio: per token.
+        advantage: per token, same shape.
+        temperature_positive: `tau` where the advantage is above 0.
+        temperature_negative: `tau` elsewhere; larger fades sooner.
+
+    Returns:
+        The loss per token; nothing is clipped.
+
+    >>> log_ratio = torch.zeros(1, requires_grad=True)
+    >>> sapo_loss(log_ratio, torch.tensor([3.0])).loss.backward()
+    >>> log_ratio.grad
+    tensor([-3.])
+    """
+    tau = torch.full_like(log_ratio, temperature_negative).masked_fill(advantage > 0, temperature_positive)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    none = torch.zeros_like(log_ratio, dtype=torch.bool)
+    return TokenLoss(-gate * advantage, none, none)
+
+
 def indexed_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
     """Sum rows by sequence, differentiable.
 
@@ -199,13 +233,52 @@ def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch
     return level + (log_probs - log_probs.detach())
 
 
-def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float) -> torch.Tensor:
+def gmpo_log_ratio(
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    low: float = 0.4,
+    high: float = 0.4,
+) -> TokenLoss:
+    """Return the logarithm of GMPO's geometric mean of clipped ratios, for every token. arXiv:2507.20673.
+
+    With `l = log_ratio`, the mean over a sequence is that of `min(l, high)` where `A > 0` and of `max(l, -low)`
+    elsewhere: the clip is per token, one-sided and of the logarithm (`exp(-0.4)` to `exp(0.4)` in the paper). The value
+    is the sequence's for each token and each has its own gradient, as in `gspo_log_ratio`; with one weight per sequence
+    their sum is the gradient through the mean. The loss `-exp(mean) A` is the paper's with `sequence_mean`.
+
+    Args:
+        log_ratio: [N], with gradient.
+        advantage: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+        low: lower clip.
+        high: upper clip.
+
+    Returns:
+        The logarithms in `loss`, and where a token is clipped.
+
+    >>> log_ratio, advantage = torch.tensor([0.2, 0.8]), torch.ones(2)
+    >>> gmpo_log_ratio(log_ratio, advantage, torch.tensor([0, 0]), 1)[0]
+    tensor([0.3000, 0.3000])
+    """
+    clipped = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    level = sequence_mean_log_ratio(clipped.detach(), index, segments)[index]
+    with torch.no_grad():
+        clipped_low = (log_ratio < -low) & (advantage < 0)
+        clipped_high = (log_ratio > high) & (advantage > 0)
+    return TokenLoss(level + (clipped - clipped.detach()), clipped_low, clipped_high)
+
+
+def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float, floor: float | None = None) -> torch.Tensor:
     """Return `min(exp(proximal - behaviour), cap)` (truncated importance sampling), without gradient.
 
     Args:
         proximal: per token, the trainer's log-prob at the start of the step.
         behaviour: per token, the sampler's log-prob.
         cap: the largest weight.
+        floor: the smallest weight; None for no lower bound.
 
     Returns:
         The factor of each token's loss.
@@ -213,7 +286,7 @@ def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float) -> t
     >>> tis_weight(torch.tensor([0.0, -1.0]), torch.tensor([-5.0, -1.0]), 2.0)
     tensor([2., 1.])
     """
-    return clamped_log_ratio(proximal.detach(), behaviour).exp().clamp(max=cap)
+    return clamped_log_ratio(proximal.detach(), behaviour).exp().clamp(min=floor, max=cap)
 
 
 def sequence_tis_weight(
@@ -222,6 +295,7 @@ def sequence_tis_weight(
     index: torch.Tensor,
     segments: int,
     cap: float,
+    floor: float | None = None,
 ) -> torch.Tensor:
     """Return `min(exp(sum of proximal - behaviour over the sequence), cap)` for every row, without gradient; all [N].
 
@@ -230,36 +304,45 @@ def sequence_tis_weight(
     tensor([2.0138, 2.0138])
     """
     total = indexed_sum(proximal.detach() - behaviour, index, segments)
-    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)[index]
+    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(min=floor, max=cap)[index]
 
 
-def icepop_mask(proximal: torch.Tensor, behaviour: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return which tokens stay: those with `exp(proximal - behaviour)` inside [low, high].
+def icepop_weight(proximal: torch.Tensor, behaviour: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Return `k = exp(proximal - behaviour)` where it is inside [low, high], else 0 (IcePop), without gradient.
 
-    >>> icepop_mask(torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0]), 0.5, 5.0)
-    tensor([ True, False])
+    Source: arXiv:2510.18855; TRL calls it `token_mask`.
+
+    >>> icepop_weight(torch.tensor([0.5, -3.0]), torch.tensor([0.0, 0.0]), 0.5, 5.0)
+    tensor([1.6487, 0.0000])
     """
     ratio = clamped_log_ratio(proximal.detach(), behaviour).exp()
-    return (ratio >= low) & (ratio <= high)
+    return ratio * ((ratio >= low) & (ratio <= high))
 
 
-def sequence_icepop_mask(
+def sequence_icepop_weight(
     proximal: torch.Tensor,
     behaviour: torch.Tensor,
     index: torch.Tensor,
     segments: int,
     low: float,
     high: float,
+    *,
+    product: bool = False,
 ) -> torch.Tensor:
-    """Return which rows stay: the geometric mean of `exp(proximal - behaviour)` over their sequence is in the bounds.
+    """Return the same for a sequence's mean ratio, geometric, or for the product of its ratios; one value per row, [N].
 
-    >>> lo, lb = torch.tensor([0.0, -3.0]), torch.tensor([0.0, 0.0])
-    >>> sequence_icepop_mask(lo, lb, torch.tensor([0, 1]), 2, 0.5, 5.0)
-    tensor([ True, False])
+    The product is TRL's `sequence_mask`.
+
+    >>> lo, lb, index = torch.tensor([0.2, 0.4, -3.0]), torch.zeros(3), torch.tensor([0, 0, 1])
+    >>> sequence_icepop_weight(lo, lb, index, 2, 0.5, 5.0)
+    tensor([1.3499, 1.3499, 0.0000])
+    >>> sequence_icepop_weight(lo, lb, index, 2, 0.5, 5.0, product=True)
+    tensor([1.8221, 1.8221, 0.0000])
     """
-    mean = sequence_mean_log_ratio(proximal.detach() - behaviour, index, segments)
-    ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ((ratio >= low) & (ratio <= high))[index]
+    of_sequence = indexed_sum if product else sequence_mean_log_ratio
+    level = of_sequence(proximal.detach() - behaviour, index, segments)
+    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return (ratio * ((ratio >= low) & (ratio <= high)))[index]
 
 
 def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -269,3 +352,35 @@ def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
     tensor([ True, False])
     """
     return log_ratio.detach().square() / 2 <= threshold
+
+
+def off_policy_mask(
+    log_probs: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantage: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    threshold: float,
+) -> torch.Tensor:
+    """Return which rows stay: all but sequences of negative advantage that the policy has moved away from.
+
+    A sequence goes if `A < 0` and the mean of `behaviour - log_probs` over its tokens is above the threshold.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's `off_policy_mask_threshold`. A log-prob of -inf says nothing.
+
+    Args:
+        log_probs: [N], of the current policy.
+        behaviour: [N].
+        advantage: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+        threshold: in nats per token.
+
+    Returns:
+        bool [N].
+
+    >>> lb, advantage = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0, 1.0])
+    >>> off_policy_mask(torch.tensor([-2.0, -1.5, -9.0]), lb, advantage, torch.tensor([0, 0, 1]), 2, 0.5)
+    tensor([False, False,  True])
+    """
+    gap = (behaviour - log_probs.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return (advantage >= 0) | (sequence_mean_log_ratio(gap, index, segments)[index] <= threshold)

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
 from rlhf_pipeline.learner.metrics import StepMeter, data_metrics, kl_metrics, loss_metrics
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
@@ -69,7 +69,7 @@ class Learner:
     Args:
         policy: the policy that learns.
         loss: takes a padded batch with per-token weights. If it is `decoupled`, the learner computes the trainer's own
-            log-probs of a trajectory before the first step that uses it, and keeps them for later steps.
+            log-probs of new trajectories before the first step that may use them, and keeps them for later steps.
         buffer: where trajectories are read.
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
@@ -236,8 +236,9 @@ class Learner:
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
                 self.buffer.refresh()
-                row_ids, ages = (np.asarray(message[name], dtype=np.int64) for name in ("row_ids", "ages"))
-                self.step(message["step"], row_ids=row_ids, ages=ages)
+                named = ("row_ids", "ages", "admitted")
+                row_ids, ages, admitted = (np.asarray(message[name], dtype=np.int64) for name in named)
+                self.step(message["step"], row_ids=row_ids, ages=ages, admitted=admitted)
             elif message["what"] == "write":
                 self.write(Path(message["folder"]))
             else:
@@ -254,6 +255,7 @@ class Learner:
         *,
         row_ids: np.ndarray | None = None,
         ages: np.ndarray | None = None,
+        admitted: np.ndarray | None = None,
         ledger_fields: Mapping[str, object] | None = None,
     ) -> dict[str, float | int | None]:
         """Take optimizer step number `step` (1-based) and return its metrics.
@@ -263,6 +265,9 @@ class Learner:
             row_ids: int64 [n], the rows to learn from; None takes those of `chosen_rows`.
             ages: int64 [n], the ages of these rows, if the stored policy version does not give them; None takes
                 `step - 1` minus that version.
+            admitted: int64 [n], the rows that this step and later ones may use, in the order of their trajectory ids: a
+                `decoupled` loss scores those that are new before this step. None takes those of `admitted_rows` if
+                `row_ids` is None, else `row_ids`.
             ledger_fields: further fields of the step's ledger row, JSON-ready.
 
         Raises:
@@ -274,6 +279,8 @@ class Learner:
             self._forget_proximal(version, self.max_staleness)
         if row_ids is None:
             chosen = self.chosen_rows(step)
+            if admitted is None and self.chooses_a_part:
+                admitted = self.admitted_rows(step).row_ids
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
@@ -284,17 +291,18 @@ class Learner:
                 "a group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
             )
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
+        others = self._unscored(chosen.row_ids, admitted)
         if self.shards is not None:
-            self.shards.tell("step", step=step, row_ids=chosen.row_ids.tolist(), ages=chosen.ages.tolist())
-        plan = plan_step(
-            self.buffer.trajectories,
-            chosen.row_ids,
-            loss=self.loss,
-            config=self.config,
-            max_completion_tokens=self.max_completion_tokens,
-            head_weight=self.policy.head_weight,
-            shards=self.shards,
-        )
+            told = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": others}
+            self.shards.tell("step", step=step, **{name: values.tolist() for name, values in told.items()})
+        if len(others):
+            self._score_proximal(self._plan(others))
+        plan = self._plan(chosen.row_ids)
+        if len(chosen.row_ids) and not bool(plan.advantages.any()):
+            self._notices.append(
+                f"step {step}: every advantage is 0, as no group has two rewards that differ"
+                + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it changes nothing.")
+            )
         if self.loss.decoupled:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
@@ -319,7 +327,7 @@ class Learner:
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
             self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})
-        lr = learning_rate(self.config, step)
+        lr = self.config.learning_rate(step)
         self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.after_step(step)
@@ -339,6 +347,23 @@ class Learner:
             "lr": lr,
             **self._meter.metrics(plan),
         }
+
+    @property
+    def chooses_a_part(self) -> bool:
+        """Whether a step may use some of the rows that it could, and a `decoupled` loss must score the others too."""
+        return self.loss.decoupled and (self.sample.strategy != "fresh" or self.sample.max_uses is not None)
+
+    def _plan(self, row_ids: np.ndarray) -> StepPlan:
+        """Return the plan of a step that learns from these rows."""
+        return plan_step(
+            self.buffer.trajectories,
+            row_ids,
+            loss=self.loss,
+            config=self.config,
+            max_completion_tokens=self.max_completion_tokens,
+            head_weight=self.policy.head_weight,
+            shards=self.shards,
+        )
 
     def _fresh(self, version: int, watermark: int | None) -> Chosen:
         """Return the graded trajectories with an advantage that are young enough for the weights of a version.
@@ -378,6 +403,17 @@ class Learner:
         _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
         return found.take(len(row_ids) - 1 - from_the_end)
 
+    def admitted_rows(
+        self,
+        step: int,
+        *,
+        keep: Callable[[Chosen], np.ndarray] | None = None,
+        watermark: int | None = None,
+    ) -> Chosen:
+        """Return the trajectories that `chosen_rows` chooses from, in the order of their ids; arguments as there."""
+        fresh = self._fresh(step - 1, watermark)
+        return fresh if keep is None else fresh.take(keep(fresh))
+
     def chosen_rows(
         self,
         step: int,
@@ -398,9 +434,7 @@ class Learner:
         Raises:
             DataError: none is young enough, or each has been used as often as allowed.
         """
-        fresh = self._fresh(step - 1, watermark)
-        if keep is not None:
-            fresh = fresh.take(keep(fresh))
+        fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
         most = self.sample.max_uses
         if self.sample.strategy == "fresh" and most is None:
             return fresh
@@ -460,9 +494,24 @@ class Learner:
                 outputs[number] = output
         return shards.gather(outputs, len(batches)) if batches else []
 
-    @torch.no_grad()
+    def _unscored(self, chosen: np.ndarray, admitted: np.ndarray | None) -> np.ndarray:
+        """Return the rows besides the chosen ones whose proximal log-probs are to be taken now: int64 [n]."""
+        if admitted is None or not self.loss.decoupled:
+            return np.empty(0, np.int64)
+        return admitted[self._proximal.missing(admitted) & ~np.isin(admitted, chosen)]
+
     def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
-        """Compute the policy's log-probs of rows that no step has used; return the plan without lost tokens."""
+        """Score the rows that have no proximal log-probs yet; return the plan without lost tokens."""
+        self._score_proximal(plan)
+        held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
+        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in held], dtype=torch.int64)
+        if not bool(lost.any()):
+            return plan
+        return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
+
+    @torch.no_grad()
+    def _score_proximal(self, plan: StepPlan) -> None:
+        """Keep the policy's log-probs of the plan's rows that have none yet."""
         new = torch.from_numpy(self._proximal.missing(plan.row_ids))
         found: dict[int, torch.Tensor] = {}
         for batches in (plan.batches, plan.measured):
@@ -482,11 +531,6 @@ class Learner:
             found |= self.shards.exchange(own, wanted) if wanted else {}
         for at in new.nonzero()[:, 0].tolist():
             self._proximal.put(int(plan.row_ids[at]), found[at])
-        held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
-        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in held], dtype=torch.int64)
-        if not bool(lost.any()):
-            return plan
-        return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
         """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""
@@ -556,5 +600,5 @@ class Learner:
 def _of_rows(plan: StepPlan, chosen: torch.Tensor, own: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
     batch = plan.parts[int(chosen[0])]
-    own = own.where(torch.isfinite(batch.behaviour), 0.0)  # the loss leaves these out already
+    own = own.where(batch.mask, 0.0)  # the loss leaves the others out already, whatever the reason
     return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, batch.candidates, strict=True)}

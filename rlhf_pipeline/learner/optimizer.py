@@ -11,7 +11,6 @@ learner all use the same bfloat16 weights.
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -185,25 +184,6 @@ def decays(name: str, parameter: Tensor) -> bool:
     if parameter.ndim < 2 or _POSITIONS.search(name):
         return False
     return not name.endswith(("bias", "_bias"))
-
-
-def learning_rate(config: Learn, step: int) -> float:
-    """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
-
-    The step after the warm-up has the full rate. A falling rate reaches 0 at `lr_decay_steps`, by default the step
-    after the last.
-
-    >>> rates = [learning_rate(Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear"), n) for n in range(1, 7)]
-    >>> rates
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if step <= config.warmup_steps:
-        return config.lr * (step / config.warmup_steps)
-    if config.lr_schedule == "constant":
-        return config.lr
-    first, end = config.warmup_steps + 1, config.lr_decay_steps or config.steps + 1
-    done = min((step - first) / (end - first), 1.0) if end > first else 1.0
-    return config.lr * (1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 def _make(groups: list[dict[str, Any]], config: Learn) -> torch.optim.Optimizer:

@@ -13,10 +13,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class ProximalLogProbs:
-    """The trainer's own log-probs of trajectories, computed before the first step that uses each, and then frozen.
+    """The trainer's own log-probs of trajectories, computed before the first step that may use them, and then frozen.
 
-    Computed again at every step, they would be those of the policy itself: every ratio would be 1, and the clip without
-    effect. They are part of a checkpoint, so a resumed run continues with the same ones.
+    Computed at the step that uses a trajectory, they would be those of the policy itself: every ratio would be 1, and
+    the clip without effect. So a phase of several steps, each on a part of a rollout, scores all of it at its start.
+    They are part of a checkpoint, so a resumed run continues with the same ones.
 
     >>> held = ProximalLogProbs()
     >>> held.put(7, torch.tensor([-1.0, -2.0]))

@@ -28,7 +28,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.policies.weight_files import copy_into, load_weights
+from rlhf_pipeline.policies.weight_files import copy_into, load_weights, named_write_errors
 
 SHARDS: Final = "shards"
 """The folder that several processes write together."""
@@ -50,13 +50,11 @@ def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer
     Raises:
         OSError: the disk is full.
     """
-    try:
-        policy.save_pretrained(folder)
-        saved = optimizer_tensors(optimizer)
-        saved[RNG] = torch.get_rng_state()
+    policy.save_pretrained(folder)
+    saved = optimizer_tensors(optimizer)
+    saved[RNG] = torch.get_rng_state()
+    with named_write_errors(folder):
         save_file(saved, folder / "optimizer.safetensors")
-    except SafetensorError as error:  # the library's error type hides that the disk is full
-        raise OSError(f"{folder}: {error}") from error
     write_groups(folder, optimizer)
 
 
@@ -67,10 +65,8 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Non
         OSError: the disk is full.
     """
     copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-    try:
+    with named_write_errors(folder):
         save_file(copies, folder / f"{name}.safetensors")
-    except SafetensorError as error:
-        raise OSError(f"{folder}: {error}") from error
 
 
 def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from rlhf_pipeline.config import GRPO, Level
+from rlhf_pipeline.config import GRPO, MaskLevel
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
 from rlhf_pipeline.losses.loss_batch import MaskingStrategy
@@ -43,7 +43,7 @@ def check_arguments(s: Any, *, token_level: bool) -> None:
         ("head", s.head, ("auto", "fused", "recompute")),
         ("masking_strategy", s.masking_strategy, get_args(MaskingStrategy)),
         ("reduction", s.reduction, ("mean", "sum", "none")),
-        ("icepop_level", s.icepop_level, get_args(Level)),
+        ("icepop_level", s.icepop_level, get_args(MaskLevel)),
         ("padding_side", s.padding_side, ("left", "right")),
     ]
     for name, value, known in choices:
@@ -60,8 +60,8 @@ def check_arguments(s: Any, *, token_level: bool) -> None:
         ),
         (
             s.head != "fused" or token_level,
-            "head='fused' forms the gradient token by token; objective='gspo', kl_mask_threshold and unreduced "
-            "losses need all log-probs first. Use head='auto'.",
+            "head='fused' forms the gradient token by token; objective='gspo' or 'gmpo', kl_mask_threshold, "
+            "off_policy_threshold and unreduced losses need all log-probs first. Use head='auto'.",
         ),
         (s.samples_mc_entropy >= 1, "samples_mc_entropy must be at least 1."),
     ]
@@ -85,6 +85,10 @@ def _check_as_declared(s: Any) -> None:
             delta=s.delta,
             tis_cap=s.tis_cap,
             tis_level=s.tis_level,
+            tis_floor=s.tis_floor,
+            off_policy_threshold=s.off_policy_threshold,
+            sapo_tau_positive=s.sapo_tau[0],
+            sapo_tau_negative=s.sapo_tau[1],
             **bounds,
         )
     except DefinitionError as error:

@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 
-from rlhf_pipeline.config import KLEstimator, Level, Objective
+from rlhf_pipeline.config import KLEstimator, Level, MaskLevel, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.upload import upload
@@ -23,7 +23,8 @@ from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
-from rlhf_pipeline.functional.kl import clamped_log_ratio, kl_loss
+from rlhf_pipeline.functional.kl import kl_loss
+from rlhf_pipeline.functional.objectives import OBJECTIVES, PolicyTokens
 from rlhf_pipeline.losses._checks import HARMLESS, REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy, read_batch
@@ -222,18 +223,22 @@ class GRPOLoss(LossModule):
             prompt tokens; else from the first assistant token on). `generic`: every token but the first.
         ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
         ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
-        objective: `grpo` (PPO's clip), `cispo` or `gspo`.
+        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo` or `gmpo`.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
-        kl_importance_weight: multiply the KL terms by `pi / behaviour` within the clip bounds, for stale samples; see
-            `functional.kl.kl_loss`.
+        kl_importance_weight: multiply the KL terms by `pi / behaviour`, for stale samples; see `functional.kl.kl_loss`.
         dual_clip: `c > 1`: where `A < 0` the loss is at most `-c A`. arXiv:1912.09729.
         delta: upper bound on `w` in the unclipped branch.
         decoupled: read proximal log-probs from `("prox_log_probs", "full")`; else the behaviour log-probs are proximal.
         tis_cap: with `decoupled`, multiply the policy loss by `min(exp(proximal - behaviour), tis_cap)`.
         tis_level: `token` or `sequence`.
-        icepop: with `decoupled`, (low, high): tokens with `exp(proximal - behaviour)` outside leave the policy loss.
-        icepop_level: `token`, or `sequence` for the geometric mean over the sequence.
+        tis_floor: lower bound of that factor.
+        icepop: with `decoupled`, (low, high): multiply the policy loss by `exp(proximal - behaviour)` where that
+            is inside, by 0 elsewhere. With `tis_cap`, the factor inside is that of `tis_cap`.
+        icepop_level: `token`, `sequence` for the geometric mean over the sequence, or `product`.
+        off_policy_threshold: leave sequences of negative advantage out of the policy loss if the mean of
+            `behaviour - current log-prob` over their tokens is above this; see `policy_loss.off_policy_mask`.
+        sapo_tau: the temperatures of `sapo` where the advantage is above 0 and elsewhere.
         max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
         temperature: of scoring; by default the actor's own, or 1 if it has none.
         head: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`.
@@ -310,8 +315,11 @@ class GRPOLoss(LossModule):
         decoupled: bool = False,
         tis_cap: float | None = None,
         tis_level: Level = "token",
+        tis_floor: float | None = None,
         icepop: tuple[float, float] | None = None,
-        icepop_level: Level = "token",
+        icepop_level: MaskLevel = "token",
+        off_policy_threshold: float | None = None,
+        sapo_tau: tuple[float, float] = (1.0, 1.05),
         max_completion_tokens: int | None = None,
         temperature: float | None = None,
         head: Head = "auto",
@@ -343,8 +351,11 @@ class GRPOLoss(LossModule):
         self.decoupled = decoupled
         self.tis_cap = tis_cap
         self.tis_level: Level = tis_level
+        self.tis_floor = tis_floor
         self.icepop = icepop
-        self.icepop_level: Level = icepop_level
+        self.icepop_level: MaskLevel = icepop_level
+        self.off_policy_threshold = off_policy_threshold
+        self.sapo_tau = sapo_tau
         self.max_completion_tokens = max_completion_tokens
         self.temperature = temperature
         self.head: Head = head
@@ -393,7 +404,8 @@ class GRPOLoss(LossModule):
 
     def _is_token_level(self) -> bool:
         """Return whether the loss is a sum over tokens of functions of that token alone."""
-        return self.objective != "gspo" and not self.kl_mask_threshold and not self._is_unreduced
+        of_sequences = self.kl_mask_threshold or self.off_policy_threshold is not None
+        return OBJECTIVES[self.objective].per_token and not of_sequences and not self._is_unreduced
 
     @property
     def _is_unreduced(self) -> bool:
@@ -486,6 +498,11 @@ class GRPOLoss(LossModule):
         entropy: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """Return the terms from log-probs, summed or put back in [B, T]."""
+        policy_weight = rows.policy_weight
+        if self.off_policy_threshold is not None:
+            policy_weight = policy_weight * pl.off_policy_mask(
+                log_probs, rows.behaviour, rows.advantage, rows.index, rows.sequences, self.off_policy_threshold
+            )
         terms = self._weighted_terms(
             log_probs,
             entropy,
@@ -493,7 +510,7 @@ class GRPOLoss(LossModule):
             rows.proximal,
             rows.behaviour,
             rows.weight,
-            rows.policy_weight,
+            policy_weight,
             rows.ref,
             index=rows.index,
             sequences=rows.sequences,
@@ -535,16 +552,17 @@ class GRPOLoss(LossModule):
         policy_weight = weight
         if self.tis_cap is not None:
             if self.tis_level == "token":
-                factor = pl.tis_weight(proximal, behaviour, self.tis_cap)
+                factor = pl.tis_weight(proximal, behaviour, self.tis_cap, self.tis_floor)
             else:
-                factor = pl.sequence_tis_weight(proximal, behaviour, index, sequences, self.tis_cap)
+                factor = pl.sequence_tis_weight(proximal, behaviour, index, sequences, self.tis_cap, self.tis_floor)
             policy_weight = policy_weight * factor
         if self.icepop is not None:
             if self.icepop_level == "token":
-                keep = pl.icepop_mask(proximal, behaviour, *self.icepop)
+                ratio = pl.icepop_weight(proximal, behaviour, *self.icepop)
             else:
-                keep = pl.sequence_icepop_mask(proximal, behaviour, index, sequences, *self.icepop)
-            policy_weight = policy_weight * keep
+                product = self.icepop_level == "product"
+                ratio = pl.sequence_icepop_weight(proximal, behaviour, index, sequences, *self.icepop, product=product)
+            policy_weight = policy_weight * (ratio if self.tis_cap is None else ratio > 0)
         return TokenRows(
             index=index,
             column=column,
@@ -559,9 +577,8 @@ class GRPOLoss(LossModule):
         )
 
     def _kl(self, log_probs: torch.Tensor, other: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-        bounds = (1 - self.clip_epsilon_low, 1 + self.clip_epsilon_high)
         sampler = behaviour if self.kl_importance_weight else None
-        return kl_loss(log_probs, other, self.kl_estimator, behaviour=sampler, bounds=bounds)
+        return kl_loss(log_probs, other, self.kl_estimator, behaviour=sampler)
 
     def _token_loss(
         self,
@@ -572,15 +589,19 @@ class GRPOLoss(LossModule):
         sequences: int,
     ) -> tuple[pl.TokenLoss, torch.Tensor]:
         """Return the unweighted policy loss per token, and the log-ratio it used."""
-        low, high = self.clip_epsilon_low, self.clip_epsilon_high
-        if self.objective == "gspo" and index is not None:
-            log_ratio = pl.gspo_log_ratio(log_probs, proximal, index, sequences)
-        else:
-            log_ratio = clamped_log_ratio(log_probs, proximal)
-        if self.objective == "cispo":
-            return pl.cispo_loss(log_probs, log_ratio, advantage, low, high), log_ratio
-        loss = pl.clipped_loss(log_ratio, advantage, low, high, dual_clip=self.dual_clip, delta=self.delta)
-        return loss, log_ratio
+        tokens = PolicyTokens(
+            log_probs=log_probs,
+            proximal=proximal,
+            advantage=advantage,
+            index=index,
+            sequences=sequences,
+            low=self.clip_epsilon_low,
+            high=self.clip_epsilon_high,
+            dual_clip=self.dual_clip,
+            delta=self.delta,
+            sapo_tau=self.sapo_tau,
+        )
+        return OBJECTIVES[self.objective].loss(tokens)
 
     def _weighted_terms(
         self,
@@ -598,16 +619,23 @@ class GRPOLoss(LossModule):
     ) -> list[torch.Tensor]:
         """Return the weighted loss terms per token, in the order of `_term_names`; each [n].
 
-        Unless the objective is `gspo`, any part of the tokens may be passed, for example a chunk.
+        Unless the objective is one of sequences, any part of the tokens may be passed, for example a chunk. A token
+        that the policy bans (log-prob -inf) has no policy loss and no KL.
         """
-        loss, _ = self._token_loss(log_probs, advantage, proximal, index, sequences)
+        known = torch.isfinite(log_probs.detach())
+        log_probs = torch.where(known, log_probs, proximal)
+        policy_weight = torch.where(known, policy_weight, 0.0)
+        kl_weight = torch.where(known, weight, 0.0)
+        if index is not None:
+            index = torch.where(known, index, sequences)  # of a sequence of its own
+        loss, _ = self._token_loss(log_probs, advantage, proximal, index, sequences + 1)
         terms = [policy_weight * loss.loss]
         if self.entropy_bonus and entropy is not None:
             terms.append(entropy * (weight * -self.entropy_coeff))
         if self.kl_to_ref_coeff and ref is not None:
-            terms.append(self._kl(log_probs, ref, behaviour) * (weight * self.kl_to_ref_coeff))
+            terms.append(self._kl(log_probs, ref, behaviour) * (kl_weight * self.kl_to_ref_coeff))
         if self.kl_to_inference_coeff:
-            terms.append(self._kl(log_probs, behaviour, behaviour) * (weight * self.kl_to_inference_coeff))
+            terms.append(self._kl(log_probs, behaviour, behaviour) * (kl_weight * self.kl_to_inference_coeff))
         return terms
 
     def _trust_region(self, batch: LossBatch, rows: TokenRows, log_probs: torch.Tensor) -> torch.Tensor:
@@ -628,27 +656,29 @@ class GRPOLoss(LossModule):
     @torch.no_grad()
     def _diagnostics(self, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
         """Return the diagnostics of `GRPOLossOutput` over the masked tokens, with the sums that they merge from."""
-        lp = log_probs.detach()
-        loss, log_ratio = self._token_loss(lp, rows.advantage, rows.proximal, rows.index, rows.sequences)
-        low, high = row_mean(loss.clipped_low), row_mean(loss.clipped_high)
-        tokens = weight_sums(log_ratio)
-        sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences)
+        known = torch.isfinite(log_probs.detach())
+        lp = torch.where(known, log_probs.detach(), rows.proximal)
+        index = torch.where(known, rows.index, rows.sequences)  # a banned token is of a sequence of its own
+        loss, log_ratio = self._token_loss(lp, rows.advantage, rows.proximal, index, rows.sequences + 1)
+        low, high = row_mean(loss.clipped_low, known), row_mean(loss.clipped_high, known)
+        tokens = weight_sums(log_ratio, known)
+        sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences, known)
         found = {
             "clip_fraction": low + high,
             "clip_fraction_low": low,
             "clip_fraction_high": high,
-            "kl_approx": row_mean(rows.proximal - lp),
+            "kl_approx": row_mean(rows.proximal - lp, known),
             "ESS": ess_from_sums(*tokens).float(),
             "ess_sequence": ess_from_sums(*sequences).float(),
-            "entropy": None if entropy is None else row_mean(entropy),
+            "entropy": None if entropy is None else row_mean(entropy, known),
             "kl_to_ref": None,
-            "kl_to_inference": row_mean(kl_loss(lp, rows.behaviour, self.kl_estimator)),
-            "sampler_gap": row_mean((lp - rows.behaviour).abs()),
+            "kl_to_inference": row_mean(kl_loss(lp, rows.behaviour, self.kl_estimator), known),
+            "sampler_gap": row_mean((lp - rows.behaviour).abs(), known),
             **dict(zip(("num_tokens", "weight_sum", "weight_square_sum"), tokens, strict=True)),
             **dict(zip(("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"), sequences, strict=True)),
         }
         if rows.ref is not None:
-            known = torch.isfinite(rows.ref).sum()
-            found["kl_to_ref"] = kl_loss(lp, rows.ref, self.kl_estimator).sum() / known.clamp_min(1)
-            found["num_ref_tokens"] = known.double()
+            known = known & torch.isfinite(rows.ref)
+            found["kl_to_ref"] = row_mean(kl_loss(lp, rows.ref, self.kl_estimator), known)
+            found["num_ref_tokens"] = known.sum().double()
         return found

@@ -130,16 +130,23 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
         ) from error
 
 
-def decode_completion(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
-    """Return the text of a completion without special tokens.
+def decode_completion(
+    tokenizer: Any | None, token_ids: Sequence[int], *, keep_special: bool = False, end_token_ids: Collection[int] = ()
+) -> str:
+    """Return the text of a completion.
 
     Args:
         tokenizer: a tokenizer of transformers.
         token_ids: the sampled tokens, with or without the EOS token.
+        keep_special: keep special tokens such as `<think>` in the text, but for the token that ended the completion,
+            the tokenizer's EOS and its padding.
+        end_token_ids: the tokens that end a completion, beside the tokenizer's EOS.
     """
-    return _need_tokenizer(tokenizer).decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    codec, ids = _need_tokenizer(tokenizer), list(token_ids)
+    if keep_special:
+        silent = {*end_token_ids, getattr(codec, "eos_token_id", None), getattr(codec, "pad_token_id", None)}
+        ids = [token for token in ids if token not in silent]
+    return codec.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False)
 
 
 def encode_reply(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -37,6 +38,7 @@ from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recom
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.policies.packed import LayoutScorer
 from rlhf_pipeline.policies.stop_strings import StopStrings
+from rlhf_pipeline.policies.weight_files import named_write_errors
 
 __all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
 
@@ -157,8 +159,11 @@ class TokenPolicy(nn.Module):
 
         Args:
             folder: made if absent; files of the same names are replaced.
+
+        Raises:
+            OSError: the folder cannot be written.
         """
-        with quiet_progress():
+        with quiet_progress(), named_write_errors(Path(folder)):
             cast(Any, self.model).save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+
+_OS_ERROR = re.compile(r"os error (\d+)")
+
+
+@contextmanager
+def named_write_errors(folder: Path) -> Iterator[None]:
+    """Turn the error of safetensors for a file that cannot be written into the OSError that it hides.
+
+    Raises:
+        OSError: with the number of the system's error, so that a full disk can be told from a missing permission.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise OSError(f"{folder}: {error}") from error
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(folder)) from error
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

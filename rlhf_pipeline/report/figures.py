@@ -34,6 +34,16 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
             Figure("num_failed", "trajectories", "of those, how many had a failed reward call"),
+            Figure("completion_length", "tokens", "mean number of sampled tokens of a completion"),
+            Figure("completion_length_max", "tokens", "the most sampled tokens of a completion"),
+            Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),
+            Figure("reward_std_in_group", "reward", "standard deviation of the rewards of a group, mean over groups"),
+            Figure("flat_groups", "share", "share of groups whose rewards are all equal"),
+            Figure("reward/NAME", "reward", "mean result of the reward NAME where it applies, without its weight"),
+            Figure(
+                "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"
+            ),
+            Figure("failed/KIND", "trajectories", "trajectories without a reward by `failure_reason`; left out at 0"),
             Figure("rollout_s", "s", "time for sampling, grading and storing them"),
             Figure("tokens_per_s", "tokens/s", "sampling speed over that time"),
             Figure("kl_coef", "reward/nat", "weight of the KL penalty in the rewards of the step's trajectories"),

@@ -17,9 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.buffer.filters import num_completion_tokens
+from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.config_text import name_of
-from rlhf_pipeline.data.rewards import RewardFunction, called
-from rlhf_pipeline.report.stored import Context, Ids, Stored
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.reward_forms import Sampled
+from rlhf_pipeline.data.rewards import Reward, RewardFunction
+from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from trajectory_store.fs import disk_bytes
@@ -120,7 +123,11 @@ class Inspection:
 
 
 def inspect_store(
-    stored: Stored, *, run: RunFolder | None, reward: RewardFunction | None, why_no_reward: str | None = None
+    stored: Stored,
+    *,
+    run: RunFolder | None,
+    reward: RewardFunction | Reward | Sequence[RewardFunction | Reward] | None,
+    why_no_reward: str | None = None,
 ) -> Inspection:
     """Count a store's trajectories, and grade them again with the reward function.
 
@@ -136,7 +143,9 @@ def inspect_store(
     """
     versions, lengths, groups = Tally(), Tally(), Tally(sums=2)
     rewarded = "task_reward" in stored.columns
-    check = RewardCheck(function=name_of(reward)) if reward is not None and rewarded else None
+    grader = None if reward is None else Grader(reward)
+    functions = ", ".join(name_of(one.function) for one in grader.rewards) if grader is not None else ""
+    check = RewardCheck(function=functions) if grader is not None and rewarded else None
     prompt_tokens, graded, total = 0, 0, 0.0
     reasons, first_failed = Counter[str](), None
     for rows in stored.blocks():
@@ -154,8 +163,8 @@ def inspect_store(
         if rewards is not None:
             known = rewards[np.isfinite(rewards)].astype(np.float64)
             graded, total = graded + len(known), total + float(known.sum())
-            if check is not None and reward is not None:
-                again = _grade(check, stored, reward, rows, rewards.astype(np.float64))
+            if check is not None and grader is not None:
+                again = _grade(check, stored, grader, rows, rewards.astype(np.float64))
         if (numbers := stored.scalars("group_id", rows)) is not None:
             counts = np.isfinite(again)
             groups.add(numbers, np.where(counts, again, 0.0), counts)
@@ -191,13 +200,12 @@ def inspect_store(
     )
 
 
-def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids, before: Floats) -> Floats:
+def _grade(check: RewardCheck, stored: Stored, grader: Grader, ids: Ids, before: Floats) -> Floats:
     """Grade trajectories again, and record in the check how they differ from `before`, their stored rewards.
 
     Returns the function's results now, [n]; NaN where it failed now or, as `before` says with NaN, during the run.
     """
-    texts = stored.texts("prompt", ids), stored.texts("completion", ids)
-    found, errors = grade_again(reward, *texts, stored.contexts(ids))
+    found, errors = grade_again(grader, stored, ids)
     failed = np.isnan(before)
     different = np.flatnonzero(~failed & ~np.isclose(found, before, rtol=TOLERANCE, atol=TOLERANCE))
     check.num_trajectories += int((~failed).sum())
@@ -215,22 +223,37 @@ def _grade(check: RewardCheck, stored: Stored, reward: RewardFunction, ids: Ids,
     return np.where(failed, np.nan, found)
 
 
-def grade_again(
-    reward: RewardFunction, prompts: Sequence[str], completions: Sequence[str], contexts: Sequence[Context]
-) -> tuple[Floats, dict[int, str]]:
-    """Call the reward function on each trajectory; a call that raises gives NaN, as in a run.
+def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[int, str]]:
+    """Grade stored trajectories as a run does; a call that fails gives NaN.
+
+    Args:
+        grader: calls the reward functions; batched ones see the stored members of a group.
+        stored: the open store.
+        ids: int64 [N], the trajectories.
 
     Returns:
         The rewards [N], and the errors by index.
     """
-    again = np.empty(len(prompts))
-    errors: dict[int, str] = {}
-    for place, (prompt, completion, context) in enumerate(zip(prompts, completions, contexts, strict=True)):
-        found = called(reward, prompt, completion, context.answer, context.prompt_meta)
-        again[place] = found.reward
-        if found.error is not None:
-            errors[place] = found.error
-    return again, errors
+    prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
+    reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
+    wanted = any(form.takes("token_ids", "completion_ids") for form in grader.forms)
+    tokens = stored.rows("input_ids", ids) if wanted else None
+    starts = stored.scalars("num_prompt_tokens", ids)
+    sampled = [
+        Sampled(
+            prompt=Prompt(text=prompts[i], answer=context.answer, meta=context.prompt_meta),
+            completion=completions[i],
+            token_ids=[] if tokens is None or starts is None else tokens[i][int(starts[i]) :].tolist(),
+            finish_reason=reasons[i],
+        )
+        for i, context in enumerate(contexts)
+    ]
+    groups = stored.scalars("group_id", ids)
+    grades = grader.grade(sampled, None if groups is None else groups.tolist())
+    return (
+        np.array([item.reward for item in grades]),
+        {i: item.error for i, item in enumerate(grades) if item.error is not None},
+    )
 
 
 def _check_curve(check: RewardCheck, run: RunFolder, groups: Ids, of_groups: Floats) -> None:

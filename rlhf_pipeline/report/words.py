@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import plain
@@ -23,6 +23,21 @@ def one_line(text: str, width: int) -> str:
     head = max((width - 3 + 1) // 2, 0)
     tail = max(width - 3 - head, 0)
     return f"{line[:head]}...{line[len(line) - tail :]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
+    """Yield rows of a table with its columns aligned, the first `left` and the last to the left.
+
+    >>> list(aligned([("run", "step"), ("a", "12")]))
+    ['run  step', 'a    12']
+    """
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+    for row in rows:
+        cells = [
+            text.ljust(width) if at < left else text.rjust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join([*cells[:-1], row[-1]])
 
 
 def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY, SUPPORT
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import skips_too_long
+from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 from rlhf_pipeline.learner.learner import Learner
@@ -34,6 +36,7 @@ from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+from trajectory_store import Column
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
@@ -186,6 +189,9 @@ def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
         decoupled=config.corrects_the_sampler,
         tis_cap=config.tis_cap,
         tis_level=config.tis_level,
+        tis_floor=config.tis_floor,
+        off_policy_threshold=config.off_policy_threshold,
+        sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
         icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
         icepop_level=config.icepop or "token",
     )
@@ -214,7 +220,8 @@ def build_learner(
         shards: of a policy that is sharded over several processes.
         reference: a reference model that moves.
         check_sampler: report once if sampled log-probs differ from the policy's scores.
-        may_be_empty: whether a step may have nothing to learn from; None decides by `write.zero_variance`.
+        may_be_empty: whether a step may have nothing to learn from; None: in a run that collects,
+            as a reward may leave out every trajectory, and with `write.zero_variance=drop`.
     """
     replay = pipeline.replay
     drawn = replay is not None and not replay.recorded_order
@@ -228,7 +235,9 @@ def build_learner(
         max_completion_tokens=pipeline.collect.max_new_tokens,
         ledger=ledger,
         seed=seed,
-        may_be_empty=pipeline.write.zero_variance == "drop" if may_be_empty is None else may_be_empty,
+        may_be_empty=pipeline.replay is None or pipeline.write.zero_variance == "drop"
+        if may_be_empty is None
+        else may_be_empty,
         reference=reference,
         shards=shards,
         check_sampler=check_sampler,
@@ -327,18 +336,26 @@ def open_storage(
         run: the run folder.
         pipeline: the definition.
         max_size: the most trajectories that it keeps; None keeps all.
-        schema: its columns; None means the usual ones, with those of `SAMPLED_BY` if the definition calls for them.
+        schema: its columns; None means the usual ones, with those of `SAMPLED_BY` if the definition calls for them, and
+            one per reward if it has several.
     """
-    collect = pipeline.collect
-    extra = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
     return TrajectoryStorage(
         run.store_path,
         max_size=max_size,
         backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
         schema=schema,
-        extra=() if schema is not None else (*extra, SUPPORT) if collect.is_truncated else extra,
+        extra=_extra_columns(pipeline) if schema is None else (),
     )
+
+
+def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
+    """Return the columns of a run that collects, beside the usual ones."""
+    collect = pipeline.collect
+    sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
+    rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
+    support = (SUPPORT,) if collect.is_truncated else ()
+    return (*sampled_by, *support, *FAILURES, *(Column(one.column, "float32", fill=math.nan) for one in rewards))
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:

@@ -1,12 +1,13 @@
 """The run folder: every path, record, lock, log and check of a run is here. Imports no torch.
 
     config.json                  what the run was started with
+    definition/, inputs/         copies of the definition's source and of the prompts, see `run.inputs`
     store/                       trajectories
     ledger.jsonl, ledger.index   which trajectories entered which optimizer step
     metrics.jsonl, .index        one line per step
     checkpoints/                 sealed folders, see `run.checkpoint`
     log.txt, logs/               the log of the package; the files of `learn.logger`
-    reward.svg, report.html      for people to read
+    report.html                  for people to read
     gather.json, gather.npy      of a run over stores: what it learns from; recorded_ledger.jsonl: in which order
     rollouts/, weights/, claims/, processes/, supervisor.log    of a run of several processes, see `run.processes`
     group.json                   where the processes of a supervised learner meet
@@ -18,7 +19,6 @@ copy; see `run.medium`.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,10 +52,11 @@ from rlhf_pipeline.errors import (
     typed,
 )
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.changes import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
-from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code
+from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
 from rlhf_pipeline.run.medium import Address, address_of, below, open_medium
 from rlhf_pipeline.run.rows import Row, StepRows
 
@@ -66,18 +68,6 @@ FORMAT: Final = 1
 _OWNER: Final = "run"
 """The name under which a process has the run for itself."""
 
-_LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
-
-MAY_CHANGE_ON_RESUME: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger"), ""),
-    **dict.fromkeys(("learn.steps", "learn.stop_at_reward", "learn.stop_window"), ""),
-    **dict.fromkeys(("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"), ""),
-    **dict.fromkeys(("learn.token_budget", "learn.layout"), _LAST_BITS),
-    "collect.engine": "from here on, other completions of the same weights are drawn",
-}
-"""Fields that may differ from the recorded definition, each with its side effect, if any. They decide when to stop and
-save and how much fits in memory, but not what is learned."""
-
 _BEFORE_THE_RECORD: Final = frozenset(
     {
         filenames.LOCK,
@@ -86,6 +76,8 @@ _BEFORE_THE_RECORD: Final = frozenset(
         filenames.LOG,
         filenames.SUPERVISOR_LOG,
         filenames.GROUP,
+        filenames.SOURCE,
+        filenames.INPUTS,
         f".{filenames.CONFIG}.tmp",
     }
 )
@@ -104,6 +96,12 @@ class RunConfig:
     pipeline: Mapping[str, Any]
     """The definition as plain data, for people to read; a resume loads the definition itself."""
     versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+    """Number of threads and processor: both can move the last bits of a sum."""
+    place: Mapping[str, str]
+    """Machine, user and path where it was last started; see `run.inputs.place`."""
+    begun_from: Mapping[str, Any] | None
+    """The `run` and the `step` whose checkpoint it began with, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +141,6 @@ class RunFolder:
         self.log_file = self.path / filenames.LOG
         self.supervisor_log = self.path / filenames.SUPERVISOR_LOG
         self.logger_files = self.path / filenames.LOGS
-        self.curve_file = self.path / filenames.CURVE
         self.report_file = self.path / filenames.REPORT
         self.choice_file = self.path / filenames.CHOICE
         self.choice_table = self.path / filenames.CHOICE_TABLE
@@ -185,6 +182,9 @@ class RunFolder:
             device=str(data.get("device", "cpu")),
             pipeline=data.get("pipeline", {}),
             versions=data.get("versions", {}),
+            machine=data.get("machine", {}),
+            place=data.get("place", {}),
+            begun_from=data.get("begun_from"),
         )
 
     @functools.cached_property
@@ -322,6 +322,8 @@ class RunFolder:
             self.weights,
             self.claims,
             self.logger_files,
+            self.path / filenames.SOURCE,
+            self.path / filenames.INPUTS,
         ):
             if folder.exists():
                 remove_folder(folder)
@@ -399,10 +401,11 @@ class RunFolder:
         if not self.is_recorded:
             return
         before = self._recorded()
+        by_content = before.get("inputs", {}) if inputs else {}
         changed = [
-            f"{name} was {old!r}, is {new!r}"
-            for name, old, new in _differences("", before["pipeline"], pipeline)
-            if name not in MAY_CHANGE_ON_RESUME
+            str(change)
+            for change in changes(before["pipeline"], pipeline)
+            if not (is_allowed(change.field) or change.field in by_content)
         ]
         if before["seed"] != seed:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
@@ -412,7 +415,8 @@ class RunFolder:
                 "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
             )
         if inputs:
-            check_inputs(self.address, before.get("inputs", {}), pipeline)
+            own = Path(getattr(pipeline.policy, "path", "")).parent == self.checkpoints  # its weights have moved on
+            check_inputs(self.address, by_content if not own else by_content | {"policy.path": {}}, pipeline)
 
     def notices(self, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:
         """Yield notices for the user about the definition with which a run continues; none for a new run.
@@ -427,24 +431,20 @@ class RunFolder:
         yield from edited_code(before.get("inputs", {}), pipeline)
         if device is None:
             return
-        for name, old, new in _differences("", before["pipeline"], pipeline):
-            if MAY_CHANGE_ON_RESUME.get(name):
-                yield f"{name} was {old!r}, is {new!r}: {MAY_CHANGE_ON_RESUME[name]}."
-            if name == "learn.steps" and pipeline.learn.lr_schedule != "constant" and not pipeline.learn.lr_decay_steps:
-                yield (
-                    f"learn.steps was {old}, is {new}, and learn.lr_schedule={pipeline.learn.lr_schedule} ends with "
-                    "the last step: from here on the learning rate is that of a run which had as many steps from its "
-                    "start. Set learn.lr_decay_steps in a run that may be given more steps later."
-                )
+        step = self._next_step()
+        for change in changes(before["pipeline"], pipeline):
+            if (notice := notice_of(change, before["pipeline"], pipeline, step)) is not None:
+                yield notice
         for moved in self.moved_versions(device):
-            yield f"{moved}: {_LAST_BITS}."
+            yield f"{moved}: {LAST_BITS}."
 
     def moved_versions(self, device: str | None = None) -> Iterator[str]:
-        """Yield the packages whose versions have changed since the run was started, and the device if it has."""
-        now, before = _versions() | ({"device": device} if device else {}), self.config
-        for name, old in {**before.versions, "device": before.device}.items():
-            if old != now.get(name, old):
-                yield f"{name} was {old}, is {now[name]}"
+        """Yield what has changed since the run was started: package versions, processor, threads, device."""
+        now, before = _versions() | _machine() | ({"device": device} if device else {}), self.config
+        for name, old in {**before.versions, **before.machine, "device": before.device}.items():
+            if str(old) != str(now.get(name, old)):
+                again = f" (to keep it: OMP_NUM_THREADS={old})" if name == "threads" else ""
+                yield f"{name} was {old}, is {now[name]}{again}"
 
     def check_parts(self) -> None:
         """Refuse to continue a run with missing parts; see `missing_parts`.
@@ -476,7 +476,7 @@ class RunFolder:
                 yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
         if taken and not saved:
             yield f"there is no checkpoint, and {taken} steps were taken"
-        if taken or saved:
+        if taken or newest or (saved and self.config.begun_from is None):  # a branch has a checkpoint before a store
             row = self.ledger.of_step(newest)
             stored = (
                 (self.gathered() or {"trajectories": 0})["trajectories"] if row is None else row.get("watermark", 0)
@@ -505,15 +505,27 @@ class RunFolder:
 
     # Its record
 
-    def record(self, setup: Setup) -> bool:
+    def record(self, setup: Setup, *, begun_from: Mapping[str, object] | None = None) -> bool:
         """Write `config.json` atomically; return False if another process has begun the run in the meantime.
+
+        Args:
+            setup: the settings of this process.
+            begun_from: the run and the step whose checkpoint a new run begins with, if any.
 
         Raises:
             DefinitionError: the definition cannot be recorded.
         """
         again = self.is_recorded
+        kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
         content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        content |= {"machine": {**kept.get("machine", {}), **_machine()}, "place": place(self.address)}
+        begun = begun_from or kept.get("begun_from")
+        content |= {"begun_from": begun} if begun else {}
+        history = [*kept.get("changes", [])]
+        if again and (new := [change.to_json() for change in changes(kept["pipeline"], setup.pipeline)]):
+            history.append({"from_step": self._next_step(), "fields": new})
+        content |= {"changes": history} if history else {}
         try:
             text = json.dumps({**content, "pipeline": to_json(setup.pipeline)}, indent=1)
         except TypeError as error:
@@ -521,11 +533,22 @@ class RunFolder:
                 f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
                 "numbers, lists or None."
             ) from error
+        for copy in keep_inputs(self.path, setup.definition, setup.pipeline):
+            self.keep(copy)
         write_atomically(self.config_file, text.encode())
         if not again:
             return self.medium.keep_first(filenames.CONFIG)
         self.medium.keep(filenames.CONFIG)
         return True
+
+    @property
+    def inputs(self) -> dict[str, dict[str, Any]]:
+        """The record of the files that the definition named when the run was started; see `run.inputs`."""
+        return self._recorded().get("inputs", {})
+
+    def _next_step(self) -> int:
+        """Return the first step that a process which continues the run takes."""
+        return max((step_of(path) for path in self.saved()), default=0) + 1
 
     def _recorded(self) -> dict[str, Any]:
         if not self.is_recorded:
@@ -626,6 +649,13 @@ class RunFolder:
         except OSError as error:
             if type(error).__module__ != "builtins":
                 raise  # errors of this package and of the store say it already
+            if not self._is_about_the_folder(error):
+                raise
+            if isinstance(self.address, Path) and not self.path.is_dir():
+                raise RunStorageError(
+                    f"the run folder {self.address} is gone: it was moved or removed while the run wrote to it. Put it "
+                    "back, or go on with it at its new place: rlhf-pipeline run --resume --out NEW_PLACE"
+                ) from error
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
                 advice = "Choose a folder that can be written: --out OTHER_FOLDER."
             else:
@@ -635,6 +665,16 @@ class RunFolder:
                     f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
                 )
             raise RunStorageError(f"the run folder {self.address} cannot be written: {error}. {advice}") from error
+
+    def _is_about_the_folder(self, error: OSError) -> bool:
+        """Return whether an error is one of writing here: an error of a disk, or one that names a file of the run."""
+        if error.filename is None:
+            return error.errno is None or error.errno in _OF_A_DISK
+        return Path(os.fsdecode(error.filename)).absolute().is_relative_to(self.path.absolute())
+
+
+_OF_A_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
+"""Numbers of errors that a write without a file name can raise."""
 
 
 def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
@@ -658,6 +698,18 @@ def _versions() -> dict[str, str]:
     return {"rlhf-pipeline": __version__, "python": platform.python_version()} | {
         name: version(name) for name in packages
     }
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the last bits of a sum depend on; the number of threads only where torch has been imported."""
+    torch: Any = sys.modules.get("torch")
+    threads = {} if torch is None else {"threads": torch.get_num_threads()}
+    try:
+        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        name = next(line.partition(":")[2].strip() for line in cpu.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return {**threads, "processor": name}
 
 
 class _PlainFormatter(logging.Formatter):
@@ -737,29 +789,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return [run.path for run in found if run.metrics_file.is_file()]
 
 
-def _differences(prefix: str, old: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which a recorded definition differs from the current one: name, before, now."""
-    new = to_json(config)
-    if isinstance(old, dict) and isinstance(new, dict) and dataclasses.is_dataclass(config):
-        defaults = {item.name: _default(item) for item in dataclasses.fields(config)}
-        for name in sorted({**old, **new}):
-            # A field that the record lacks is newer than the run, which ran with its default.
-            before = old.get(name, defaults.get(name))
-            after = getattr(config, name) if name in defaults else new.get(name)
-            yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
-    elif old != new:
-        yield prefix, old, new
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field in its recorded form, or None if it has no default."""
-    if item.default_factory is not dataclasses.MISSING:
-        return to_json(item.default_factory())
-    return None if item.default is dataclasses.MISSING else to_json(item.default)
-
-
 __all__ = [
-    "MAY_CHANGE_ON_RESUME",
     "Row",
     "RunConfig",
     "RunFolder",

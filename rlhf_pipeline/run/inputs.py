@@ -1,4 +1,10 @@
-"""Records of what a run reads from outside its folder: prompt files and model folders. Imports no torch."""
+"""What a run reads from outside its folder: records of prompt files, model folders and code, and copies of them.
+
+    definition/FILE.py    the definition's source, unless it is built in
+    inputs/FILE           the prompt file, up to `LARGEST_PROMPTS`; a larger one is named by its digest only
+
+The tokenizer and the weights are in every checkpoint. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,21 @@ import ast
 import functools
 import hashlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.files import find_sources
+from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.files import write_atomically
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _TEXT_FILES: Final = (
@@ -32,10 +43,42 @@ _OWN_CODE: Final = {
         "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
+    "write.estimator": (
+        "advantage estimator",
+        "advantages from here on are computed by the new one, and stored ones stay as they are",
+    ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
+LARGEST_PROMPTS: Final = 64 << 20
+"""Bytes of the largest prompt file that is copied into the run folder."""
+
 Inputs = dict[str, dict[str, Any]]
+
+
+def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
+    """Copy the definition's source and the prompt file into a run's folder; return the copies that are new."""
+    source, _, _ = definition.rpartition(":")
+    found = [(Path(source), filenames.SOURCE)] if source.endswith(".py") and Path(source).is_file() else []
+    prompts = getattr(pipeline.prompts, "path", None)
+    if isinstance(prompts, str) and Path(prompts).is_file() and Path(prompts).stat().st_size <= LARGEST_PROMPTS:
+        found.append((Path(prompts), filenames.INPUTS))
+    kept = []
+    for file, name in found:
+        target = root / name / file.name
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            write_atomically(target, file.read_bytes())
+            kept.append(target)
+    return kept
+
+
+def place(run: Path | str) -> dict[str, str]:
+    """Return what tells a run that was started here from one that was copied here: machine, user and path."""
+    known = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
+    name = known.read_text(encoding="utf-8", errors="replace").strip() if known else ""
+    machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
+    return {"machine": machine, "path": str(run.absolute() if isinstance(run, Path) else run)}
 
 
 def describe_inputs(pipeline: Pipeline) -> Inputs:
@@ -62,7 +105,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    return found | {name: code for name in _OWN_CODE if (code := _code(getattr(pipeline, name))) is not None}
+    return found | {f"{name}{more}": code for name, more, _, code in _own_code(pipeline)}
 
 
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
@@ -72,13 +115,11 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
         recorded: the result of `describe_inputs` at the last start.
         pipeline: its definition.
     """
-    for name, (what, consequence) in _OWN_CODE.items() if pipeline.replay is None else ():
-        before, now = recorded.get(name), _code(getattr(pipeline, name))
-        if before is not None and now is not None and before != now:
-            yield (
-                f"the {what} {name_of(getattr(pipeline, name))} has been edited since the run was last started: "
-                f"{consequence}."
-            )
+    for name, more, part, now in _own_code(pipeline) if pipeline.replay is None else ():
+        what, consequence = _OWN_CODE[name]
+        before = recorded.get(f"{name}{more}")
+        if before is not None and before != now:
+            yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
@@ -97,7 +138,7 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
     now = describe_inputs(pipeline)
     paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
     for field, before in recorded.items():
-        if field not in paths or field not in now or now[field] == before:
+        if not before or field not in paths or field not in now or now[field] == before:
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
@@ -105,6 +146,18 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
             "with this run, or start a new run with --out OTHER_FOLDER."
         )
+
+
+def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Yield a definition's own code: the field, a suffix for all but a field's only one, the code and its hash."""
+    rewards = [one.function for one in rewards_of(pipeline.reward)]
+    for name, parts in (
+        ("reward", rewards),
+        *((name, [attrgetter(name)(pipeline)]) for name in _OWN_CODE if name != "reward"),
+    ):
+        for number, part in enumerate(parts):
+            if (code := _code(part)) is not None:
+                yield name, f".{number}" if len(parts) > 1 else "", part, code
 
 
 def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:

@@ -57,6 +57,8 @@ class Batch:
     """int64 [n]; None leaves the choice to the learner."""
     ages: np.ndarray | None = None
     """int64 [n], the ages of these rows, if the stored policy version does not give them."""
+    admitted: np.ndarray | None = None
+    """int64 [n], what this step and later ones may use, if that is more than `row_ids`; see `Learner.step`."""
     ledger_fields: Mapping[str, object] | None = None
 
 
@@ -148,7 +150,8 @@ class Loop:
             return
         state = load_checkpoint(newest, self.learner, checked=True)
         self.progress = Progress(**state["progress"])
-        self.source.load_state(state["source"])
+        if state["source"]:  # else the checkpoint is another run's, with which this one begins
+            self.source.load_state(state["source"])
         self._saved = self.progress.step
 
     def run(self) -> Reason:
@@ -206,7 +209,13 @@ class Loop:
         if batch.task_reward is not None:
             progress.note(batch.task_reward, self.learn.stop_window)
         number = progress.step + 1
-        figures = learner.step(number, row_ids=batch.row_ids, ages=batch.ages, ledger_fields=batch.ledger_fields)
+        figures = learner.step(
+            number,
+            row_ids=batch.row_ids,
+            ages=batch.ages,
+            admitted=batch.admitted,
+            ledger_fields=batch.ledger_fields,
+        )
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}

@@ -25,6 +25,7 @@ from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
+from rlhf_pipeline.run.sources import recorded_admission
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -164,7 +165,12 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
                     drawn, _ = batches.rows(step)
                     if drawn.tolist() != rows.tolist():
                         problem = f"{len(drawn)} other trajectories would be drawn now"
-                found = learner.step(step, row_ids=rows, ages=np.asarray(row["ages"], dtype=np.int64))
+                found = learner.step(
+                    step,
+                    row_ids=rows,
+                    ages=np.asarray(row["ages"], dtype=np.int64),
+                    admitted=recorded_admission(pipeline, learner, run.ledger, step),
+                )
             except MissingRowError as error:
                 raise DataError(
                     f"step {step} learned from trajectories that are no longer in {storage.store.path} ({error}). They "

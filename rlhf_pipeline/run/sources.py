@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
-from rlhf_pipeline.errors import DataError, typed
+from rlhf_pipeline.errors import DataError, StopAskedError, typed
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen
 from rlhf_pipeline.run.build import Parts
@@ -25,6 +27,7 @@ from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.rows import Row, StepRows
 from rlhf_pipeline.run.signals import StopRequest
+from trajectory_store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
 
@@ -74,7 +77,17 @@ class MadeHere(_Collected):
         rollout: Rollout | None = None
         if update == 0:
             is_first = index >= self._num_stored
-            rollout = self._parts.collector.collect(index, policy_version=step - 1, is_first=is_first)
+            try:
+                rollout = self._parts.collector.collect(
+                    index,
+                    policy_version=step - 1,
+                    is_first=is_first,
+                    stop=lambda: bool(stop),
+                    say=lambda sentence: tell(self._on_event, sentence),
+                )
+            except StopAskedError as error:
+                tell(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
+                return None
             if rollout.num_failed:
                 tell(
                     self._on_event,
@@ -151,6 +164,7 @@ class Arrivals(_Collected):
             | {f"rollout_{name}": value for name, value in traffic.items()},
             row_ids=row_ids,
             ages=ages,
+            admitted=self._admitted(step),
             ledger_fields={"rollout": current.rollout, POLICY_DIGEST.name: digest},
         )
 
@@ -269,15 +283,57 @@ class Arrivals(_Collected):
 
     def _drawn(self, step: int) -> tuple[Ints, Ints]:
         """Return what `sample.strategy` draws from the rollouts that were begun, as recorded in the ledger."""
-        store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
-
-        def allowed(fresh: Chosen) -> npt.NDArray[np.bool_]:
-            rollouts = (store.read_scalars("group_id", fresh.row_ids) // size).tolist()
-            begun = np.fromiter((rollout in self.done for rollout in rollouts), bool, len(rollouts))
-            return begun & self._of_this_run(fresh.row_ids, step - 1 - fresh.ages, step)
-
-        chosen = self._parts.learner.chosen_rows(step, keep=allowed)
+        chosen = self._parts.learner.chosen_rows(step, keep=partial(self._allowed, step))
         return chosen.row_ids, chosen.ages
+
+    def _admitted(self, step: int) -> Ints | None:
+        """Return what `_drawn` may draw at this step, if the loss must know it; else None."""
+        if not self._parts.learner.chooses_a_part or self._pipeline.sample.strategy == "fresh":
+            return None  # a step takes the whole rollout
+        return self._parts.learner.admitted_rows(step, keep=partial(self._allowed, step)).row_ids
+
+    def _allowed(self, step: int, fresh: Chosen) -> npt.NDArray[np.bool_]:
+        """Return which trajectories are of rollouts that were begun, sampled with weights of this run."""
+        begun = of_rollouts(self._parts.buffer.store, fresh, self.done, self._pipeline)
+        return begun & self._of_this_run(fresh.row_ids, step - 1 - fresh.ages, step)
+
+
+def of_rollouts(
+    store: TrajectoryStore, chosen: Chosen, rollouts: Container[int], pipeline: Pipeline
+) -> npt.NDArray[np.bool_]:
+    """Return which trajectories are of some rollouts, bool `[n]`.
+
+    Args:
+        store: where the trajectories are.
+        chosen: the trajectories.
+        rollouts: numbers of rollouts.
+        pipeline: the definition that they were collected with.
+    """
+    numbers = store.read_scalars("group_id", chosen.row_ids) // pipeline.collect.prompts_per_rollout
+    return np.fromiter((rollout in rollouts for rollout in numbers.tolist()), bool, len(numbers))
+
+
+def recorded_admission(pipeline: Pipeline, learner: Learner, ledger: StepRows, step: int) -> Ints | None:
+    """Return what a step of a recorded run could draw from, int64 `[n]`; None if its loss need not know it.
+
+    Args:
+        pipeline: the definition of the run.
+        learner: takes the step again.
+        ledger: of the run.
+        step: its number, from 1.
+    """
+    row = ledger.known(step)
+    if not learner.chooses_a_part or "newest_version" in row:  # drawn from a gathered store, which has no phases
+        return None
+    if "rollout" not in row:
+        return learner.admitted_rows(step, watermark=row.get("watermark")).row_ids
+    if pipeline.sample.strategy == "fresh":
+        return None
+    # What an earlier step began is too old by now.
+    first = max(step - pipeline.buffer.max_staleness, 1)
+    begun = {ledger.known(earlier)["rollout"] for earlier in range(first, step + 1)}
+    store = learner.buffer.store
+    return learner.admitted_rows(step, keep=lambda fresh: of_rollouts(store, fresh, begun, pipeline)).row_ids
 
 
 def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = None) -> dict[str, Any]:
@@ -287,6 +343,7 @@ def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = N
         "num_failed": None if begun is None else begun.num_failed,
         "rollout_s": None if begun is None else begun.seconds,
         "tokens_per_s": begun.num_tokens / begun.seconds if begun is not None and begun.num_tokens else None,
+        **({} if begun is None else begun.figures),
     }
 
 
@@ -353,7 +410,7 @@ class RecordedLedger(Source):
     """Step k takes the rows that the ledger of the run that filled the store names for it."""
 
     def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:
-        self._store, self._pipeline = learner.buffer.store, pipeline
+        self._store, self._pipeline, self._learner = learner.buffer.store, pipeline, learner
         self._recorded = StepRows(ledger)
         ids, rows = np.asarray(self._store.ids()), self._store.read_scalars("source_row")
         order = np.argsort(rows)
@@ -377,6 +434,7 @@ class RecordedLedger(Source):
             task_reward=self._rollout_reward(rollout) if begins and rollout is not None else None,
             about=_about(),
             row_ids=self._ids[at],
+            admitted=recorded_admission(self._pipeline, self._learner, self._recorded, step),
             ledger_fields=None if rollout is None else {"rollout": rollout},
         )
 

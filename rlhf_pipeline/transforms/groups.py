@@ -31,7 +31,12 @@ from rlhf_pipeline.data.trajectories import (
     step_sum,
 )
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import group_advantage, penalty_rounding, whitened_step_rewards
+from rlhf_pipeline.functional.advantage import (
+    EstimatorFunction,
+    group_advantage,
+    penalty_rounding,
+    whitened_step_rewards,
+)
 from trajectory_store import BufferPool
 
 Ints = npt.NDArray[np.int64]
@@ -602,13 +607,13 @@ class Graded(NamedTuple):
         )
 
 
-def graded_groups(scores: Scores, codes: Tensor, estimator: str, batches: Tensor | None) -> Graded:
+def graded_groups(scores: Scores, codes: Tensor, estimator: str | EstimatorFunction, batches: Tensor | None) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
 
     Args:
         scores: of each trajectory.
         codes: int64 `[n]`, the group of each trajectory.
-        estimator: one of `functional.advantage.ESTIMATORS`.
+        estimator: one of `functional.advantage.ESTIMATORS`, or a function.
         batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
     """
     finite = scores.returns.isfinite()
@@ -630,7 +635,7 @@ class Grader:
     """Computes the advantages of closed groups.
 
     Args:
-        estimator: one of `functional.advantage.ESTIMATORS`.
+        estimator: one of `functional.advantage.ESTIMATORS`, or a function.
         zero_variance: the treatment of groups without spread: `keep`, `mark` or `drop`.
         trajectory_return: how rewards become returns; None whitens them step by step instead.
         advantage_key: the key of the advantages.
@@ -642,7 +647,7 @@ class Grader:
     def __init__(
         self,
         *,
-        estimator: str,
+        estimator: str | EstimatorFunction,
         zero_variance: str,
         trajectory_return: str | None,
         advantage_key: Key,

@@ -53,7 +53,7 @@ from rlhf_pipeline.data.trajectories import (
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
@@ -147,8 +147,9 @@ class MCAdvantage(Transform):
         candidate_group_size: wait for up to this many trajectories and choose `grpo_size` of them.
         candidate_selection_min_size: start choosing when this many have arrived.
         candidate_selector: chooses trajectories; TorchRL's `MCAdvantageSelector` by default.
-        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `opo`. The two
-            `reinforce_pp` divide by the spread of a whole batch, and need `batch_groups`.
+        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch` or
+            `opo`. Both `reinforce_pp` and `grpo_batch` divide by the spread of a whole batch; they need `batch_groups`.
+            Or a function of one's own, `functional.advantage.EstimatorFunction`.
         group_key: identity of the group. None takes `group_id` if present, otherwise `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
             `priority` to 0, so that samplers skip them; `drop` leaves them out.
@@ -191,7 +192,7 @@ class MCAdvantage(Transform):
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
         candidate_selector: MCAdvantageSelector | None = None,
-        estimator: str = "grpo",
+        estimator: str | EstimatorFunction = "grpo",
         group_key: Key | None = None,
         zero_variance: Literal["keep", "drop", "mark"] = "keep",
         min_group_size: int | None = None,
@@ -291,7 +292,7 @@ class MCAdvantage(Transform):
             (
                 (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
                 f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
-                f"{' and '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how "
+                f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how "
                 "many groups a batch has, for example those of a rollout; the others take none.",
             ),
             (

@@ -50,7 +50,7 @@ class RetrieveLogProb(ColumnTransform):
         history_key: key of conversations without token ids; `("history", "full")` by default.
         assistant_only: score the assistant's tokens only. False scores every token but the first.
         tokenizer_kwargs: `chat_template` or `chat_template_name` for conversations; no other option changes tokens.
-        tokenizer: for conversations and text; the model's by default.
+        tokenizer: for conversations and text, with the chat template that the model names; the model's by default.
         detach: False keeps the graph when called as a forward transform. The write path never does.
         device: where to run the model; None leaves it where it is.
         padding_side: of rows encoded here for a model with `pad_output`; otherwise the result has the batch's form.
@@ -100,13 +100,18 @@ class RetrieveLogProb(ColumnTransform):
         out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
         # As in TorchRL's wrappers, rows given as text are returned padded if the model says so.
-        pads = getattr(model if model is not None else actor, "pad_output", False)
+        given = model if model is not None else actor
+        pads = getattr(given, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
-        self.__dict__["model"] = as_scorer(model if model is not None else actor, "RetrieveLogProb")
+        self.__dict__["model"] = as_scorer(given, "RetrieveLogProb")
         self.__dict__["behaviour_model"] = (
             None if behaviour_model is None else as_scorer(behaviour_model, "RetrieveLogProb")
         )
-        tokenizer = getattr(self.model, "tokenizer", None) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            tokenizer = getattr(self.model, "tokenizer", None)
+        else:
+            named = {name: getattr(given, name, None) for name in ("chat_template", "chat_template_name")}
+            tokenizer = tokenizer_with_template(tokenizer, named)
         self.__dict__["tokenizer"] = tokenizer_with_template(tokenizer, tokenizer_kwargs)
         self.padding_side: Side | None = padding_side if pads else None
         self.history_key: Key = ("history", "full") if history_key is None else history_key

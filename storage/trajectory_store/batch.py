@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -111,18 +111,24 @@ class Batch:
 _LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
 
 
-def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
+def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
     """Check a batch against a schema and flatten it.
+
+    Floats are rounded to the nearest value of a smaller dtype; what would become infinite, and whole numbers that a
+    float would round, are refused.
 
     Args:
         schema: the columns of the rows.
-        data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values.
+        data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values; or a list of
+            rows, each a dict by column.
         n_rows: the number of rows, if it is known beforehand.
 
     Raises:
         BatchError: a column is missing, too short, of the wrong kind, or does not fit its dtype.
         UnknownColumnError: the schema has no such column.
     """
+    if not isinstance(data, Mapping):
+        data = _by_column(data)
     for name in data:
         if name not in schema:
             raise UnknownColumnError(f"the store has no column '{name}'." + did_you_mean(str(name), schema.names))
@@ -152,6 +158,22 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
             where = f"'{first}' has {n_rows}" if first else f"{n_rows} are expected"
             raise BatchError(f"column '{column.name}' has {count} rows, but {where}.")
     return Batch(n_rows or 0, values, lengths)
+
+
+Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A batch by column, or row by row."""
+
+
+def _by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns; each row must have the same ones."""
+    if isinstance(rows, (str, bytes)) or not all(isinstance(row, Mapping) for row in cast("Sequence[object]", rows)):
+        raise BatchError(f"a batch is a dict by column, or a list of dicts; got {type(rows).__name__}.")
+    names = list(rows[0]) if len(rows) else []
+    for i, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            other = sorted(row.keys() ^ rows[0].keys())[0]
+            raise BatchError(f"row {i} and row 0 have other columns: '{other}' is in one of them only.")
+    return {name: [row[name] for row in rows] for name in names}
 
 
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
@@ -206,7 +228,15 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array.astype(target)
     if wanted == "f" and kind in "iuf":
         with np.errstate(over="ignore"):
-            return array.astype(target)
+            out = array.astype(target)
+        if kind in "iu" and bool((lost := out.astype(np.float64) != array).any()):
+            raise BatchError(
+                f"column '{column.name}': {int(array[lost][0])} is not a {column.dtype}, which would round it. Use a "
+                "larger dtype, or convert it first."
+            )
+        if kind == "f" and out.itemsize < array.itemsize and bool((lost := np.isinf(out) & np.isfinite(array)).any()):
+            raise BatchError(f"column '{column.name}': {float(array[lost][0])} is too large for {column.dtype}.")
+        return out
     raise BatchError(
         f"column '{column.name}' is {column.dtype}; the batch holds {array.dtype}, which would not "
         "survive the conversion. Convert it first."

@@ -5,24 +5,26 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import CATALOG, Entry, Journal, State
-from trajectory_store.medium import Medium, Segment
-from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.medium import Gap, Medium, Segment
+from trajectory_store.ragged import Int64Array, distinct, expand
 from trajectory_store.schema import Column
 from trajectory_store.updates import Later, within
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _UNKNOWN = -1
+_BEFORE_ALL = -1 << 63
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
@@ -95,7 +97,7 @@ class ArrivalOrder:
         self._ends: Int64Array = np.empty(0, np.int64)
         self._ids: Int64Array = np.empty(0, np.int64)
         self._count = 0
-        self._last = (-1, -1)
+        self._last = (_BEFORE_ALL, _BEFORE_ALL)
         self._seen: dict[int, tuple[int, int]] = {}
 
     def reset(self) -> None:
@@ -168,22 +170,6 @@ class ArrivalOrder:
         return self._firsts, np.diff(self._ends, prepend=0)
 
 
-def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
-    """Turn runs into their members.
-
-    >>> expand(np.array([10, 20]), np.array([2, 3])).tolist()
-    [10, 11, 20, 21, 22]
-    """
-    if len(firsts) == 1:
-        return int(firsts[0]) + np.arange(counts[0], dtype=np.int64)
-    firsts, counts = firsts[counts > 0], counts[counts > 0]
-    steps = np.ones(int(counts.sum()), np.int64)
-    if len(firsts):
-        steps[0] = firsts[0]
-        steps[np.cumsum(counts)[:-1]] = firsts[1:] - (firsts + counts)[:-1] + 1
-    return np.cumsum(steps, out=steps)  # in place: needs no memory beyond that of the ids
-
-
 class Catalog:
     """A reader's view of a store.
 
@@ -197,6 +183,7 @@ class Catalog:
         state: the catalog record that these segments come from; the journal may have read a newer one.
         generation: increases with every change that a reader can see.
         problems: the damage found while opening, in words.
+        damaged: the segments in which upkeep has found damage.
     """
 
     def __init__(self, medium: Medium, *, warn: bool = True) -> None:
@@ -212,6 +199,7 @@ class Catalog:
         self.updates: dict[int, Segment] = {}
         self.generation = 0
         self.problems: list[str] = []
+        self.damaged: set[int] = set()
         self.newest_ns = 0
         self._watermark = 0
         self.state = self.journal.state
@@ -222,8 +210,10 @@ class Catalog:
         self._known: dict[int, Entry] = {}
         self._failed: dict[int, Entry] = {}
         self._unread: set[int] = set()
+        self._noted: dict[int, int] = {}
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
+        self._gappy: list[Segment] = []
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
         self._syncing = threading.Lock()
@@ -333,6 +323,11 @@ class Catalog:
         self.newest_ns = max(self.newest_ns, state.time_ns)
         if new or gone:
             self.generation += 1
+        for entry in state.entries:  # a writer may have recorded what a power loss took
+            known = self.segments.get(entry.ordinal) or self.updates.get(entry.ordinal)
+            if known is not None:
+                known.lost = entry.lost
+        self._note_gaps()
         for entry, found in new.items():
             self._unread.discard(entry.ordinal)
             if not isinstance(found, Segment):
@@ -340,8 +335,6 @@ class Catalog:
                 if isinstance(found, OSError):
                     self._unread.add(entry.ordinal)
                 self._note(f"{entry.name}: cannot be opened: {found}")
-            elif entry.rows is not None and found.rows < entry.rows:
-                self._note(f"{found.name}: has {found.rows} rows; the catalog says {entry.rows}.")
         for problem in self.journal.problems:
             self._note(problem)
 
@@ -383,13 +376,23 @@ class Catalog:
         self.newest_ns = max(self.newest_ns, segment.newest_ns)
         self.generation += 1
 
+    def _note_gaps(self) -> None:
+        """Note the commits found so far that are not served, except those that are recorded as lost."""
+        self._gappy = [s for s in self.segments.values() if s.gaps]
+        for segment in (*self._gappy, *(s for s in self.updates.values() if s.gaps)):
+            new = [gap for gap in segment.gaps if gap.why and not segment.is_lost(gap.seq)]
+            if new and len(new) != self._noted.get(segment.ordinal):
+                self._noted[segment.ordinal] = len(new)
+                rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
+                self._note(f"{segment.name}: {rows} rows are not served: {new[0].why}{more}.")
+
     def _note(self, problem: str) -> None:
         if problem in self.problems:
             return
         self.problems.append(problem)
         if self._warn:
             warnings.warn(
-                f"{self.medium.where}: {problem} The other segments are readable; run verify() for the whole list.",
+                f"{self.medium.where}: {problem} Everything else is readable; run verify() for the whole list.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -401,14 +404,16 @@ class Catalog:
         return [self.segments[o] for o in sorted(self.segments)]
 
     def total_rows(self) -> int:
-        """Rows that can be read."""
+        """Rows that are part of the store: damaged ones as well, but not those recorded as lost."""
         with self._lock:
-            return sum(s.rows for s in self.segments.values())
+            return sum(s.rows for s in self.segments.values()) - sum(
+                gap.end - gap.first for s in self._gappy for gap in s.gaps if not gap.why or s.is_lost(gap.seq)
+            )
 
     def watermark(self) -> int:
         """Rows committed since the store was made, as far as this reader has seen: it never falls."""
         with self._lock:
-            self._watermark = max(self._watermark, self.state.rows_gone + self.total_rows())
+            self._watermark = max(self._watermark, self.state.rows_gone + sum(s.rows for s in self.segments.values()))
             return self._watermark
 
     def ids(self) -> Int64Array:
@@ -417,6 +422,7 @@ class Catalog:
             if self._order_generation != self.generation:
                 self.order.update(self.row_segments())
                 self._order_generation = self.generation
+                self._note_gaps()
             return self.order.ids()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
@@ -475,7 +481,22 @@ class Catalog:
             raise self._missing(int(ids[ordinals >= len(every)][0])) from None
         if np.count_nonzero(inside) < len(ids):
             raise self._missing(int(ids[~inside][0]))
-        return Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
+        found = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
+        for segment, gap, mine in self._gaps_among(found):
+            raise CorruptionError(
+                f"{self.medium.where}: trajectory {int(ids[mine][0])} cannot be read: {segment.name}: "
+                f"{gap.why or 'it was never acknowledged'}. Take ids from ids(), and run verify() for the whole list."
+            )
+        return found
+
+    def _gaps_among(self, found: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:
+        """Yield the gaps that hold some of these rows, and which."""
+        for segment in self._gappy:
+            there = found.ordinals == segment.ordinal
+            for gap in segment.gaps if there.any() else ():
+                mine = there & (found.rows >= gap.first) & (found.rows < gap.end)
+                if mine.any():
+                    yield segment, gap, mine
 
     def find(self, ids: Int64Array) -> Address:
         """Find rows as `locate` does, with segment -1 for missing ones."""
@@ -483,7 +504,10 @@ class Catalog:
         known = (ordinals >= 0) & (ordinals < len(self._homes))
         homes = self._home(np.where(known, ordinals, 0))
         inside = known & (rows < homes[:, _ROWS])
-        return Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
+        out = Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
+        for _, _, mine in self._gaps_among(out):
+            out.ordinals[mine] = _NOWHERE
+        return out
 
     def _home(self, ordinals: Int64Array) -> Int64Array:
         """Return where the rows of some segments are: `[B, 3]`."""
@@ -500,8 +524,10 @@ class Catalog:
         ids = segment.array(ROW_ID)[: segment.rows]
         starts = ids.searchsorted(sources << ORDINAL_SHIFT)
         counts = ids.searchsorted((sources + 1) << ORDINAL_SHIFT) - starts
+        if segment.gaps:  # what is known of the rows of each source says where they are
+            starts, counts = _sources_in(ids, segment, sources)
         held = counts > 0
-        if not np.array_equal(ids[(starts + counts - 1)[held]] & ROW_MASK, counts[held] - 1):
+        if not segment.gaps and not np.array_equal(ids[(starts + counts - 1)[held]] & ROW_MASK, counts[held] - 1):
             raise CorruptionError(
                 f"{self.medium.where}: {segment.name}/{ROW_ID} is damaged: ids are not those of whole segments. Run "
                 "verify(), and restore the segment from a copy."
@@ -568,6 +594,19 @@ class Catalog:
         self._later = {}
         self.segments.clear()
         self.updates.clear()
+
+
+def _sources_in(ids: Int64Array, segment: Segment, sources: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return where the rows of each source begin in a merged segment, and their number, without those of its gaps."""
+    served = np.ones(len(ids), bool)
+    for gap in segment.gaps:
+        served[gap.first : gap.end] = False
+    starts, counts = np.zeros(len(sources), np.int64), np.zeros(len(sources), np.int64)
+    for i, source in enumerate(sources):
+        mine = np.flatnonzero(served & (ids >> ORDINAL_SHIFT == source))
+        if len(mine):
+            starts[i], counts[i] = mine[0] - (ids[mine[0]] & ROW_MASK), (ids[mine[-1]] & ROW_MASK) + 1
+    return starts, counts
 
 
 def limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import BatchError, CorruptionError
+from trajectory_store.errors import BatchError, CorruptionError, SchemaError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.maps import will_need
 from trajectory_store.medium import Part, Rows, Segment
@@ -134,11 +134,7 @@ class Spans:
         item, zero = column.width * column.np_dtype.itemsize, not pad and isinstance(pad, int)
         found = self._zeros.get((width, item)) if zero else None
         if found is None:
-            row = (
-                pool.zeros(width * item)
-                if zero
-                else np.full(width * column.width, pad, column.np_dtype).view("u1").data
-            )
+            row = pool.zeros(width * item) if zero else _full(width * column.width, pad, column).view("u1").data
             found = [row[:size] for size in ((width - self.lengths) * item).tolist()]
             if zero:  # columns of one size share them
                 self._zeros[width, item] = found
@@ -416,6 +412,13 @@ class ColumnReader:
             return array
         np.copyto(target, array)
         return target
+
+
+def _full(count: int, pad: Any, column: Column) -> npt.NDArray[Any]:
+    try:
+        return np.full(count, pad, column.np_dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise SchemaError(f"pad_value={pad!r} is no {column.dtype}, which column '{column.name}' holds.") from error
 
 
 def _pieces(items: Mapping[int, Any], owners: Iterable[int], parts: Iterable[slice]) -> Iterable[Any]:

@@ -27,7 +27,7 @@ from trajectory_store.maps import PreadBytes
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 COMMITS = "commits"
 ACKNOWLEDGED = "acknowledged"
 PRESENT = "present"
@@ -299,13 +299,14 @@ def commits_path(folder: Path) -> Path:
 # Records
 
 RECORD_SIZE = 64
-MAGIC = b"TRJ2"
+MAGIC = b"TRJ3"
 KIND_ROWS = 1
 KIND_END = 2
-LOOK_AHEAD = 64
+KIND_CLOSED = 3
+"""An end whose writer had synced everything before it: nothing is left to trust."""
 _BODY = struct.Struct("<4sIQQIIQIIIII")
 _TAIL = struct.Struct("<I")
-_NOTHING = bytes(RECORD_SIZE * (LOOK_AHEAD + 2))
+_NOTHING = bytes(2 * RECORD_SIZE)
 RECORD_DTYPE = np.dtype(
     [
         ("magic", "S4"),
@@ -382,21 +383,18 @@ class Log:
         return parse(self.raw(seq), self.salt, seq)
 
     def find_end(self, known: int = 0) -> tuple[int, Record | None]:
-        """Return the number of records, including damaged ones, and the last of them, or None if none is new.
+        """Return the number of records up to the first that is not valid, and the last of them, or None if none is new.
 
         A reader that follows closely finds none or one, which takes one read. Else this gallops from `known` (records
-        known to be valid) and bisects, so it reads O(log new) records; a look-ahead over the next records distinguishes
-        the end of the log from a damaged record in its middle.
+        known to be valid) and bisects, so it reads O(log new) records.
         """
-        ahead = bytes(self._data[known * RECORD_SIZE : (known + LOOK_AHEAD + 2) * RECORD_SIZE])
+        ahead = bytes(self._data[known * RECORD_SIZE : (known + 2) * RECORD_SIZE])
         if _NOTHING.startswith(ahead):
             return known, None
         if _NOTHING.startswith(ahead[RECORD_SIZE:]):
             first = parse(ahead[:RECORD_SIZE], self.salt, known)
             return known + (first is not None), first
         end = self._valid_prefix(known)
-        while (beyond := self._valid_after(end)) is not None:
-            end = self._valid_prefix(beyond + 1)
         return end, self.get(end - 1) if end > known else None
 
     def _valid_prefix(self, known: int) -> int:
@@ -415,22 +413,19 @@ class Log:
                 high = middle
         return low
 
-    def _valid_after(self, end: int) -> int | None:
-        stop = min(end + 1 + LOOK_AHEAD, self.capacity)
-        ahead = bytes(self._data[end * RECORD_SIZE : stop * RECORD_SIZE])
-        if _NOTHING.startswith(ahead):
-            return None
-        for seq in range(end, stop):
-            if self.get(seq) is not None:
-                return seq
-        return None
-
     def table(self, count: int, start: int = 0) -> npt.NDArray[Any]:
         """Records `start` to `count` as one structured array, unchecked."""
         if count <= start:
             return np.empty(0, RECORD_DTYPE)
         raw = self._data[start * RECORD_SIZE : count * RECORD_SIZE]
         return np.frombuffer(raw, RECORD_DTYPE)
+
+    def last_valid(self) -> int:
+        """One past the last valid record, wherever it lies."""
+        end = self.last_written()
+        while end and self.get(end - 1) is None:
+            end -= 1
+        return end
 
     def last_written(self) -> int:
         """One past the last position that holds anything, valid or not."""

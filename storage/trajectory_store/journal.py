@@ -20,6 +20,7 @@ from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     KINDS,
+    MAX_CRC,
     MAX_ORDINAL,
     MAX_SALT,
     Kind,
@@ -45,6 +46,7 @@ class Entry:
         merged: its rows came from the segments in `owners`.
         rows: its final number of rows, if known when the record was written; else None.
         owners: the runs `(first, last)` of ordinals whose rows a merged segment holds.
+        lost: the runs `(first, last)` of commits that a power loss took, once a writer has looked; else None.
     """
 
     ordinal: int
@@ -53,6 +55,7 @@ class Entry:
     merged: bool = False
     rows: int | None = None
     owners: tuple[tuple[int, int], ...] = ()
+    lost: tuple[tuple[int, int], ...] | None = None
 
     @property
     def name(self) -> str:
@@ -115,7 +118,7 @@ class State:
             "next_ordinal": self.next_ordinal,
             "rows_gone": self.rows_gone,
             "claim": self.claim,
-            "segments": [[e.ordinal, e.kind, e.salt, e.merged, e.rows, e.owners] for e in self.entries],
+            "segments": [[e.ordinal, e.kind, e.salt, e.merged, e.rows, e.owners, e.lost] for e in self.entries],
             "schema": self.schema.to_json(),
         }
         line = json.dumps(body, separators=(",", ":")).encode()
@@ -164,12 +167,13 @@ def _parse_line(line: bytes, number: int) -> State | None:
 
 
 def _parse_entry(fields: Any, following: int) -> Entry:
-    ordinal, kind, salt, merged, rows, owners = fields
+    ordinal, kind, salt, merged, rows, owners, lost = fields
     if kind not in KINDS or type(merged) is not bool:
         raise ValueError(kind, merged)
     runs = tuple((whole(first, last), whole(last, following - 1)) for first, last in owners)
     rows = None if rows is None else whole(rows)
-    return Entry(whole(ordinal, following - 1), kind, whole(salt, MAX_SALT), merged, rows, runs)
+    lost = None if lost is None else tuple((whole(first, last), whole(last, MAX_CRC)) for first, last in lost)
+    return Entry(whole(ordinal, following - 1), kind, whole(salt, MAX_SALT), merged, rows, runs, lost)
 
 
 def record_key(number: int) -> str:

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket, Transient
-from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError
+from trajectory_store.bucket import Bucket
+from trajectory_store.errors import CorruptionError, StoreError
 from trajectory_store.format import (
     ORDINAL_SHIFT,
     PRESENT,
     ROW_ID,
     ROW_MASK,
     ROW_TIME,
+    TARGET,
     ArraySpec,
     SegmentMeta,
-    crc32c,
     offsets_name,
-    whole,
 )
 from trajectory_store.journal import CATALOG, Entry, State
 from trajectory_store.maps import FORMATS, PreadBytes, PreadItems
-from trajectory_store.ragged import Int64Array
+from trajectory_store.ragged import Int64Array, expand
 from trajectory_store.root import KEY, Root, catalog_json
 from trajectory_store.schema import Column
 from trajectory_store.verify import VerifyReport
@@ -65,6 +62,22 @@ class Fills:
 _fills = functools.lru_cache(maxsize=256)(Fills)
 
 
+class Gap(NamedTuple):
+    """Rows that are not served, because their commit is missing or does not match its checksum.
+
+    Attributes:
+        seq: the number of the commit.
+        first: its first row.
+        end: one past its last row.
+        why: what is wrong, in words; empty for a commit that was never acknowledged.
+    """
+
+    seq: int
+    first: int
+    end: int
+    why: str
+
+
 class Segment(ABC):
     """One segment as a reader sees it.
 
@@ -74,7 +87,10 @@ class Segment(ABC):
         name: of its folder, for messages.
         meta: its metadata.
         schema: the columns of this segment.
-        rows: rows that its commits cover.
+        rows: rows that its commits cover, including those of `gaps`.
+        gaps: the commits found so far that are not served, by number.
+        lost: runs `(first, last)` of commits that the catalog has recorded as lost by a power loss; None if no writer
+            has looked since.
         records: commits seen.
         newest_ns: the time of the newest of them; for a merged segment, the catalog has a later one.
         finished: nothing more will be added.
@@ -91,6 +107,7 @@ class Segment(ABC):
             )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
+        self.lost = entry.lost
         self.name = entry.name
         self.meta = meta
         self.schema = meta.schema
@@ -98,6 +115,7 @@ class Segment(ABC):
         self.records: int = 0
         self.newest_ns: int = 0
         self.finished: bool = False
+        self.gaps: list[Gap] = []
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
@@ -122,10 +140,14 @@ class Segment(ABC):
     def may_be_torn(self) -> bool:
         """Whether the machine may have gone down after commits that did not wait for the disk.
 
-        The writer may also live on another machine, and then all that it commits counts. So a medium looks for damage
-        and forgets what is behind it only once the writer can commit nothing more to this segment.
+        The writer may also live on another machine, and then all that it commits counts.
         """
         return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
+
+    @property
+    @abstractmethod
+    def unsettled(self) -> bool:
+        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
 
     @abstractmethod
     def disk_bytes(self) -> int:
@@ -237,27 +259,56 @@ class Segment(ABC):
         return np.arange(base + first, base + end, dtype=np.int64)
 
     def row_times(self, records: int = 0, first: int = 0) -> Int64Array:
-        """Return the commit times of the rows after the first `records` records, which hold the first `first` rows."""
+        """Return the commit times of the rows after the first `records` records, which hold the first `first` rows.
+
+        The time of rows that are not served is -1.
+        """
         if self.meta.merged:
-            return np.array(self.array(ROW_TIME)[first : self.rows])
-        table = self.commits(records)
-        return np.repeat(table["time_ns"].astype(np.int64), table["n_rows"].astype(np.int64))
+            times = np.array(self.array(ROW_TIME)[first : self.rows])
+        else:
+            table = self.commits(records)
+            counts = table["n_rows"].astype(np.int64)
+            times = np.repeat(table["time_ns"].astype(np.int64), counts)
+            if len(times) < self.rows - first:
+                begins = table["rows_end"].astype(np.int64) - counts - first
+                times, given = np.full(self.rows - first, -1, np.int64), times
+                times[expand(begins, counts)] = given
+        for gap in self.gaps:
+            times[max(0, gap.first - first) : max(0, gap.end - first)] = -1
+        return times
 
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return times, first ids and sizes of the runs of rows committed together, after those already seen."""
         if self.meta.merged:
             ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
+            if self.gaps:
+                ids, times = ids[times >= 0], times[times >= 0]
             new = np.ones(len(ids), bool)
             new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
             starts = np.flatnonzero(new)
             return times[starts], ids[starts], np.diff(np.append(starts, len(ids)))
-        if self.records == records + 1 and self.rows > rows:  # one commit, as after each append: known without a read
+        if (
+            self.records == records + 1 and self.rows > rows and not self.gaps
+        ):  # one commit, as after each append: known without a read
             run = (self.newest_ns, (self.ordinal << ORDINAL_SHIFT) + rows, self.rows - rows)
             return tuple(np.array(run, np.int64)[:, None])
         table = self.commits(records)
         counts = table["n_rows"].astype(np.int64)
         firsts = table["rows_end"].astype(np.int64) - counts + (self.ordinal << ORDINAL_SHIFT)
         return table["time_ns"].astype(np.int64), firsts, counts
+
+    def gap_ids(self, gap: Gap) -> Int64Array:
+        """Return the ids of the rows of a gap; for updates those of their targets, where these are known."""
+        try:
+            if self.meta.kind == "update":
+                return np.array(self.array(TARGET)[gap.first : gap.end])
+            return self.row_ids(gap.first, gap.end)
+        except StoreError:
+            return np.empty(0, np.int64)
+
+    def is_lost(self, seq: int) -> bool:
+        """Return whether the catalog has recorded a commit as lost."""
+        return any(first <= seq <= last for first, last in self.lost or ())
 
     def row_limits(self) -> Mapping[int, int]:
         """Return the number of rows per original segment."""
@@ -480,18 +531,3 @@ class Medium(ABC):
 
     def close(self) -> None:  # noqa: B027 - most media keep nothing
         """Free files and memory."""
-
-
-def trusted(bucket: Bucket, key: str, count: Callable[[], int]) -> int:
-    """Return how many unsynced commits to trust after the machine went down: counted once, then read from a note."""
-    try:
-        note = json.loads(bucket.get(key) or b"{}")
-        known = whole(note["records"])
-        if note["crc"] == crc32c(str(known).encode()):
-            return known
-    except (ReadFailedError, ValueError, KeyError, TypeError, RecursionError):  # missing or damaged
-        pass
-    known = count()
-    with suppress(StoreError, Transient):
-        bucket.put_new(key, json.dumps({"records": known, "crc": crc32c(str(known).encode())}).encode())
-    return known

@@ -134,3 +134,19 @@ class RaggedArray:
         """Return the rows as views of `values`."""
         edges = self.offsets.tolist()
         return [self.values[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def expand(firsts: Int64Array, counts: Int64Array) -> Int64Array:
+    """Turn runs into their members.
+
+    >>> expand(np.array([10, 20]), np.array([2, 3])).tolist()
+    [10, 11, 20, 21, 22]
+    """
+    if len(firsts) == 1:
+        return int(firsts[0]) + np.arange(counts[0], dtype=np.int64)
+    firsts, counts = firsts[counts > 0], counts[counts > 0]
+    steps = np.ones(int(counts.sum()), np.int64)
+    if len(firsts):
+        steps[0] = firsts[0]
+        steps[np.cumsum(counts)[:-1]] = firsts[1:] - (firsts + counts)[:-1] + 1
+    return np.cumsum(steps, out=steps)  # in place: needs no memory beyond that of the ids

@@ -21,8 +21,9 @@ from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
 from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
+from trajectory_store.texts import Texts
 from trajectory_store.upkeep import read_batch
-from trajectory_store.where import evaluate
+from trajectory_store.where import evaluate, names_in
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
@@ -31,6 +32,12 @@ Columns = Sequence[str] | str | None
 # their pages first, which costs a warm batch three times its own time and a cold one a third of it.
 COLD_COPY_S = 15e-6
 COLD_BATCHES = 8
+
+_ITER_ROWS = 1024
+"""Rows that a loop over a store reads at a time."""
+
+_WHERE_BYTES = 64 << 20
+"""Bytes of text that a condition looks at in one go; more are searched in parts."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,14 +73,15 @@ class StoreReads:
         path: the folder, or the address of an object store.
         root: the content of the root's zarr.json.
         catalog: this process's view of the store.
-        limits: how many updates of each update segment count, to read values as of a snapshot; None for all.
+        then: the snapshot whose rows and values are read; None reads all.
     """
 
-    def __init__(self, path: Path | str, root: Root, catalog: Catalog, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(self, path: Path | str, root: Root, catalog: Catalog, then: Snapshot | None = None) -> None:
         self.path = path
         self._root = root
         self._catalog = catalog
-        self._limits = limits
+        self._then = then
+        self._limits: Mapping[int, int] | None = None if then is None else {-1: 0, **then.updates}
         self._pool = BufferPool()
         # A cache's new files are in memory, and so is what this process appends to a store that was empty.
         self._cold = COLD_BATCHES if catalog.medium.keeps_arrays and catalog.total_rows() else 0
@@ -115,10 +123,12 @@ class StoreReads:
         It never falls: evicted trajectories still count.
         """
         self._check_open()
-        return self._catalog.watermark()
+        return self._catalog.watermark() if self._then is None else self._then.watermark
 
     def __len__(self) -> int:
         self._check_open()
+        if self._then is not None:
+            return len(self.ids())
         total = self._catalog.total_rows()
         limit = self._root.max_trajectories
         return total if limit is None else min(total, limit)
@@ -134,12 +144,12 @@ class StoreReads:
         return Snapshot(limits_of(catalog.segments), self.watermark, limits_of(catalog.updates))
 
     def as_of(self, snapshot: Snapshot) -> StoreReads:
-        """Return a view that reads values as of a snapshot: later updates do not count.
+        """Return a view of the rows and values of a snapshot: later rows and later updates do not count.
 
         Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
         """
         self._check_open()
-        return StoreReads(self.path, self._root, self._catalog, {-1: 0, **snapshot.updates})
+        return StoreReads(self.path, self._root, self._catalog, snapshot)
 
     @following
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
@@ -150,8 +160,8 @@ class StoreReads:
         """
         self._check_open()
         ids = self._catalog.ids()
-        if snapshot is not None:
-            ids = snapshot.select(ids)
+        for moment in (snapshot, self._then):
+            ids = ids if moment is None else moment.select(ids)
         limit = self._root.max_trajectories
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
 
@@ -161,6 +171,8 @@ class StoreReads:
         self._check_open()
         wanted = as_ids(ids)
         found = self._catalog.find(wanted).ordinals >= 0
+        if self._then is not None:
+            found &= np.isin(wanted, self._then.select(wanted))
         limit = self._root.max_trajectories
         if limit is not None:  # rows leave by whole segments: the oldest that are there may count no more
             every = self._catalog.ids()
@@ -170,22 +182,44 @@ class StoreReads:
 
     @following
     def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
-        """Return the ids of the trajectories whose scalars meet a condition, in the order of arrival: `[K]` int64.
+        """Return the ids of the trajectories that meet a condition, in the order of arrival: `[K]` int64.
+
+        Texts are compared as the bytes that are stored: `finish_reason == 'length'` over 10^6 rows takes
+        milliseconds.
 
         Args:
-            condition: for example `"task_reward >= 0.5 and policy_version < 100"`; comparisons of scalar columns with
-                numbers, texts or each other, joined by `and`, `or` and `not`.
+            condition: for example `"task_reward >= 0.5 and 'def ' in completion"`; see `where.evaluate`.
             ids: the trajectories to search; None for all.
 
         Raises:
-            SchemaError: the condition cannot be read, or names a column that is not a scalar.
+            SchemaError: the condition cannot be read, or names a column that is neither a scalar nor text.
         """
         reader = self._reader(ids, ())  # one for all columns, so that new rows are in none of them
+        schema = self.schema
+        texts = [schema[name] for name in names_in(condition) if name in schema and schema[name].is_text]
+        size = sum(int(reader.spans(column).lengths.sum()) for column in texts)
+        blocks = -(-size // _WHERE_BYTES) if size > _WHERE_BYTES else 1
+        found = [
+            self._meeting(condition, reader if blocks == 1 else self._reader(part, ()))
+            for part in np.array_split(reader.ids, blocks)
+        ]
+        return np.concatenate(found)
 
-        def column(name: str) -> npt.NDArray[Any]:
-            return self._scalars(reader, self.schema[name])
+    def _meeting(self, condition: str, reader: ColumnReader) -> Int64Array:
+        """Return the ids of a reader's rows that meet a condition."""
 
-        return reader.ids[np.broadcast_to(evaluate(condition, column), len(reader.ids))]
+        def column(name: str) -> npt.NDArray[Any] | Texts:
+            found = self.schema[name]
+            if not found.is_text:
+                return self._scalars(reader, found)
+            reader.fetch([found])
+            return Texts(reader.ragged(found), str if found.dtype == "str" else bytes)
+
+        def lengths(name: str) -> Int64Array:
+            found = column(name) if self.schema[name].is_text else None
+            return found.lengths() if isinstance(found, Texts) else reader.spans(self._ragged_column(name)).lengths
+
+        return reader.ids[np.broadcast_to(evaluate(condition, column, lengths), len(reader.ids))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
@@ -215,8 +249,41 @@ class StoreReads:
             self._catalog.segments[ordinal].release()
         return now
 
-    def __getitem__(self, ids: Ids) -> dict[str, Any]:
-        return self.read(ids)
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the trajectories in the order of arrival, each as a dict of its values by column."""
+        for block in self.batches(_ITER_ROWS):
+            count = len(block.pop("ids"))
+            yield from ({name: values[i] for name, values in block.items()} for i in range(count))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Read trajectories, or columns.
+
+        `store[ids]` is `read(ids)`; `store[10:20]` the rows in these places of the order of arrival; `store[mask]`
+        those where a mask `[len(store)]` is True; `store["reward"]` a column of all rows; `store[ids, "reward"]` a
+        column of some rows, and `store[ids, ["reward", "prompt"]]` several by name.
+
+        Raises:
+            BatchError: the key is none of these.
+        """
+        rows: Any
+        columns: Any
+        rows, columns = cast("Any", key) if isinstance(key, tuple) else (key, None)
+        if isinstance(rows, str) or rows is None or isinstance(rows, bool):
+            if not isinstance(rows, str) or columns is not None:
+                raise BatchError(
+                    f"store[{key!r}]: give ids, a slice, a mask, or the name of a column; store[ids, 'column'] reads "
+                    "one column of some rows."
+                )
+            return self.read(self.ids(), rows)[rows]
+        if isinstance(rows, slice):
+            rows = self.ids()[rows]
+        elif getattr(rows, "dtype", None) == np.bool_:
+            mask = cast("npt.NDArray[np.bool_]", rows)
+            if mask.shape != (len(self),):
+                raise BatchError(f"a mask of shape {list(mask.shape)}; the store has {len(self)} rows.")
+            rows = self.ids()[mask]
+        found = self.read(rows, columns)
+        return found[columns] if isinstance(columns, str) else found
 
     def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
         """Return trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
@@ -401,6 +468,8 @@ class StoreReads:
     def _reader(self, ids: Ids | None, columns: Iterable[Column]) -> ColumnReader:
         """Return a reader of these rows, or of all rows in the order of arrival."""
         self._check_open()
+        if ids is None and self._then is not None:
+            ids = self.ids()
         if ids is None:
             reader = ColumnReader.of_all(self._catalog, self._root.max_trajectories, self._limits)
         else:

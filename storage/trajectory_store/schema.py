@@ -22,7 +22,7 @@ DTYPES = (*NUMERIC_DTYPES, "str", "bytes")
 DEFAULT_AXIS = "tokens"
 MAX_OPTIONAL = 64
 MAX_WIDTH = 1 << 16
-RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths"})
+RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths", "ids"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
 
 Fill = bool | int | float | str
@@ -206,6 +206,8 @@ class Schema:
         self._by_name: dict[str, Column] = {}
         axes: dict[str, list[Column]] = {}
         for column in self.columns:
+            if not isinstance(column, Column):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's mistake
+                raise SchemaError(f"a schema is a list of Column, for example Column('a', 'int32'); got {column!r}.")
             if column.name in self._by_name:
                 raise SchemaError(f"column '{column.name}' appears twice in the schema.")
             self._by_name[column.name] = column

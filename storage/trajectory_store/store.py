@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Final, Literal, Self, cast
 
 import numpy as np
 
 from trajectory_store import fs
-from trajectory_store.batch import Batch, prepare
+from trajectory_store.backup import copy_folder
+from trajectory_store.batch import Batch, Rows, prepare
 from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
@@ -28,7 +30,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
-from trajectory_store.upkeep import Background, CompactReport, compact
+from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
 from trajectory_store.verify import VerifyReport, verify
 from trajectory_store.writer import FIRST_ELEMENTS, Stream
 
@@ -81,13 +83,13 @@ class TrajectoryStore(StoreReads):
         backend: Backend | None = None,
         durability: Durability = "process",
         max_trajectories: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         preallocate: bool = False,
         segment_rows: int | None = None,
         segment_elements: int | None = None,
         compress: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: int | str | None = None,
     ) -> TrajectoryStore:
         """Make a store and open it for appending.
 
@@ -102,7 +104,7 @@ class TrajectoryStore(StoreReads):
                 milliseconds for appends of other threads, if there are any. In an object store every put has the
                 promise of that store.
             max_trajectories: keep only this many of the newest; older ones are evicted by whole segments.
-            max_bytes: keep about this many bytes on the disk; older segments are evicted.
+            max_bytes: keep about this many bytes on the disk (`"20GB"`, `"512MiB"`); older segments are evicted.
             preallocate: reserve disk blocks a segment at a time: appends are faster, and a full disk is noticed
                 when a segment is made.
             segment_rows: rows per segment; by default few, growing to 512 Ki (preallocated, or zarr: 64 Ki).
@@ -121,18 +123,14 @@ class TrajectoryStore(StoreReads):
             schema=schema if isinstance(schema, Schema) else Schema(schema),
             backend=kind,
             durability=durability,
-            max_trajectories=max_trajectories,
-            max_bytes=max_bytes,
-            segment_rows=segment_rows,
-            segment_elements=segment_elements,
+            max_trajectories=_count("max_trajectories", max_trajectories, 1 << 62),
+            max_bytes=size_of("max_bytes", max_bytes),
+            segment_rows=_count("segment_rows", segment_rows, (1 << 32) - 1),
+            segment_elements=_count("segment_elements", segment_elements, 1 << 40),
             preallocate=preallocate,
             compress=compress and kind == "zarr",
         )
-        for name in ("max_trajectories", "max_bytes", "segment_rows", "segment_elements"):
-            value = getattr(root, name)
-            if value is not None and value < 1:
-                raise SchemaError(f"{name}={value} is too small; give at least 1, or None.")
-        root = _bounded(root)
+        root, cache_bytes = _bounded(root), size_of("cache_bytes", cache_bytes, least=0)
         if kind == "zarr":
             from trajectory_store.objects.medium import create_objects
 
@@ -152,7 +150,7 @@ class TrajectoryStore(StoreReads):
         add_columns: Sequence[Column] = (),
         io: Io | Literal["auto"] = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: int | str | None = None,
     ) -> TrajectoryStore:
         """Open a store.
 
@@ -182,12 +180,14 @@ class TrajectoryStore(StoreReads):
             raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
-        root, medium = _find(path, durability, None if io == "auto" else io, cache_dir, cache_bytes)
+        held = size_of("cache_bytes", cache_bytes, least=0)
+        root, medium = _find(path, durability, None if io == "auto" else io, cache_dir, held)
         store = cls(path, root, medium, mode, durability or root.durability)
         if add_columns:
             store._add_columns(add_columns)
         if mode == "a" and medium.bucket.local:
             with medium.bucket.upkeep_lock() as mine:
+                record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
                     medium.sweep(store._catalog.journal.state)
@@ -281,12 +281,13 @@ class TrajectoryStore(StoreReads):
 
     # Writing
 
-    def append(self, data: Mapping[str, Any]) -> Int64Array:
+    def append(self, data: Rows) -> Int64Array:
         """Append trajectories in one atomic commit.
 
         Args:
             data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
-                values (scalars). Columns with a fill, and mutable ones, may be left out.
+                values (scalars). Columns with a fill, and mutable ones, may be left out. Or a list of dicts, one per
+                trajectory.
 
         Returns:
             `[n]` int64 ids, stable and never reused. The rows are durable on return.
@@ -405,6 +406,28 @@ class TrajectoryStore(StoreReads):
     def traffic(self) -> Traffic:
         """The requests of this process to an object store so far; all zero if the store is a folder."""
         return self._catalog.medium.bucket.traffic
+
+    def copy(self, target: str | os.PathLike[str]) -> None:
+        """Copy the store with its ids, consistently, while any process may write to it: a backup.
+
+        The copy holds at least what this process sees, and verifies whole. `copy_rows` and `rlhf-pipeline copy` make a
+        store with new ids instead.
+
+        Args:
+            target: the new folder; must not exist, or be empty.
+
+        Raises:
+            StoreExistsError: the target holds something.
+            SchemaError: the store is not in a folder.
+        """
+        self._check_open()
+        if not isinstance(self.path, Path):
+            raise SchemaError(
+                f"copy() copies a store in a folder; {self.path} is in an object store. Copy its objects with that "
+                "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
+            )
+        with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
+            copy_folder(self.path, Path(target))
 
     @property
     def segment(self) -> int | None:
@@ -587,6 +610,43 @@ def _find(
     from trajectory_store.objects.medium import open_objects
 
     return open_objects(path, durability, cache_dir, cache_bytes)
+
+
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{letter}{binary}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for binary, base in (("", 1000), ("I", 1024))
+}
+
+
+def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
+    """Return a number of bytes given as a number or as text.
+
+    Raises:
+        SchemaError: it is neither, or below `least`.
+
+    >>> size_of("max_bytes", "1GB"), size_of("max_bytes", "1.5 MiB")
+    (1000000000, 1572864)
+    """
+    if not isinstance(value, str):
+        return _count(name, value, 1 << 62, least)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].upper() not in _UNITS:
+        raise SchemaError(f"{name}={value!r} is not a size. Give bytes, or text such as '20GB' or '512MiB'.")
+    return _count(name, int(float(found[1]) * _UNITS[found[2].upper()]), 1 << 62, least)
+
+
+def _count(name: str, value: object, most: int, least: int = 1) -> int | None:
+    """Return a whole number within its bounds, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise SchemaError(f"{name}={value!r} is not a whole number; give at least {least}, or None.")
+    if value < least:
+        raise SchemaError(f"{name}={value} is too small; give at least {least}, or None.")
+    if value > most:
+        raise SchemaError(f"{name}={value} is too large; give at most {most}.")
+    return int(cast("int", value))
 
 
 def _check_durability(durability: str) -> None:

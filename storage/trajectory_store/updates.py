@@ -118,7 +118,7 @@ class Later:
         base = segment.ordinal << ORDINAL_SHIFT
         addresses = np.arange(base + first, base + segment.rows, dtype=np.int64)
         times = segment.row_times(records, first)
-        count = targets >= 0
+        count = (targets >= 0) & (times >= 0)
         if self._limits is not None:
             sources = segment.row_ids(first, segment.rows)
             inside = within(self._limits, sources)

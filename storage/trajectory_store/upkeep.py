@@ -22,7 +22,7 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
-from trajectory_store.journal import Entry, State, owners_of
+from trajectory_store.journal import Entry, State, owners_of, runs_of
 from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
@@ -171,11 +171,12 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
             return CompactReport(before, before, 0, bytes_before, bytes_before, "another process compacts")
         still = [s for s in catalog.row_segments() if catalog.settled(s)]
         updates = [s for s in catalog.updates.values() if catalog.settled(s)]
-        _drop(catalog, {s.ordinal for s in (*still, *updates) if not s.rows}, {})
-        for group in _packed([s for s in still if s.rows], *_most(root)):
+        _drop(catalog, {s.ordinal for s in _sound(catalog, [s for s in (*still, *updates) if not s.rows])}, {})
+        still, updates = (_sound(catalog, [s for s in some if s.rows]) for some in (still, updates))
+        for group in _packed(still, *_most(root)):
             if len(group) > 1 or not (catalog.medium.complete or group[0].meta.merged):
                 moved += sum(s.rows for s in group) if _merge(catalog, group) else 0
-        for same in _by_columns([s for s in updates if s.rows]):
+        for same in _by_columns(updates):
             for group in _packed(same, MAX_ROWS, MAX_ELEMENTS):
                 _merge(catalog, group, superseded=True)
     catalog.refresh()
@@ -193,6 +194,9 @@ def fold(catalog: Catalog, root: Root, stop: Callable[[], bool] = lambda: False)
     merges = 0
     with _claim(catalog) as mine:
         while mine and not (merges and stop()) and (group := _due(catalog, root, sealing=True)):
+            sound = _sound(catalog, group)
+            if len(sound) < len(group):
+                continue  # without the damaged ones, others may be due
             if not _merge(catalog, group, superseded=sum(s.rows for s in group) >= SUPERSEDED):
                 break
             merges += 1
@@ -203,7 +207,8 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     """Return the small segments of similar size to merge next; empty if there are not enough."""
     most = _most(root)
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
-    for segments in kinds:
+    for every in kinds:
+        segments = [s for s in every if s.ordinal not in catalog.damaged and not s.gaps]
         if not catalog.medium.complete:
             many = MANY_FILES if catalog.medium.bucket.local else MANY
             for segment in segments:
@@ -236,6 +241,30 @@ def _most(root: Root) -> tuple[int, int]:
     return rows, elements
 
 
+def record_losses(catalog: Catalog) -> None:
+    """Record in the catalog which commits a power loss took of segments whose writers are gone; done once for each.
+
+    The segments are synced first. What is recorded is no damage any more, and is checked again by every reader: a
+    commit whose file is put back counts.
+    """
+    looked: dict[int, tuple[tuple[int, int], ...]] = {}
+    for segment in (*catalog.segments.values(), *catalog.updates.values()):
+        if segment.unsettled and catalog.medium.bucket.local:
+            catalog.medium.sync(segment, 0)
+            looked[segment.ordinal] = runs_of(sorted({gap.seq for gap in segment.gaps}))
+
+    def step(state: State) -> State | None:
+        entries = [replace(e, lost=looked[e.ordinal]) if e.ordinal in looked else e for e in state.entries]
+        return (
+            replace(state, entries=tuple(entries))
+            if any(e.lost is None and e.ordinal in looked for e in state.entries)
+            else None
+        )
+
+    if looked and catalog.journal.change(step, catalog.newest_ns) is not None:
+        catalog.follow_state()
+
+
 def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
     """Group update segments by the columns that they hold."""
     out: dict[tuple[str, ...], list[Segment]] = {}
@@ -261,15 +290,24 @@ def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list
     return groups
 
 
-def _sound(catalog: Catalog, group: list[Segment]) -> bool:
-    """Return whether all checksums hold: a merge would copy damage into a segment whose new checksums hide it."""
-    report = VerifyReport(catalog.medium.where)
-    check_segments(catalog, group, report)
-    if report.problems:
+def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
+    """Return the segments in which all checksums hold, and remember the others in `catalog.damaged`.
+
+    A merge would copy damage into a segment whose new checksums hide it, and remove what may be repaired.
+    """
+    out: list[Segment] = []
+    for segment in group:
+        report = VerifyReport(catalog.medium.where)
+        check_segments(catalog, [segment], report)
+        if not report.problems and not report.losses and not segment.gaps:
+            out.append(segment)
+            continue
+        catalog.damaged.add(segment.ordinal)
         catalog.refresh()
-        if all(s in (catalog.segments.get(s.ordinal), catalog.updates.get(s.ordinal)) for s in group):
-            log.warning("segments are not merged, because one is damaged: %s. Run verify().", report.problems[0])
-    return report.ok
+        if segment in (catalog.segments.get(segment.ordinal), catalog.updates.get(segment.ordinal)):
+            what = (*report.problems, *report.losses, "rows are missing")[0]
+            log.warning("a segment is not merged, because it is damaged: %s. Run verify().", what)
+    return out
 
 
 def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) -> bool:
@@ -278,8 +316,6 @@ def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) 
     Updates must have the same columns; `superseded` leaves out those of them that a newer one supersedes, and those of
     rows that are gone.
     """
-    if not _sound(catalog, group):
-        return False
     ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
     extra = {ROW_ID: ids, ROW_TIME: np.concatenate([s.row_times() for s in group])}
     ordinals = np.repeat([s.ordinal for s in group], [s.rows for s in group])

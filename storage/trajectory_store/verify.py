@@ -33,7 +33,9 @@ class VerifyReport:
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
         problems: each in words; empty if there are none.
-        damaged_ids: `[N]` int64, the rows that cannot be trusted.
+        losses: what a power loss took although nothing promised to keep it, in words: recorded in the catalog, and no
+            problem any more.
+        damaged_ids: `[N]` int64, the rows that are damaged or lost.
         catalog_numbers: the catalog records that commits refer to.
     """
 
@@ -43,6 +45,7 @@ class VerifyReport:
     bytes: int = 0
     segments: int = 0
     problems: list[str] = field(default_factory=list[str])
+    losses: list[str] = field(default_factory=list[str])
     damaged_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     catalog_numbers: set[int] = field(default_factory=set[int], repr=False)
 
@@ -57,12 +60,13 @@ class VerifyReport:
     def __str__(self) -> str:
         rows = f"{self.trajectories} trajectories ({self.rows} rows)"
         size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
+        lost = "".join(f"\n  - lost by a power loss: {words}" for words in self.losses)
         if self.ok:
-            return f"{self.path}: {size} checked, all checksums hold."
+            return f"{self.path}: {size} checked, all {'other ' if lost else ''}checksums hold.{lost}"
         lines = "\n".join(f"  - {p}" for p in self.problems)
         return (
             f"{self.path}: {size} checked, {len(self.problems)} problems, "
-            f"{len(self.damaged_ids)} trajectories damaged:\n{lines}\n"
+            f"{len(self.damaged_ids)} trajectories damaged:\n{lines}{lost}\n"
             "Damaged rows cannot be repaired; restore the segment from a copy, or leave these ids out."
         )
 
@@ -71,8 +75,13 @@ class VerifyReport:
         if words not in self.problems:
             self.problems.append(words)
 
+    def loss(self, words: str) -> None:
+        """Note what the catalog has recorded as lost."""
+        if words not in self.losses:
+            self.losses.append(words)
+
     def damaged(self, ids: Int64Array) -> None:
-        """Note rows that cannot be trusted."""
+        """Note rows that are damaged or lost."""
         self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
 
@@ -86,7 +95,7 @@ def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | 
         again = _check_once(catalog, path)
     known = {_NUMBER.sub("#", problem) for problem in report.problems}
     again.problems = [problem for problem in again.problems if _NUMBER.sub("#", problem) in known]
-    if not again.problems:
+    if not again.problems and not again.losses:
         again.damaged_ids = np.empty(0, np.int64)
     return again
 

@@ -59,7 +59,10 @@ def base(**changes: Any) -> Pipeline:
         (lambda: base(learn=Collect()), "it must be a Learn."),
         (lambda: base(learn={"steps": 3}), "Pipeline.learn is {'steps': 3}; it must be a Learn."),
         (lambda: base(policy="model"), "Pipeline.policy is 'model'; it must be a TinyPolicy or a PretrainedPolicy."),
-        (lambda: base(reward="token_match"), "Pipeline.reward is 'token_match'; it must be a function."),
+        (
+            lambda: base(reward="token_match"),
+            "Pipeline.reward is 'token_match'; it must be a function or a Reward or several in a tuple.",
+        ),
         (lambda: base(prompts="train.jsonl"), "it must be an object with as_chat and prompt."),
         (lambda: base(prompts=CopyDigits), "it must be an object with as_chat and prompt."),
     ],

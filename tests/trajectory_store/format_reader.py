@@ -27,8 +27,8 @@ def layout(meta: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...], s
     return {k[0]: (np.dtype({"str": "u1", "bytes": "u1"}.get(k[1], k[1])).newbyteorder("<"), *k[2:]) for k in kinds}
 
 
-def read_files(folder: Path, meta: dict[str, Any]) -> tuple[dict[str, np.ndarray], list[int]]:
-    """The arrays of a segment on a local disk, as far as valid records cover them, and the commit time of each row."""
+def read_files(folder: Path, meta: dict[str, Any], lost: Any) -> tuple[dict[str, np.ndarray], list[int]]:
+    """The arrays of a segment on a local disk, and the commit time of each row; -1 for rows that do not count."""
     kinds, arrays, ends = layout(meta), {}, {".rows": 0, ".edges": 1, **dict.fromkeys(meta["elems_cap"], 0)}
     for name, (dtype, shape, _) in kinds.items():
         path = folder.joinpath(name, "c", "0", *"0" * len(shape))
@@ -36,23 +36,28 @@ def read_files(folder: Path, meta: dict[str, Any]) -> tuple[dict[str, np.ndarray
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     times, (safe, complement) = [], struct.unpack("<QQ", (folder / "commits/acknowledged").read_bytes())
     assert safe ^ complement == (1 << 64) - 1, folder
-    if meta["durability"] == "process":
-        safe = meta["rows_cap"] + 1 if meta["boot_id"] == boot_id.strip() else 0
-    for i, record in enumerate(map(bytes, np.memmap(folder / "commits/c/0/0", "V64", "r"))):
-        magic, salt, seq, time, rows, new, *_, data_sum, own_sum = struct.unpack("<4sIQQIIQIIIIII", record)
-        if (magic, salt, seq, own_sum) != (b"TRJ2", meta["salt"], i, crc(record[:60])):
-            assert i >= safe or not any(record), f"record {i} of {folder}"
-            break
-        after = {a: int(arrays[f"{a}.offsets"][rows]) for a in meta["elems_cap"]} | {".rows": rows, ".edges": rows + 1}
-        written = [arrays[name][ends[axis] : after[axis]].tobytes() for name, (_, _, axis) in kinds.items()]
-        if crc(b"".join(written)) != data_sum:
-            assert i >= safe, f"data of record {i} of {folder}"
-            break
-        times, ends = times + [time] * new, after
+    rebooted = meta["durability"] == "process" and meta["boot_id"] != boot_id.strip()
+    records = list(map(bytes, np.memmap(folder / "commits/c/0/0", "V64", "r")))
+    written = max((i + 1 for i, record in enumerate(records) if any(record)), default=0)
+    for i, record in enumerate(records[:written]):
+        magic, salt, seq, time, rows, new, _, kind, *_, data_sum, own_sum = struct.unpack("<4sIQQIIQIIIIII", record)
+        good = (magic, salt, seq, own_sum) == (b"TRJ3", meta["salt"], i, crc(record[:60]))
+        if good and kind == 1:
+            times += [-1] * (rows - new - len(times))  # rows of a commit before it that is lost
+            before = {a: int(arrays[f"{a}.offsets"][rows - new]) for a in meta["elems_cap"]}
+            before |= {".rows": rows - new, ".edges": rows - new + 1}
+            after = {a: int(arrays[f"{a}.offsets"][rows]) for a in meta["elems_cap"]}
+            after |= {".rows": rows, ".edges": rows + 1}
+            parts = [arrays[name][before[axis] : after[axis]].tobytes() for name, (_, _, axis) in kinds.items()]
+            good, ends = crc(b"".join(parts)) == data_sum, after
+            times += [time if good else -1] * new
+        if not good:
+            known = any(first <= i <= last for first, last in lost or ())
+            assert known or (i >= safe and not rebooted), f"data of record {i} of {folder}"
     return {name: arrays[name][: ends[axis]] for name, (_, _, axis) in kinds.items()}, times
 
 
-def read_objects(folder: Path, meta: dict[str, Any]) -> tuple[dict[str, np.ndarray], list[int]]:
+def read_objects(folder: Path, meta: dict[str, Any], _: Any) -> tuple[dict[str, np.ndarray], list[int]]:
     """The same of a segment of one object per commit, or of a merged one of sharded arrays."""
     times, ends, kinds = [], {}, layout(meta)
     if meta["merged"]:
@@ -96,19 +101,20 @@ def read_store(path: Path) -> dict[str, Any]:
     """`ids` in the order of arrival, `watermark`, and by column `values` and `present` in that order."""
     root = json.loads((path / "zarr.json").read_bytes())["attributes"]
     rest = json.dumps({key: value for key, value in root.items() if key != "crc"}, sort_keys=True).encode()
-    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 2, root["crc"]), path
+    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 3, root["crc"]), path
     lines = [line for file in sorted((path / "catalog").glob("*.rec")) for line in file.read_bytes().split(b"\n")]
     catalog = json.loads([line[9:] for line in lines if line[:9] == b"%08x " % crc(line[9:])][-1])
-    found, updates, newest, values, present = [], [], {}, {}, {}
-    for ordinal, kind, salt, merged, count, _ in catalog["segments"]:
+    found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
+    for ordinal, kind, salt, merged, count, _, lost in catalog["segments"]:
         folder = path / f"seg-{ordinal:08d}{'-merged' * merged}"
         meta = json.loads((folder / "zarr.json").read_bytes())["attributes"]
-        arrays, times = (read_files if root["backend"] == "memmap" else read_objects)(folder, meta)
+        arrays, times = (read_files if root["backend"] == "memmap" else read_objects)(folder, meta, lost)
         assert (meta["salt"], len(times) >= (count or 0)) == (salt, True), f"rows of {folder}"
         times = arrays["row_time"].tolist() if merged else times
         ids = arrays["row_id"].tolist() if merged else range(ordinal << 32, (ordinal << 32) + len(times))
         rows = [(*at, row, meta["schema"]["columns"], arrays) for row, at in enumerate(zip(times, ids, strict=True))]
-        (found if kind == "rows" else updates).extend(rows)
+        (found if kind == "rows" else updates).extend(row for row in rows if row[0] >= 0)
+        gone += sum(time < 0 for time in times) * (kind == "rows")
     for _, _, row, columns, arrays in sorted(updates, key=lambda at: at[:2]):
         newest |= {(c["name"], int(arrays["target"][row])): cell(c, arrays, row) for c in columns}
     rows = sorted(found, key=lambda at: at[:2])[-(root["max_trajectories"] or 0) :]
@@ -119,5 +125,5 @@ def read_store(path: Path) -> dict[str, Any]:
             given = name in arrays and (name not in bits or bool(int(arrays["present"][row]) >> bits.index(name) & 1))
             values[name].append(newest[name, row_id] if late else cell(column, arrays, row))
             present[name].append(late or given)
-    ids, total = [at[1] for at in rows], catalog["rows_gone"] + len(found)
+    ids, total = [at[1] for at in rows], catalog["rows_gone"] + len(found) + gone
     return {"ids": ids, "watermark": total, "values": values, "present": present}

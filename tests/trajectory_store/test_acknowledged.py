@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import pytest
 from trajectory_store import (
     BatchError,
     Column,
+    CorruptionError,
     MissingRowError,
     Schema,
     SchemaError,
@@ -342,41 +346,126 @@ def test_a_living_writer_loses_nothing_to_a_process_with_another_boot_id(tmp_pat
         assert other.read_scalars("tag").tolist() == [0, 1, 2, 3]
         assert other.read_scalars("priority").tolist() == [0, 0, 0, 3]
     assert tags_of(path) == [0, 1, 2, 3]
-    assert backend == "zarr" or not list(path.rglob("verified*"))
     writer.close()
     assert tags_of(path) == [0, 1, 2, 3]
 
 
-def test_after_a_power_loss_what_is_torn_is_cut_off_at_once(tmp_path, backend, monkeypatch):
-    """The machine has another boot id, and the last commit of a segment without an end is torn."""
+def killed(path, tags):
+    """A process appended rows, one commit each, and was killed."""
+    pid = os.fork()
+    if not pid:
+        store = TrajectoryStore.open(path, "a")
+        for tag in tags:
+            store.append(rows([tag]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def spoil(path, backend, commit, bits=1):
+    """Change the data of one commit of the first segment, on the disk; returns how to put it back."""
+    file = path / ("seg-00000000/tag/c/0" if backend == "memmap" else f"seg-00000000/{commit:08d}.zip")
+    good = file.read_bytes()
+    bad = bytearray(good)
+    bad[commit * 8 if backend == "memmap" else 64] ^= bits  # in an object, the first values begin there
+    file.write_bytes(bad)
+    return lambda: file.write_bytes(good)
+
+
+def test_a_power_loss_takes_what_it_tore_and_a_writer_records_it_once(tmp_path, backend, monkeypatch):
+    """Another boot id, a killed writer, and one commit in the middle is torn: the ones after it count all the same."""
     path = create(tmp_path / "s", backend)
-    writer = TrajectoryStore.open(path, "a")
-    for tag in range(3):
-        writer.append(rows([tag]))
-    if backend == "zarr":
-        (last,) = path.glob("seg-*/*000002.zip")
-        last.write_bytes(bytes(len(last.read_bytes())))
-    else:
-        writer.close()
-        (tags,) = path.glob("seg-*/tag/c/0")
-        with tags.open("r+b") as file:
-            file.seek(16)
-            file.write(bytes(8))
+    killed(path, range(5))
+    put_back = spoil(path, backend, 2)
     monkeypatch.setattr(fs, "boot_id", lambda: "another")
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="1 rows are not served"):
+            store = TrajectoryStore.open(path)
+        with store:
+            assert store.read_scalars("tag").tolist() == [0, 1, 3, 4]
+            assert (len(store), store.watermark) == (5, 5)
+            with pytest.raises(CorruptionError, match="cannot be read"):
+                store.read([2])
+            assert store.verify().damaged_ids.tolist() == [2]
+            assert not store.verify().ok
+    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}, "a reader wrote"
+    with pytest.warns(RuntimeWarning, match="1 rows are not served"):
+        TrajectoryStore.open(path, "a").close()
     with TrajectoryStore.open(path, "a") as store:
-        assert store.read_scalars("tag").tolist() == [0, 1]
-        store.append(rows([3]))
-        assert store.read_scalars("tag").tolist() == [0, 1, 3]
+        store.append(rows([5]))
+        assert store.read_scalars("tag").tolist() == [0, 1, 3, 4, 5]
+        assert (len(store), store.watermark) == (5, 6)
+        report = store.verify()
+        assert (report.ok, report.damaged_ids.tolist(), len(report.losses)) == (True, [2], 1), str(report)
+        store.compact()
+    put_back()
     with TrajectoryStore.open(path) as store:
-        assert store.read(store.ids())["tag"].tolist() == [0, 1, 3]
-    writer.close()
+        assert store.read_scalars("tag").tolist() == [0, 1, 2, 3, 4, 5]
+        assert not store.verify().losses
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_after_a_restart_damage_costs_what_it_touches(tmp_path, backend, monkeypatch, damage, end):
+    """One commit of fifty, named by verify, never merged away, and back as soon as its file is."""
+    path = create(tmp_path / "s", backend)
+    if end == "closed":
+        with TrajectoryStore.open(path, "a") as store:
+            for tag in range(50):
+                store.append(rows([tag]))
+    else:
+        killed(path, range(50))
+    for tag in range(50, 57):
+        append_and_close(path, [tag])
+    file = path / ("seg-00000000/tag/c/0" if backend == "memmap" else "seg-00000000/00000003.zip")
+    good = file.read_bytes()
+    put_back = spoil(path, backend, 3)
+    touched = {3}
+    if damage == "cut":
+        file.write_bytes(good[:40])
+        touched = set(range(5, 50)) if backend == "memmap" else {3}
+    elif damage == "missing":
+        file.unlink()
+        touched = set(range(1, 50)) if backend == "memmap" else {3}  # what is missing reads as 0, which row 0 holds
+    monkeypatch.setattr(fs, "boot_id", lambda: "another")
+    whole = [tag for tag in range(57) if tag not in touched]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for mode in ("r", "a", "r"):
+            with TrajectoryStore.open(path, mode) as store:
+                ids, report = store.ids(), store.verify()
+                served = ids[~np.isin(ids, report.damaged_ids)]
+                assert store.read_scalars("tag", served).tolist() == whole
+                assert (report.damaged_ids.tolist(), store.watermark) == (sorted(touched), 57)
+                assert bool(report.problems) or (end == "killed" and bool(report.losses))
+                if mode == "a":
+                    store.compact()
+        assert file.parent.exists()
+        put_back()
+        with TrajectoryStore.open(path) as store:
+            assert store.read_scalars("tag").tolist() == list(range(57))
+            assert store.verify().ok
+
+
+def test_a_closed_segment_is_on_the_disk_and_trusted(tmp_path, backend, monkeypatch):
+    """After a restart nothing of it is read before it is asked for, so opening costs what it did before."""
+    path = create(tmp_path / "s", backend)
+    append_and_close(path, list(range(9)))
+    monkeypatch.setattr(fs, "boot_id", lambda: "another")
+    opened = []
+    real = fs.open_fd
+    monkeypatch.setattr(fs, "open_fd", lambda where, flags: opened.append(str(where)) or real(where, flags))
+    with TrajectoryStore.open(path) as store:
+        assert len(store) == 9
+        assert not [where for where in opened if where.endswith("tag/c/0")]
+        assert sum(where.endswith(".zip") for where in opened) <= 2 * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be opened:RuntimeWarning")
 def test_a_read_that_fails_after_a_power_loss_cuts_nothing_off(tmp_path, backend, monkeypatch):
     """Too many files are open when the data is checked: that costs the segment for now, and is noted nowhere."""
     path = create(tmp_path / "s", backend)
-    append_and_close(path, [0, 1])
+    killed(path, [0, 1])
     monkeypatch.setattr(fs, "boot_id", lambda: "another")
     real = fs.open_fd
 
@@ -387,7 +476,7 @@ def test_a_read_that_fails_after_a_power_loss_cuts_nothing_off(tmp_path, backend
 
     with monkeypatch.context() as patches:
         patches.setattr(fs, "open_fd", full)
-        with suppress(StoreError), TrajectoryStore.open(path) as store:
+        with suppress(StoreError), TrajectoryStore.open(path, "a") as store:
             assert not len(store)
     assert tags_of(path) == [0, 1]
 

@@ -489,13 +489,15 @@ def test_the_order_is_that_of_the_commits_that_survived_a_power_loss(tmp_path, m
         with TrajectoryStore.open(tmp_path / "s", mode="a") as two:
             second = two.append({"a": [2]})
         one.append({"a": [3, 4]})
+        third = one.append({"a": [5]})
     torn = tmp_path / "s" / "seg-00000000" / "00000001.zip"
     torn.write_bytes(bytes(torn.stat().st_size))
     monkeypatch.setattr(fs, "boot_id", lambda: "another")
-    with pytest.warns(RuntimeWarning, match="has 1 rows; the catalog says 3"):
+    with pytest.warns(RuntimeWarning, match="2 rows are not served"):
         store = TrajectoryStore.open(tmp_path / "s")
     with store:
-        assert store.ids().tolist() == [*first.tolist(), *second.tolist()]
+        assert store.ids().tolist() == [*first.tolist(), *second.tolist(), *third.tolist()]
+        assert (len(store), store.watermark) == (5, 5)
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 0])

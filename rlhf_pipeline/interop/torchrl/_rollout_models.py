@@ -108,7 +108,11 @@ class RolloutModel:
         if most is not None and longest + max_new_tokens > most:
             raise DataError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {most} positions. "
-                f"Drop prompts of more than {most - max_new_tokens} tokens, or lower max_new_tokens."
+                + (
+                    f"Drop prompts of more than {most - max_new_tokens} tokens, or lower max_new_tokens."
+                    if max_new_tokens < most
+                    else f"Lower max_new_tokens below {most}."
+                )
             )
         shape = (input_ids.shape[0], max_new_tokens)
         tokens = torch.full(shape, self.pad_token_id, dtype=torch.int64, device=input_ids.device)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, typed
+from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, StopAskedError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_parts
@@ -95,8 +95,8 @@ def collect(
             try:
                 every = pipeline.collect.refresh_weights_every
                 traffic = run.medium.meter(parts.buffer.store)
-                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, traffic, every)
-                reason = worker.work(stop)
+                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, stop, traffic, every)
+                reason = worker.work()
             finally:
                 claims.close()
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
@@ -119,6 +119,7 @@ class _Worker:
     rollouts: Rollouts
     heartbeat: Heartbeat
     on_event: EventHandler
+    stop: StopRequest
     traffic: TrafficMeter | None
     refresh_weights_every: int = 0
     freed: FreedMemory = field(default_factory=FreedMemory)
@@ -128,10 +129,10 @@ class _Worker:
     num_rollouts: int = 0
     num_trajectories: int = 0
 
-    def work(self, stop: StopRequest) -> Literal["finished", "interrupted"]:
+    def work(self) -> Literal["finished", "interrupted"]:
         patience_s = self.run.medium.patience_s
         pause, seen, ask_at = Pause(patience_s), None, 0.0
-        while not stop:
+        while not self.stop:
             published = read_published(self.run)
             if published != seen:  # the learner is taking steps, so more weights may come soon
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
@@ -155,6 +156,8 @@ class _Worker:
                 done = True
             except LeaseLostError as error:
                 tell(self.on_event, str(error))
+            except StopAskedError as error:
+                tell(self.on_event, f"rollout {rollout} is given up: {error}.")
             finally:
                 self.claims.release(done=done)
             seen = None
@@ -181,6 +184,7 @@ class _Worker:
                 num_tokens=done.num_tokens,
                 seconds=done.seconds,
                 created_at=time.time(),
+                figures=done.figures,
                 traffic=None if self.traffic is None else self.traffic.since_last(),
             )
         )
@@ -206,6 +210,8 @@ class _Worker:
                 refresh=self._refresh(),
                 digests=self.digests,
                 is_first=self.claims.is_first,
+                stop=lambda: bool(self.stop),
+                say=lambda sentence: tell(self.on_event, sentence),
             )
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -25,10 +26,12 @@ ROLLOUTS_SCHEMA: Final = Schema(
         Column("num_tokens", "int64"),
         Column("seconds", "float64"),
         Column("created_at", "float64"),
+        Column("figures", "str", fill=""),
     ]
 )
 """One row per rollout whose trajectories are in the main store."""
 
+_NUMBERS: Final = frozenset(column.name for column in ROLLOUTS_SCHEMA if not column.is_text)
 _ROLLOUTS_PER_SEGMENT = 8192
 
 
@@ -46,6 +49,8 @@ class StoredRollout:
     """0 if a collector that was killed had stored it, and another one only added its record."""
     seconds: float
     created_at: float
+    figures: Mapping[str, float | int | None] = field(default_factory=dict[str, "float | int | None"])
+    """Of `rollout_figures`; empty if part of the rollout is no longer known."""
     traffic: Mapping[str, int] | None = None
     """The collector's requests to an object store since its previous rollout; None if the run is a folder."""
 
@@ -139,7 +144,9 @@ class FolderRollouts(Rollouts):
 
     def add(self, done: StoredRollout) -> None:
         """Append a row."""
-        values = {column.name: getattr(done, column.name) for column in ROLLOUTS_SCHEMA}
+        values = {column.name: getattr(done, column.name) for column in self._store.schema}
+        if "figures" in values:  # a run that an earlier version began has no such column
+            values["figures"] = json.dumps(dict(done.figures))
         self._store.append({name: [value] for name, value in values.items() if value is not None})
 
     def new(self, known: RolloutSet) -> list[int]:
@@ -165,7 +172,9 @@ class FolderRollouts(Rollouts):
                 return None
             row_id = int(self._store.ids()[places[0]])
         row = self._store.read(np.asarray([row_id], np.int64))
-        found = StoredRollout(**{column.name: row[column.name][0].item() for column in ROLLOUTS_SCHEMA})
+        figures: dict[str, Any] = {"figures": json.loads(row["figures"][0] or "{}")} if "figures" in row else {}
+        numbers = {name: values[0].item() for name, values in row.items() if name in _NUMBERS}
+        found = StoredRollout(**numbers, **figures)
         return replace(found, task_reward=None) if math.isnan(row["task_reward"][0]) else found
 
     def close(self) -> None:

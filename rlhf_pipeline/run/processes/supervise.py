@@ -116,7 +116,7 @@ def supervise(
 def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
     """Return the command of each process of a supervised run, by name, the learner first."""
     base = [sys.executable, "-m", "rlhf_pipeline"]
-    end = ["--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
+    end = ["--trust", "--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
     names = [f"collector-{number}" for number in range(collectors)]
     return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
 

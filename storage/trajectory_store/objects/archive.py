@@ -144,6 +144,7 @@ class Commit:
         ends: elements per axis after it.
         catalog: the newest record of the catalog that its writer had seen.
         sealed: whether this is an end that a process other than the writer put.
+        synced: whether this is an end that the writer put after it had synced every object before it.
         crc: CRC32C of the values of each array, before compression.
         before: `[n_rows, time_ns, *ends]` of each commit before it in its block; only in the last of a block.
     """
@@ -158,6 +159,7 @@ class Commit:
     ends: Mapping[str, int]
     catalog: int = 0
     sealed: bool = False
+    synced: bool = False
     crc: Mapping[str, int] = field(default_factory=dict[str, int])
     before: Sequence[Sequence[int]] = ()
 
@@ -193,6 +195,7 @@ class Commit:
                 ends=ends,
                 catalog=whole(attributes["catalog"]),
                 sealed=bool(attributes["sealed"]),
+                synced=bool(attributes["synced"]),
                 crc=per_name(attributes["crc"], dict.fromkeys(names, MAX_CRC)),
                 before=tuple(_row_before(row, rows_end, ends) for row in attributes["before"]),
             )

@@ -28,7 +28,7 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, Part, SealedError, Segment, SegmentWriter, trusted
+from trajectory_store.medium import Claim, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.memmap import create_folder
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -143,11 +143,11 @@ class ObjectMedium(Medium):
     def _read_all(self, segments: Sequence[ObjectSegment]) -> None:
         self.refresh([s for s in segments if s.ordinal in self._own])
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
-        if self.bucket.local:
-            for segment in segments:
-                own = segment.ordinal in self._own
-                if segment.may_be_torn and not own and (segment.finished or self._ended(segment)):
-                    self._trust(segment)
+        for segment in segments:
+            if self.bucket.local and segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
+                self._check_objects(segment)
+            if segment.finished or not segment.is_live():
+                segment.expect_rows(segment.promised)
 
     def _alone(self, segment: ObjectSegment) -> Segment | Exception:
         """Read a segment by itself, so that an error costs no other; half of it, unchecked, is never used."""
@@ -211,32 +211,26 @@ class ObjectMedium(Medium):
                         first, self.bucket.tails([segment.key(first)], [self.bucket.tail])[0]
                     )  # put meanwhile?
                     if now is None or not segment.add(now):
-                        _ = any(commit is not None and segment.skip_to(commit) for commit in found)
+                        _ = any(commit is not None and segment.pass_over(commit) for commit in found)
                 if segment.records > first and not segment.finished:
                     again[segment] = there[segment]
             there = again
-
-    def _ended(self, segment: ObjectSegment) -> bool:
-        """End a segment: whether its writer lives cannot be seen, and one that does goes on in a new segment."""
-        known = segment.records
-        try:
-            return self._put_end(segment) or segment.records == known  # a damaged object takes the number as well
-        except StoreError:  # a reader that may not write
-            return False
-
-    def _trust(self, segment: ObjectSegment) -> None:
-        """Count objects up to the first damaged one: the machine may have gone down before they were synced."""
-
-        def whole_objects() -> int:
-            report = VerifyReport(self.where)
+        for segment, keys in zip(segments, listed, strict=True) if opening else ():
+            seqs_there = {seq_of(key) for key in keys}
             for seq in range(segment.records):
-                found = self.bucket.get(segment.key(seq))
-                if found is None or _wrong_in(found, segment, seq, report):
-                    return seq
-            return segment.records
+                if seq not in seqs_there and segment.history[seq].n_rows and segment.is_missing(seq):
+                    segment.leave_out(seq, f"object {segment.key(seq)} is missing")
 
-        known = trusted(self.bucket, f"{segment.name}/verified.json", whole_objects)
-        segment.trust_until(min(known, segment.records))
+    def _check_objects(self, segment: ObjectSegment) -> None:
+        """Leave out the commits that did not reach the disk as a whole before the machine went down."""
+        report, known = VerifyReport(self.where), {gap.seq for gap in segment.gaps}
+        for seq in range(segment.records):
+            if seq in known or not (segment.lost is None or segment.is_lost(seq)):
+                continue
+            found = self.bucket.get(segment.key(seq))
+            why = "it is missing" if found is None else _wrong_in(found, segment, seq, report)
+            if why:
+                segment.leave_out(seq, why)
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
@@ -382,8 +376,9 @@ class ObjectMedium(Medium):
         """Fetch every object of a segment and recompute its checksums."""
         if not isinstance(segment, ObjectSegment):
             raise TypeError(f"{segment.name} is not a segment of a bucket")
-        for problem in segment.damaged.values():
-            report.problem(f"{segment.name}: {problem}")
+        for gap in segment.gaps:
+            (report.loss if segment.is_lost(gap.seq) else report.problem)(f"{segment.name}: {gap.why}")
+            report.damaged(segment.gap_ids(gap))
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
             expected["sealed"] = dict(segment.sealed)
@@ -432,12 +427,15 @@ def _check_commits(
     bucket: Bucket, segment: ObjectSegment, report: VerifyReport, follow: Callable[[Sequence[Segment]], object]
 ) -> None:
     there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
+    known = {gap.seq for gap in segment.gaps}
     for seq, brief in enumerate(segment.history):
+        if seq in known:
+            continue
         key = segment.key(seq)
         raw = bucket.get(key) if key in there else None
         wrong = f"object {key} is missing" if raw is None else _wrong_in(raw, segment, seq, report)
         if wrong:
-            report.problem(f"{segment.name}: {wrong}")
+            (report.loss if segment.is_lost(seq) else report.problem)(f"{segment.name}: {wrong}")
             first = brief.rows_end - brief.n_rows
             if segment.meta.kind == "rows":
                 report.damaged(segment.row_ids(first, brief.rows_end))
@@ -445,7 +443,7 @@ def _check_commits(
             report.rows += brief.n_rows
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
     if (
-        last >= segment.records and not segment.trusted
+        last >= segment.records and last not in known
     ):  # the listing is newer than what was read: the segment may have grown in between
         first = segment.records
         follow([segment])
@@ -571,7 +569,12 @@ class ObjectWriter(SegmentWriter):
         """Put the end of the segment; if that fails, upkeep puts it later."""
         if self.pending is not None or not self.records:
             return
-        end = self._next(self.last_time + 1, 0, dict(self.ends))
+        try:
+            self._bucket.sync(self._name)
+            synced = True
+        except StoreError:
+            synced = False
+        end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
         try:
             if self._bucket.settle(commit_key(self._name, end.seq), build(end, {}, compress=False)):
                 self._own.append(end)

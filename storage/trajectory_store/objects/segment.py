@@ -27,7 +27,7 @@ from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGon
 from trajectory_store.format import RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
-from trajectory_store.medium import Part, Rows, Segment
+from trajectory_store.medium import Gap, Part, Rows, Segment
 from trajectory_store.objects.archive import (
     BLOCK,
     Commit,
@@ -133,13 +133,14 @@ class ObjectSegment(Segment):
     ) -> None:
         super().__init__(entry, meta)
         self.bucket = bucket
+        self.promised = entry.rows
         self._cache = cache
         self._files_of = f"{entry.name}-{entry.salt:08x}"
         self._axes = tuple(meta.schema.axes)
         self.history: list[Brief] = []
-        self.damaged: dict[int, str] = {}
         self.sealed = sealed
-        self.trusted = False
+        self.closed = sealed is not None
+        """Whether the writer had synced everything when it ended the segment."""
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._indexes: dict[str, Int64Array] = {}
@@ -175,30 +176,52 @@ class ObjectSegment(Segment):
         if not begins or not all(
             b.time_ns > a.time_ns and _grows(a.ends, b.ends) for a, b in itertools.pairwise(chain)
         ):
-            self._damage(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it.")
+            self.leave_out(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it")
             return False
         for brief in chain[1:]:
             self._add(brief)
         self.finished |= commit.n_rows == 0
+        self.closed |= commit.synced
         return True
 
-    def skip_to(self, following: Commit) -> bool:
-        """Skip commits that are missing or unreadable: the one that follows says what they must have held.
+    def pass_over(self, following: Commit) -> bool:
+        """Leave out commits that are missing or unreadable: the one that follows says which rows they must have held.
 
         Returns:
             Whether that is possible.
         """
-        last, rows_end = self._last, following.rows_end - following.n_rows
-        starts = tuple(following.starts.values())
-        if rows_end < last.rows_end or not _grows(last.ends, starts):
+        last, rows_end = self._last, following.rows_end - following.n_rows - sum(row[0] for row in following.before)
+        starts = tuple(following.before[0][2:]) if following.before else tuple(following.starts.values())
+        first = following.seq - len(following.before)
+        if following.before or rows_end < last.rows_end or not _grows(last.ends, starts) or first < self.records:
             return False
-        while self.records < following.seq:
-            self._damage(self.records, f"object {self.key(self.records)} is missing.")
+        while self.records < first:
+            seq = self.records
             self._add(Brief(rows_end - self.rows, rows_end, last.time_ns, starts))
+            self.leave_out(seq, f"object {self.key(seq)} is missing")
         return self.add(following)
 
-    def _damage(self, seq: int, words: str) -> None:
-        self.damaged.setdefault(seq, words)
+    def is_missing(self, seq: int) -> bool:
+        """Return whether the object of a commit is not there, asked now."""
+        return self.bucket.tails([self.key(seq)], [1])[0] is None
+
+    def leave_out(self, seq: int, words: str) -> None:
+        """Note a commit that is not served; the first reason stays."""
+        known = next((gap for gap in self.gaps if gap.seq == seq), None)
+        brief = self.history[seq] if seq < len(self.history) else Brief(0, self.rows, 0, ())
+        gap = Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, words if known is None else known.why)
+        self.gaps = sorted([*(g for g in self.gaps if g.seq != seq), gap])
+
+    def expect_rows(self, promised: int | None) -> None:
+        """Leave out the rows that the catalog knows of and that no commit has."""
+        if promised is not None and self.rows < promised <= self.meta.rows_cap:
+            last = self._last
+            known = next((gap for gap in self.gaps if gap.seq == self.records), None)
+            why = f"the commits from number {self.records} on are missing" if known is None else known.why
+            self.gaps = [gap for gap in self.gaps if gap.seq != self.records]
+            self.gaps.append(Gap(self.records, self.rows, promised, why))
+            self._add(Brief(promised - self.rows, promised, last.time_ns, last.ends))
+            self.finished = True
 
     def _add(self, brief: Brief) -> None:
         self.history.append(brief)
@@ -224,7 +247,7 @@ class ObjectSegment(Segment):
 
     def next_seqs(self, there: Sequence[int]) -> list[int]:
         """Return which of the existing commits to request: of a whole block only the last, which records all."""
-        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1 and seq not in self.damaged}
+        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1 and seq not in {gap.seq for gap in self.gaps}}
         new = (seq for seq in there if seq >= self.records)
         return sorted({end if (end := seq - seq % BLOCK + BLOCK - 1) in ends else seq for seq in new})
 
@@ -250,11 +273,11 @@ class ObjectSegment(Segment):
             commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
             if commit is None or (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt):
                 return commit
-            self._damage(seq, f"object {key} is another commit than its name says.")
+            self.leave_out(seq, f"object {key} is another commit than its name says")
         except StoreError as error:
             if isinstance(error, ReadFailedError):
                 raise
-            self._damage(seq, str(error))
+            self.leave_out(seq, str(error).rstrip("."))
         return None
 
     def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
@@ -267,8 +290,9 @@ class ObjectSegment(Segment):
         return None
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """Return the commits of rows from number `start` on."""
-        commits = [commit for commit in self.history[start:] if commit.n_rows]
+        """Return the commits of rows from number `start` on, without those of `gaps`."""
+        out = {gap.seq for gap in self.gaps}
+        commits = [brief for seq, brief in enumerate(self.history[start:], start) if brief.n_rows and seq not in out]
         table = np.zeros(len(commits), RECORD_DTYPE)
         for name in ("time_ns", "rows_end", "n_rows"):
             table[name] = [getattr(commit, name) for commit in commits]
@@ -284,6 +308,14 @@ class ObjectSegment(Segment):
             return False
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
         return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
+        looked = (
+            self.gaps or not self.is_live()
+        )  # objects appear whole, so what failed is lost if its writer lives, too
+        return self.may_be_torn and not self.closed and self.lost is None and bool(looked)
 
     def disk_bytes(self) -> int:
         """Return the bytes of the values before compression."""
@@ -384,7 +416,8 @@ class ObjectSegment(Segment):
             if len(self._edges) != len(self.history):
                 self._edges = np.array([c.rows_end for c in self.history], np.int64)
             if rows is None:
-                return np.flatnonzero(np.diff(self._edges, prepend=0))
+                units = np.flatnonzero(np.diff(self._edges, prepend=0))
+                return units[~np.isin(units, [gap.seq for gap in self.gaps])] if self.gaps else units
             return np.array(distinct(self._edges.searchsorted(rows, side="right")), np.int64)
         count = -(-spec.capacity // CHUNK)
         if rows is None or spec.axis is None or spec.edges:
@@ -477,14 +510,6 @@ class ObjectSegment(Segment):
             fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
             for name in files:
                 self._have(name, seq, 0)
-
-    def trust_until(self, records: int) -> None:
-        """Count only the first commits: the machine went down before the others were safe."""
-        self.history = self.history[:records]
-        self.records = records
-        last = self.history[-1] if self.history else None
-        self.rows, self.newest_ns = (last.rows_end, last.time_ns) if last is not None else (0, 0)
-        self.finished = self.trusted = True
 
     def values_in(
         self, seq: int, spec: ArraySpec, places: Places, crcs: Mapping[str, int], raw: bytes | None

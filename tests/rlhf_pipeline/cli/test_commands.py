@@ -119,7 +119,7 @@ def test_verify_damaged_store_metadata(cli: Cli, run_dir: Path):
 
 def test_report(cli: Cli, run_dir: Path, tmp_path: Path):
     """The report is written again, beside the run or elsewhere."""
-    assert cli("report", run_dir).out.split() == ["runs/demo/reward.svg", "runs/demo/report.html"]
+    assert cli("report", run_dir).out.split() == ["runs/demo/report.html"]
     assert cli("report", run_dir, "--out", tmp_path / "page.html").code == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 

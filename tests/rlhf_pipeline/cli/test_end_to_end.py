@@ -31,7 +31,7 @@ def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "in 4 steps" in ran.out
     assert "64 trajectories stored" in ran.out
     assert "rlhf-pipeline run copy_digits --resume --steps 8" in ran.out
-    for name in ("reward.svg", "report.html", "metrics.jsonl", "ledger.jsonl", "config.json", "log.txt"):
+    for name in ("report.html", "metrics.jsonl", "ledger.jsonl", "config.json", "log.txt"):
         assert (tmp_path / "runs" / "copy_digits" / name).is_file()
 
     inspected = cli("inspect", "runs/copy_digits", "--json")
@@ -122,7 +122,7 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
     assert f"in {steps + 2} steps" in out
     assert f"rlhf-pipeline run --out runs/long_running --resume --steps {2 * (steps + 2)}" in out
     assert [row["step"] for row in StepRows(run_dir / "metrics.jsonl")] == list(range(1, steps + 3))
-    for name in ("reward.svg", "report.html", "ledger.jsonl", "processes/learner.log"):
+    for name in ("report.html", "ledger.jsonl", "processes/learner.log"):
         assert (run_dir / name).is_file()
     log = (run_dir / "supervisor.log").read_text()
     assert log.count("supervisor: started") == log.count("supervisor: ended") == 2

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.collectors.grading import Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import grade
+from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
 
@@ -110,7 +111,7 @@ def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     assert shown.code == 2
     assert len(shown.err.splitlines()) == 1
     assert cli("report", run_dir, "--out", tmp_path / "page.html").code == 0
-    assert (tmp_path / "reward.svg").is_file()
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, run_dir: Path, tmp_path: Path):
@@ -160,8 +161,10 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     def reward(*args: object) -> float:
         raise ValueError(ESCAPE)
 
+    grader = Grader(reward)
+    grades = grader.grade([Sampled(prompt=Prompt(text="a"), completion="b")])
     with pytest.raises(RewardError) as caught:
-        grade(reward, [Prompt(text="a")], ["b"])
+        check_all_failed(grades, grader.rewards)
     assert "\\x1b]0;owned" in str(caught.value)
     with RunFolder(run_dir).log(tmp_path / "log.txt"):
         logging.getLogger("rlhf_pipeline").warning("%s", ESCAPE)

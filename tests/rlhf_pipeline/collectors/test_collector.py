@@ -63,8 +63,10 @@ def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, e
     assert advantages(rest)[:16].tolist() == advantages(straight).tolist()
     assert rest.collect(0, policy_version=0).from_store
     returns = straight.buffer.store.read_scalars("task_reward").astype(np.float64)
-    centred = returns - (returns.reshape(4, 4).mean(1).repeat(4) if "baseline" in estimator else returns.mean())
-    assert advantages(straight) == pytest.approx(centred / centred.std(ddof=1), rel=1e-6)
+    by_group = estimator != "reinforce_pp"
+    centred = returns - (returns.reshape(4, 4).mean(1).repeat(4) if by_group else returns.mean())
+    spread = (returns if estimator == "grpo_batch" else centred).std(ddof=1)
+    assert advantages(straight) == pytest.approx(centred / spread, rel=1e-6)
     for one in (straight, rest):
         one.buffer.trajectories.close()
 

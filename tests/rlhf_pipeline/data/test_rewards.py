@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from typing import Any
 
 import pytest
 
 from rlhf_pipeline import final_number, final_number_match, token_match
+from rlhf_pipeline.collectors.grading import Grade, Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import grade
+from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.errors import RewardError
 
 
@@ -51,6 +53,15 @@ def test_final_number_match_agrees_with_gsm8k_labels(gsm8k_dir):
                 total += 1
     assert total == 5276
     assert agree / total > 0.995
+
+
+def grade(reward: Any, prompts: list[Prompt], completions: list[str]) -> list[Grade]:
+    """Grade completions, each with its prompt, as a rollout does."""
+    grader = Grader(reward)
+    pairs = zip(prompts, completions, strict=True)
+    grades = grader.grade([Sampled(prompt=prompt, completion=text) for prompt, text in pairs])
+    check_all_failed(grades, grader.rewards)
+    return grades
 
 
 PROMPTS = [Prompt(text="a", answer="1"), Prompt(text="b", meta={"weight": 2})]

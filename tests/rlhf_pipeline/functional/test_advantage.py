@@ -24,6 +24,7 @@ LENGTHS = torch.tensor([1, 2, 1, 6, 2])
 # Group 5 holds 1, 2, 8 (mean 11/3); group 9 holds 0, 4 (mean 2, std sqrt 8).
 MEAN5, STD5 = 11 / 3, math.sqrt(((1 - 11 / 3) ** 2 + (2 - 11 / 3) ** 2 + (8 - 11 / 3) ** 2) / 2)
 CENTRED = [1 - MEAN5, -2.0, 2 - MEAN5, 2.0, 8 - MEAN5]
+BATCH_STD = math.sqrt(((1 - 3) ** 2 + (0 - 3) ** 2 + (2 - 3) ** 2 + (4 - 3) ** 2 + (8 - 3) ** 2) / 4)
 WANT = {
     "grpo": [
         CENTRED[0] / STD5,
@@ -36,6 +37,7 @@ WANT = {
     "mean": CENTRED,
     "rloo": [1 - 5.0, 0 - 4.0, 2 - 4.5, 4 - 0.0, 8 - 1.5],
     "reinforce_pp": [(r - 3) / math.sqrt(40 / 4) for r in (1, 0, 2, 4, 8)],
+    "grpo_batch": [c / BATCH_STD for c in CENTRED],
     "reinforce_pp_baseline": [c / math.sqrt(sum(x * x for x in CENTRED) / 4) for c in CENTRED],
     "opo": [1 - 19 / 4, 0 - 3.0, 2 - 19 / 4, 4 - 3.0, 8 - 19 / 4],
 }
@@ -181,3 +183,20 @@ def test_rounding_of_a_penalty_is_no_advantage(estimator):
     assert larger.advantages.abs().sum() > 0
     other = {**told, "task_rewards": torch.tensor([0.75, 0.75, 0.75, 0.5])}
     assert not group_advantage(0.75 + noise, groups, estimator, **other).degenerate.any()
+
+
+def median_baseline(returns, groups, lengths):
+    """Returns against the lower median of their group."""
+    return returns - torch.stack([returns[groups == g].median() for g in groups])
+
+
+def test_an_estimator_of_ones_own_is_used_and_checked():
+    """Its numbers by hand, for groups numbered in any way; flat groups stay 0; a wrong result is one sentence."""
+    returns, groups = torch.tensor([1.0, 4.0, 2.0, 7.0, 7.0]), torch.tensor([9, 9, 9, 2, 2])
+    out = group_advantage(returns, groups, median_baseline)
+    assert out.advantages.tolist() == [-1.0, 2.0, 0.0, 0.0, 0.0]
+    assert out.degenerate.tolist() == [False, False, False, True, True]
+    with pytest.raises(DefinitionError, match=r"<lambda> returned \[1\]; it must return a tensor \[5\]"):
+        group_advantage(returns, groups, lambda returns, groups, lengths: returns[:1])
+    with pytest.raises(DefinitionError, match="not finite"):
+        group_advantage(returns, groups, lambda returns, groups, lengths: returns / 0)

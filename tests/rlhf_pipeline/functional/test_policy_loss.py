@@ -12,9 +12,9 @@ from rlhf_pipeline.functional.kl import clamped_log_ratio
 from rlhf_pipeline.functional.policy_loss import (
     clip_bounds,
     clipped_loss,
-    icepop_mask,
+    icepop_weight,
     kl_trust_mask,
-    sequence_icepop_mask,
+    sequence_icepop_weight,
     sequence_mean_log_ratio,
     sequence_tis_weight,
     tis_weight,
@@ -84,13 +84,16 @@ def test_truncated_importance_sampling_by_hand():
     assert not sequence.requires_grad
 
 
-def test_icepop_masks_by_hand():
-    """Ratios 3, 1 and 0.5 against [0.6, 2.5]; the sequence form looks at sqrt(3) and 0.5."""
+def test_icepop_weights_by_hand():
+    """Ratios 3, 1 and 0.5 against [0.6, 2.5]: inside, the weight is the ratio; of the sequence, sqrt(3) or 3."""
     lo = f64(math.log(0.6), math.log(0.3), math.log(0.5))
     lb = f64(math.log(0.2), math.log(0.3), math.log(1.0))
-    assert icepop_mask(lo, lb, 0.6, 2.5).tolist() == [False, True, False]
-    kept = sequence_icepop_mask(lo, lb, torch.tensor([0, 0, 1]), 2, 0.6, 2.5)
-    assert kept.tolist() == [True, True, False]
+    index = torch.tensor([0, 0, 1])
+    assert icepop_weight(lo, lb, 0.6, 2.5).tolist() == pytest.approx([0.0, 1.0, 0.0])
+    assert icepop_weight(lo, lb, 0.4, 3.5).tolist() == pytest.approx([3.0, 1.0, 0.5])
+    mean = sequence_icepop_weight(lo, lb, index, 2, 0.6, 2.5)
+    assert mean.tolist() == pytest.approx([math.sqrt(3), math.sqrt(3), 0.0])
+    assert sequence_icepop_weight(lo, lb, index, 2, 0.4, 2.5, product=True).tolist() == pytest.approx([0.0, 0.0, 0.5])
 
 
 def test_trust_region_mask():

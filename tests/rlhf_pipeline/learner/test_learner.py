@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
+from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, Sample, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
@@ -21,7 +21,7 @@ from trajectory_store import Column, Schema
 def make_learner(tmp_path):
     buffers = []
 
-    def make(budget: int, *, check_sampler: bool = False, **options) -> Learner:
+    def make(budget: int, *, check_sampler: bool = False, sample=None, staleness: int = 0, **options) -> Learner:
         folder = tmp_path / f"store-{len(buffers)}"
         buffer = TrajectoryReplayBuffer(storage=folder, transform=MCAdvantage(2, estimator="dr_grpo"))
         buffers.append(buffer)
@@ -31,11 +31,12 @@ def make_learner(tmp_path):
             loss=GRPOLoss(policy, entropy_bonus=True, **options),
             buffer=buffer,
             config=Learn(token_budget=budget),
-            max_staleness=0,
+            max_staleness=staleness,
             max_completion_tokens=8,
             ledger=Ledger(tmp_path / f"ledger-{len(buffers)}.jsonl"),
             seed=0,
             check_sampler=check_sampler,
+            sample=sample,
         )
 
     yield make
@@ -287,6 +288,50 @@ def test_a_resumed_learner_keeps_the_proximal_policy(make_learner, tmp_path):
     assert metrics["kl_approx"] != 0.0
 
 
+@pytest.mark.parametrize("options", [{"tis_cap": 2.0}, {"icepop": (0.1, 10.0)}])
+def test_a_phase_of_minibatches_is_scored_at_its_first_step(make_learner, tmp_path, options):
+    """Steps on parts of a rollout share the weights of the phase's start, and a resume at any of them repeats the bits.
+
+    The first figure of each step is by hand: the mean of `scored before the phase - scored before the step`.
+    """
+
+    def make():
+        sample = Sample(strategy="uniform", batch_size=2, max_uses=1)
+        learner = make_learner(12, decoupled=True, sample=sample, staleness=8, **options)
+        learner.loss.entropy_bonus = False
+        learner.config = dataclasses.replace(learner.config, lr=2e-2)
+        learner.buffer.extend(lazy_stack(spread_out()))
+        return learner
+
+    straight = make()
+    batch = straight.buffer.read(straight.buffer.store.ids())
+    mask = batch["masks", "all_assistant_mask"]
+
+    def score(learner):
+        with torch.no_grad():
+            return learner.policy.log_probs(batch["tokens", "full"], batch["masks", "all_attention_mask"], mask)
+
+    before, found = score(straight), []
+    for step in (1, 2, 3, 4):
+        gap = before - score(straight)
+        used = straight.chosen_rows(step).row_ids
+        found.append(straight.step(step))
+        by_hand = gap[torch.from_numpy(used)][mask[torch.from_numpy(used)]].mean()
+        assert found[-1]["kl_approx"] == pytest.approx(by_hand.item(), rel=1e-4, abs=1e-6)
+        folder = tmp_path / f"step-{step}"
+        folder.mkdir()
+        straight.write(folder)
+    assert abs(found[-1]["kl_approx"]) > 1e-3
+    for saved in (1, 2, 3):
+        resumed = make()
+        resumed.ledger = straight.ledger
+        resumed.read(tmp_path / f"step-{saved}")
+        again = [resumed.step(step) for step in range(saved + 1, 5)]
+        assert [row["loss"] for row in again] == [row["loss"] for row in found[saved:]]
+        for a, b in zip(straight.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_trajectories_that_are_too_old_are_forgotten(make_learner):
     """What the proximal policy scored is dropped as soon as no step may ask for it."""
     learner = make_learner(4096, decoupled=True, tis_cap=2.0)
@@ -298,12 +343,20 @@ def test_trajectories_that_are_too_old_are_forgotten(make_learner):
     assert learner._proximal.row_ids().tolist() == [8, 9]
 
 
-def test_a_proximal_log_prob_that_is_not_finite_leaves_the_step(make_learner):
-    """A token that the policy now bans is left out of loss and counts, and is counted in the metrics."""
-    learner = make_learner(12, decoupled=True, tis_cap=2.0)
+@pytest.mark.parametrize("kl", [None, 0.1])
+def test_a_proximal_log_prob_that_is_not_finite_leaves_the_step(make_learner, kl):
+    """A token that the policy now bans is left out of loss and counts, and is counted in the metrics, once.
+
+    With a KL term, the reference has no log-prob of it either.
+    """
+    learner = make_learner(12, decoupled=True, tis_cap=2.0, kl_to_ref_coeff=kl)
     learner.loss.entropy_bonus = False
-    learner.buffer.extend(lazy_stack(spread_out()))
-    banned = 3
+    banned, rows = 3, spread_out()
+    if kl:
+        for row in rows:
+            tokens = row["tokens", "full"]
+            row["next", "ref_log_probs", "full"] = torch.where(tokens == banned, torch.nan, -1.0)
+    learner.buffer.extend(lazy_stack(rows))
     head = learner.policy.model.lm_head
     head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
     head.bias.data[banned] = -torch.inf

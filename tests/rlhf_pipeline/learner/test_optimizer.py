@@ -8,7 +8,7 @@ from torch import nn
 
 from rlhf_pipeline import Learn
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.learner.optimizer import PolicyOptimizer, learning_rate
+from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import load_optimizer, optimizer_groups, optimizer_tensors
 
 
@@ -217,10 +217,10 @@ def test_an_optimizer_with_groups_goes_through_a_checkpoint(tmp_path):
 def test_the_learning_rate_rises_and_falls(schedule, rates):
     """Two steps of warm-up and four after it, by hand; an end of its own does not move with the number of steps."""
     config = Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule=schedule)
-    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    assert [config.learning_rate(step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
     longer = Learn(lr=1.0, steps=60, warmup_steps=2, lr_schedule=schedule, lr_decay_steps=7)
-    assert [learning_rate(longer, step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
-    assert learning_rate(longer, 50) == (1.0 if schedule == "constant" else 0.0)
+    assert [longer.learning_rate(step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
+    assert longer.learning_rate(50) == (1.0 if schedule == "constant" else 0.0)
     if schedule != "constant":
         with pytest.raises(DefinitionError, match="Set lr_decay_steps above"):
             Learn(lr_schedule=schedule, warmup_steps=9, lr_decay_steps=5)

@@ -79,8 +79,11 @@ def test_recipes_by_hand(tiny, name):
     assert gradient[1, 2] == 0
 
 
-def plain(policy, td, s: dict[str, Any]):
-    """The loss of a dictionary of options from all logits, token by token, with nothing of the library in it."""
+def plain(policy, td, s: dict[str, Any], banned: int | None = None):
+    """The loss of a dictionary of options from all logits, token by token, with nothing of the library in it.
+
+    A banned token is counted and has no term of its own.
+    """
     from_logits = policy(td["tokens", "full"], td[ATTENTION])
     log_p = torch.log_softmax(from_logits[:, :-1] / policy.temperature, -1)
     lp_all = log_p.gather(2, td["tokens", "full"][:, 1:, None])[..., 0]
@@ -90,7 +93,8 @@ def plain(policy, td, s: dict[str, Any]):
     count = sum(int(td[MASK][i].sum()) for i in rows)
     total = torch.zeros((), dtype=torch.float64)
     for i in rows:
-        at = td[MASK][i].nonzero()[:, 0].tolist()
+        length = int(td[MASK][i].sum())
+        at = [t for t in td[MASK][i].nonzero()[:, 0].tolist() if td["tokens", "full"][i, t] != banned]
         lp = {t: lp_all[i, t - 1] for t in at}
         lb = {t: td["log_probs", "full"][i, t] for t in at}
         lo = {t: td["prox_log_probs", "full"][i, t] for t in at} if s.get("decoupled") else lb
@@ -103,19 +107,33 @@ def plain(policy, td, s: dict[str, Any]):
             inside = w.detach().clamp(1 - low, 1 + high)
             if s.get("objective") == "cispo":
                 loss = -inside * a * lp[t]
+            elif s.get("objective") == "sapo":
+                tau = 0.8 if a > 0 else 1.3
+                loss = -a * 4 / tau / (1 + (-tau * (w - 1)).exp())
+            elif s.get("objective") == "gmpo":  # the sequence's loss, divided among its tokens
+                ratios = [(lp[u] - lo[u]).exp() for u in at]
+                kept = [r.clamp(max=math.exp(high)) if a > 0 else r.clamp(min=math.exp(-low)) for r in ratios]
+                loss = -a * torch.stack(kept).prod() ** (1 / len(at))
             else:
                 free = w.clamp(max=s["delta"]) if "delta" in s else w
                 best = free * a if free * a <= inside * a else (w.clamp(1 - low, 1 + high) * a)
                 if "dual_clip" in s and a < 0 and best < s["dual_clip"] * a:
                     best = s["dual_clip"] * a
                 loss = -best
+            if "off_policy_threshold" in s and a < 0:
+                loss = loss * float(
+                    sum(float(lb[u] - lp[u].detach()) for u in at) / len(at) <= s["off_policy_threshold"]
+                )
             rho = math.exp(gap_sum if s.get("tis_level") == "sequence" else float(lo[t] - lb[t]))
             if "tis_cap" in s:
-                loss = loss * min(rho, s["tis_cap"])
+                loss = loss * max(min(rho, s["tis_cap"]), s.get("tis_floor", 0.0))
             if "icepop" in s:
-                level = gap_sum / len(at) if s.get("icepop_level") == "sequence" else float(lo[t] - lb[t])
-                loss = loss * float(s["icepop"][0] <= math.exp(level) <= s["icepop"][1])
-            loss = loss - s.get("entropy_coeff", 0.0) * h_all[i, t - 1]
+                levels = {"token": float(lo[t] - lb[t]), "sequence": gap_sum / len(at), "product": gap_sum}
+                ratio = math.exp(levels[s.get("icepop_level", "token")])
+                inside = s["icepop"][0] <= ratio <= s["icepop"][1]
+                loss = loss * (float(inside) if "tis_cap" in s else ratio * inside)
+            if "entropy_coeff" in s:
+                loss = loss - s["entropy_coeff"] * h_all[i, t - 1]
             for coefficient, other in (("kl_to_ref_coeff", ref), ("kl_to_inference_coeff", lb)):
                 if coefficient in s:
                     d = lp[t] - other[t]
@@ -123,10 +141,10 @@ def plain(policy, td, s: dict[str, Any]):
                     k3 = (-d).exp() - 1 + d
                     kl = {"k2": d**2 / 2, "k3": k3, "k3+": d**2 / 2 + (k3 - d**2 / 2).detach()}[kind]
                     if s.get("kl_importance_weight"):
-                        weight = (lp[t] - lb[t]).exp().clamp(1 - low, 1 + high)
+                        weight = (lp[t] - lb[t]).exp()
                         kl = kl * (weight if kind == "k3" else weight.detach())
                     loss = loss + s[coefficient] * kl
-            total = total + loss * (1 / (len(rows) * len(at)) if s.get("aggregation") == "sequence_mean" else 1 / count)
+            total = total + loss * (1 / (len(rows) * length) if s.get("aggregation") == "sequence_mean" else 1 / count)
     return total
 
 
@@ -134,12 +152,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_epsilon": (0.2, 0.28)},
     "cispo": {"objective": "cispo", "clip_epsilon": (0.2, 0.28)},
     "gspo": {"objective": "gspo", "clip_epsilon": (0.05, 0.05), "aggregation": "sequence_mean"},
+    "sapo": {"objective": "sapo", "sapo_tau": (0.8, 1.3)},
+    "gmpo": {"objective": "gmpo", "clip_epsilon": (0.1, 0.15), "aggregation": "sequence_mean"},
     "dual clip": {"dual_clip": 1.3},
     "delta": {"delta": 1.3},
     "decoupled": {"decoupled": True},
     "tis": {"decoupled": True, "tis_cap": 1.1},
     "tis of sequences": {"decoupled": True, "tis_cap": 1.5, "tis_level": "sequence"},
     "icepop": {"decoupled": True, "icepop": (0.9, 1.2)},
+    "off-policy mask": {"off_policy_threshold": 0.05},
+    "tis with a floor": {"decoupled": True, "tis_cap": 1.1, "tis_floor": 0.95},
+    "mask by product": {"decoupled": True, "icepop": (0.9, 1.2), "icepop_level": "product"},
     "sequence mask": {"decoupled": True, "icepop": (0.95, 1.05), "icepop_level": "sequence"},
     "tis and mask": {"decoupled": True, "tis_cap": 1.02, "icepop": (0.94, 1.1), "icepop_level": "sequence"},
     "decoupled cispo with tis": {
@@ -194,3 +217,26 @@ def test_every_variant_equals_autograd_in_float64(tiny, name, head):
     assert tiny.relative(found, reference) < 1e-7
     without = tiny.gradient(policy, GRPOLoss(policy, entropy_bonus=False)(td).total_loss())
     assert tiny.relative(without, reference) > 1e-4
+
+
+@pytest.mark.parametrize("head", ["auto", "recompute"])
+@pytest.mark.parametrize("name", ["cispo", "gspo", "gmpo", "sapo", "k3+", "both KL terms", "weighted k3"])
+def test_a_token_that_the_policy_bans_has_no_term(tiny, name, head):
+    """Its log-prob is -inf: the others' loss and gradient are as without it, and every figure is finite."""
+    policy = tiny.Policy(dtype=torch.float64, temperature=0.8, bias=True)
+    td = tiny.as_double(tiny.make_batch(policy, spread=0.35, seed=4))
+    at = td[MASK][0].nonzero()[1, 0]
+    banned = int(td["tokens", "full"][0, at])
+    assert int((td["tokens", "full"][td[MASK]] == banned).sum()) == 1
+    with torch.no_grad():
+        policy.head_bias[banned] = -torch.inf
+    out = GRPOLoss(policy, entropy_bonus=False, head=head, **VARIANTS[name])(td)
+    expected = plain(policy, td, VARIANTS[name], banned)
+    assert out.total_loss().item() == pytest.approx(expected.item(), rel=1e-12)
+    found, reference = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(total, list(policy.model.parameters()))])
+        for total in (out.total_loss(), expected)
+    )
+    assert tiny.relative(found, reference) < 1e-7
+    assert out.num_tokens.item() == int(td[MASK].sum()) - 1
+    assert all(torch.isfinite(value).all() for value in out.values())

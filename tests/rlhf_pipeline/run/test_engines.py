@@ -27,7 +27,7 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
-from rlhf_pipeline.buffer.trajectory_schema import SAMPLED_BY, trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, trajectory_schema
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.errors import DefinitionError, EngineError
@@ -154,7 +154,10 @@ def test_a_run_keeps_how_it_sampled_where_more_than_its_definition_decides_that(
     pipeline = replace(tiny, collect=replace(tiny.collect, **collect))
     with closing(open_storage(RunFolder(tmp_path / "run"), pipeline, max_size=None)) as storage:
         names = [column.name for column in storage.store.schema]
-    assert names == [*trajectory_schema().names, *(column.name for column in SAMPLED_BY if told)]
+    assert names == [
+        *trajectory_schema().names,
+        *(column.name for column in (*(SAMPLED_BY if told else ()), *FAILURES)),
+    ]
 
 
 def test_a_run_that_gets_another_engine_keeps_how_it_sampled_from_then_on(server: FakeVLLM, tmp_path: Path):

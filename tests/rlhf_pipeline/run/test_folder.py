@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from rlhf_pipeline import Pipeline, PretrainedPolicy, scratch_policy
 from rlhf_pipeline.data.prompts import CopyDigits, Prompts
-from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError, RunExistsError
+from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
@@ -209,3 +210,22 @@ def test_whatever_samples_says_that_the_tokenizer_has_no_end(tmp_path, start):
 
     start(endless, run_dir=tmp_path / "run", on_event=stop)
     assert len(said) == 1
+
+
+def test_a_folder_that_was_moved_is_not_called_unwritable(tmp_path):
+    """The message says that the folder is gone and how to go on with it at its new place."""
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    gone = r"is gone: it was moved or removed .*--resume --out NEW_PLACE"
+    run.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(RunStorageError, match=gone), run.named_disk_errors():
+        run.metrics_file.write_text("{}")
+
+
+def test_an_error_that_is_not_about_the_folder_stays_what_it_is(tmp_path):
+    """An EINVAL of a sleep, or a missing file elsewhere, is not called an error of the run folder."""
+    run = RunFolder(tmp_path / "run")
+    for error in (OSError(errno.EINVAL, "Invalid argument"), FileNotFoundError(errno.ENOENT, "gone", "/nowhere/x")):
+        with pytest.raises(OSError, match=r"Invalid|gone") as caught, run.named_disk_errors():
+            raise error
+        assert caught.value is error

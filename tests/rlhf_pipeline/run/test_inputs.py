@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_pipeline import CopyDigits, Pipeline, PretrainedPolicy, Prompts, TinyPolicy, token_match
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.report.words import flat_fields
+from rlhf_pipeline.run.changes import is_allowed
 from rlhf_pipeline.run.events import Event, EventHandler, Notice
-from rlhf_pipeline.run.folder import MAY_CHANGE_ON_RESUME, RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.start import run
@@ -107,9 +109,9 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     (run_dir / "config.json").write_text(json.dumps(record))
     with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is 0\.5"):
         RunFolder(run_dir).check_unchanged(slower, 0)
-    record["pipeline"]["learn"]["lr"] = 0.5
+    record["pipeline"]["learn"]["beta2"] = 0.5
     (run_dir / "config.json").write_text(json.dumps(record))
-    with pytest.raises(RunMismatchError, match=r"learn\.lr was 0\.5"):
+    with pytest.raises(RunMismatchError, match=r"learn\.beta2 was 0\.5"):
         RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
@@ -133,20 +135,24 @@ def grade(prompt, completion, answer, meta):
     return {reward} * share()
 
 HALF = {half}
+
+def centred(returns, groups, lengths):
+    return {factor} * (returns - returns.mean())
 """
 
 
 def loaded(folder: Path, **code: float) -> Pipeline:
     """Return a definition whose reward and prompts come from a file that is written now."""
     file = folder / "graded.py"
-    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25, "half": 0.5, "unused": 1} | code))
+    file.write_text(GRADED.format(**{"first": 0, "reward": 0.25, "half": 0.5, "unused": 1, "factor": 1} | code))
     linecache.checkcache()
     spec = importlib.util.spec_from_file_location("graded", file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules["graded"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return dataclasses.replace(tiny(learn__steps="1"), reward=module.grade, prompts=module.Sums())
+    write = dataclasses.replace((pipeline := tiny(learn__steps="1")).write, estimator=module.centred)
+    return dataclasses.replace(pipeline, reward=module.grade, prompts=module.Sums(), write=write)
 
 
 def of_one_process(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
@@ -170,17 +176,25 @@ def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) ->
 
 @pytest.mark.parametrize("start", [of_one_process, of_a_supervisor, of_a_collector])
 def test_edited_code_is_said_by_every_start(tmp_path, start):
-    """A run goes on with a reward or prompts that were repaired, or what they name was; else it says nothing."""
+    """A run goes on with a reward, prompts or an estimator that were repaired, or what they name; else it is silent."""
     said = []
     changes = {"reward": 0.5}, {"first": 3, "reward": 0.5}, {"first": 3, "reward": 0.5, "half": 0.6}
-    for code in ({}, {"unused": 2}, *changes):
+    estimator = {**changes[-1], "factor": 2}
+    for code in ({}, {"unused": 2}, *changes, estimator):
         events: list[Event] = []
         start(loaded(tmp_path, **code), tmp_path / "run", events.append)
         notices = " ".join(event.message for event in events if isinstance(event, Notice))
-        said.append([name for name in ("grade", "Sums") if f"{name} has been edited since the run was last" in notices])
+        said.append(
+            [
+                name
+                for name in ("grade", "Sums", "centred")
+                if f"{name} has been edited since the run was last" in notices
+            ]
+        )
         assert "device" not in notices
     once = start is not of_a_collector
-    assert said == [[], [], ["grade"], *([["Sums"], ["grade"]] if once else [["grade", "Sums"]] * 2)]
+    one_by_one, together = [["Sums"], ["grade"], ["centred"]], [["grade", "Sums"]] * 2 + [["grade", "Sums", "centred"]]
+    assert said == [[], [], ["grade"], *(one_by_one if once else together)]
 
 
 def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
@@ -189,13 +203,15 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
     run_dir = recorded(pipeline, tmp_path / "run")
     whole = json.loads((run_dir / "config.json").read_text())
     silent = set()
+    valid = {"learn.lr": 5e-4, "learn.lr_schedule": "cosine", "learn.steps": 77, "learn.lr_decay_steps": 55}
+    valid |= {"learn.warmup_steps": 3}
     for path, _ in flat_fields(whole["pipeline"]):
         record = json.loads(json.dumps(whole))
         *groups, last = path.split(".")
-        functools.reduce(dict.__getitem__, groups, record["pipeline"])[last] = "another"
+        functools.reduce(dict.__getitem__, groups, record["pipeline"])[last] = valid.get(path, "another")
         (run_dir / "config.json").write_text(json.dumps(record))
         run, notices = RunFolder(run_dir), []
-        if path in MAY_CHANGE_ON_RESUME:
+        if is_allowed(path):
             run.check_unchanged(pipeline, 0)
             notices = list(run.notices(pipeline, device="cpu"))
             assert all(f"{path} was" in notice for notice in notices)
@@ -222,3 +238,16 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     record["versions"]["torch"] = "0.9"
     (run_dir / "config.json").write_text(json.dumps(record))
     assert [notice.split(",")[0] for notice in RunFolder(run_dir).notices(pipeline, device="cpu")] == ["torch was 0.9"]
+
+
+def test_another_number_of_threads_is_said(tmp_path):
+    """Sums of several threads have other last bits: a resume with another number names both, and how to keep it."""
+    pipeline = tiny()
+    run_dir = recorded(pipeline, tmp_path / "run")
+    record = json.loads((run_dir / "config.json").read_text())
+    assert record["machine"]["threads"] == torch.get_num_threads()
+    record["machine"]["threads"] += 3
+    (run_dir / "config.json").write_text(json.dumps(record))
+    (notice,) = RunFolder(run_dir).notices(pipeline, device="cpu")
+    before, now = torch.get_num_threads() + 3, torch.get_num_threads()
+    assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from here on")

@@ -354,7 +354,7 @@ def test_log_probs_keep_no_graph(make_rows, to_form, form):
     assert not scalars(out, keys.ADVANTAGE).requires_grad
 
 
-@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline", "grpo_batch"])
 def test_a_batch_is_the_same_however_its_trajectories_arrive(make_rows, to_form, form, estimator):
     """Three groups of two, one member of which failed: in one call, and one by one with a state in between."""
     rows = make_rows([3, 5, 4, 3, 3], first_group=6, rewards=[0.0, 2.0, 1.0, 5.0, 4.0])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -193,3 +195,19 @@ def test_a_stack_of_padded_rows_keeps_its_padding(policy, make_rows, to_form):
     stack = RetrieveLogProb(policy)(lazy_stack(list(padded.clone().unbind(0))))
     for row, scores in zip(stack.unbind(0), want, strict=True):
         assert torch.equal(row[keys.REF_LOG_PROBS], scores)
+
+
+def test_a_tokenizer_of_ones_own_gets_the_template_that_the_model_names():
+    """Else a conversation would be other tokens than the model samples; `tokenizer_kwargs` has the last word."""
+
+    class Templated:
+        chat_template = "the model's"
+
+        def log_probs(self, input_ids, attention_mask, score_mask):
+            return torch.zeros(input_ids.shape)
+
+    given = SimpleNamespace(chat_template="its own")
+    assert RetrieveLogProb(Templated(), tokenizer=given).tokenizer.chat_template == "the model's"
+    asked = RetrieveLogProb(Templated(), tokenizer=given, tokenizer_kwargs={"chat_template": "asked for"})
+    assert asked.tokenizer.chat_template == "asked for"
+    assert given.chat_template == "its own"

@@ -1,0 +1,53 @@
+"""`rlhf-pipeline group`: all completions of one prompt, best first."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+
+from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.parser import add_json, natural
+
+HELP = "show the members of a group side by side, best first"
+DETAILS = """\
+examples:
+  rlhf-pipeline group runs/copy_digits 3
+  rlhf-pipeline group runs/copy_digits         the newest groups, one line each"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("group", nargs="?", type=natural, metavar="G", help="its number (default: the newest ones)")
+    add_json(command)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print a group's members, or the newest groups."""
+    from rlhf_pipeline.report.query import View
+    from rlhf_pipeline.report.words import aligned, count, number, one_line
+
+    view, room = View(args.path), max(shutil.get_terminal_size((110, 24)).columns - 48, 12)
+    found = view.groups() if args.group is None else view.group(args.group)
+    if args.json:
+        say_json(found)
+    elif isinstance(found, list):
+        rows = [("group", "members", "reward", "best", "completion")]
+        for one in found:
+            best, num = one["best"], str(len(one["rewards"]))
+            texts = number(one["reward_mean"]), number(best["reward"]), one_line(best["completion"], room)
+            rows.append((str(one["group"]), num, *texts))
+        say("\n".join(aligned(rows, left=0)))
+    else:
+        members = sorted(found["rows"], key=lambda row: -math.inf if row["reward"] is None else row["reward"])[::-1]
+        say(f"group {args.group}: {count(found['num'], 'member')}, mean reward {number(found['reward_mean'])}")
+        say(f"prompt: {one_line(members[0]['prompt'], 2 * room)}")
+        rows = [("id", "version", "tokens", "reward", "advant.", "finish", "completion")]
+        for row in members:
+            judged = number(row["reward"]), number(row["advantage"]), row["finish"] or "-"
+            facts = row["id"], str(row["version"]), str(row["tokens"])
+            rows.append((*facts, *judged, one_line(row["completion"], room)))
+        say("\n".join(aligned(rows, left=0)))
+    view.close()
+    return 0

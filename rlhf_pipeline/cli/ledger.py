@@ -1,0 +1,41 @@
+"""`rlhf-pipeline ledger`: which trajectories entered which step, in numbers."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.parser import add_json, positive
+
+HELP = "show what the newest steps learned from"
+DETAILS = """\
+examples:
+  rlhf-pipeline ledger runs/copy_digits
+  rlhf-pipeline ledger runs/copy_digits -n 100 --json
+  rlhf-pipeline show runs/copy_digits --step 12        the trajectories of one step"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument("path", metavar="RUN")
+    command.add_argument("-n", "--num", type=positive, default=20, metavar="N", help="how many (default: %(default)s)")
+    add_json(command)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print one line per step: trajectories, their age in steps, the watermark."""
+    from rlhf_pipeline.report.query import View
+    from rlhf_pipeline.report.words import aligned, number
+
+    view = View(args.path)
+    found = view.ledger(last=args.num)
+    view.close()
+    if args.json:
+        say_json(found)
+        return 0
+    rows = [("step", "trajectories", "mean age", "oldest", "watermark")]
+    for one in found:
+        ages = number(one["age_mean"]), str(one["age_max"] if one["age_max"] is not None else "-")
+        rows.append((str(one["step"]), str(one["num"]), *ages, str(one.get("watermark", "-"))))
+    say("\n".join(aligned(rows, left=0)))
+    return 0

@@ -1,0 +1,63 @@
+"""`rlhf-pipeline view`: look at runs, stores and rollout files in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.parser import natural
+from rlhf_pipeline.errors import DefinitionError, typed
+
+HELP = "look at runs, stores or rollout files in a browser, live"
+DETAILS = """\
+examples:
+  rlhf-pipeline view runs/copy_digits
+  rlhf-pipeline view runs/a runs/b                 compare runs: curves, differing settings
+  rlhf-pipeline view runs/mine/store
+  rlhf-pipeline view rollouts.jsonl                what `import` reads; nothing is kept
+
+The pages are served on this machine only. From elsewhere: ssh -L PORT:127.0.0.1:PORT this-machine"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE")
+    command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free one)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C."""
+    from rlhf_pipeline.report.view.server import HOST, listen, serve
+
+    with ExitStack() as stack:
+        views = [_opened(path, stack) for path in args.paths]
+        try:
+            bound = stack.enter_context(listen(args.port))
+        except OSError as error:
+            raise DefinitionError(f"port {args.port} is taken ({error.strerror}). Leave --port out.") from error
+        key = secrets.token_urlsafe(24)
+        say(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C ends it.")
+        serve(views, bound, key)
+    return 0
+
+
+def _opened(path: str, stack: ExitStack):  # noqa: ANN202 - View is imported late
+    """Open a run or a store; a file of rollouts is imported into a store that goes with this process."""
+    from rlhf_pipeline.report.query import View
+
+    if not Path(path).expanduser().is_file():
+        view = View(path)
+    else:
+        from rlhf_pipeline.exchange import import_files
+
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-"))) / "store"
+        report = import_files([Path(path).expanduser()], store, durability="process")
+        if not report.num_imported:
+            raise DefinitionError(f"{typed(path)} has no rollouts that can be read.")
+        view = View(store, name=Path(path).name)
+    stack.callback(view.close)
+    return view

@@ -1,0 +1,86 @@
+"""Figures about one rollout for `metrics.jsonl`: lengths, rewards within groups, each reward, failures by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.collectors.grading import BROKEN
+from trajectory_store import TrajectoryStore
+
+Figures = dict[str, float | int | None]
+
+
+def rollout_figures(
+    *,
+    lengths: npt.NDArray[np.int64],
+    cut_off: npt.NDArray[np.bool_],
+    rewards: npt.NDArray[np.floating],
+    groups: npt.NDArray[np.int64],
+    kinds: Sequence[str],
+    values: Mapping[str, npt.NDArray[np.floating]],
+) -> Figures:
+    """Return the figures of `n` trajectories, all unshaped and unweighted.
+
+    Args:
+        lengths: [n], sampled tokens.
+        cut_off: [n], whether the limit of tokens ended a completion.
+        rewards: [n], NaN for a trajectory without.
+        groups: [n], the group of each.
+        kinds: [n], the kind of failure of each, or empty.
+        values: [n] for each reward that has a column, by its name; NaN where it did not apply or failed.
+
+    Returns:
+        `completion_length`, `completion_length_max`, `cut_off`, `reward_std_in_group` (mean over groups of the standard
+        deviation), `flat_groups` (share of groups whose rewards are all equal), `reward/NAME`, `reward_failed/NAME`
+        and `failed/KIND`.
+
+    >>> found = rollout_figures(
+    ...     lengths=np.array([3, 5, 4, 4]), cut_off=np.array([0, 1, 0, 0], bool), groups=np.array([0, 0, 1, 1]),
+    ...     rewards=np.array([0.0, 1.0, 1.0, np.nan]), kinds=["", "", "", "timeout"], values={},
+    ... )
+    >>> found["completion_length"], found["cut_off"], found["reward_std_in_group"], found["flat_groups"]
+    (4.0, 0.25, 0.25, 0.5)
+    """
+    found: Figures = {
+        "completion_length": float(lengths.mean()) if len(lengths) else None,
+        "completion_length_max": int(lengths.max()) if len(lengths) else None,
+        "cut_off": float(cut_off.mean()) if len(cut_off) else None,
+    }
+    known = np.isfinite(rewards)
+    of_groups = [rewards[known & (groups == group)].astype(np.float64) for group in np.unique(groups[known])]
+    found["reward_std_in_group"] = float(np.mean([one.std() for one in of_groups])) if of_groups else None
+    found["flat_groups"] = float(np.mean([one.min() == one.max() for one in of_groups])) if of_groups else None
+    broken = np.isin(np.asarray(kinds, dtype=str), list(BROKEN))
+    for name, of_one in values.items():
+        applies = np.isfinite(of_one)
+        found[f"reward/{name}"] = float(of_one[applies].mean(dtype=np.float64)) if applies.any() else None
+        found[f"reward_failed/{name}"] = int((broken & ~applies).sum())
+    found |= {f"failed/{kind}": number for kind, number in sorted(Counter(kinds).items()) if kind}
+    return found
+
+
+def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: Sequence[str]) -> Figures:
+    """Return the figures of stored trajectories.
+
+    Args:
+        store: where they are.
+        rows: their ids.
+        names: of the rewards; those without a column are left out.
+    """
+    read = store.read_scalars
+    rewards = read("task_reward", rows)
+    kinds = list(store.read(rows, ["failure_reason"])["failure_reason"]) if "failure_reason" in store.schema else []
+    kinds = [kind or ("grader_error" if lacks else "") for kind, lacks in zip_longest(kinds, np.isnan(rewards))]
+    return rollout_figures(
+        lengths=np.asarray(store.lengths("input_ids", rows)) - read("num_prompt_tokens", rows),
+        cut_off=np.array([reason == "length" for reason in store.read(rows, ["finish_reason"])["finish_reason"]], bool),
+        rewards=rewards,
+        groups=read("group_id", rows),
+        kinds=kinds,
+        values={name: read(f"reward_{name}", rows) for name in names if f"reward_{name}" in store.schema},
+    )

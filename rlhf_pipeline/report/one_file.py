@@ -1,0 +1,180 @@
+"""`report.html`: the pages of the view over recorded answers, in one file that opens anywhere, with no server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rlhf_pipeline.errors import RunStorageError, typed
+from rlhf_pipeline.report.query import LISTS, Answer, View
+from rlhf_pipeline.report.stored import Ids
+from rlhf_pipeline.run.files import write_atomically
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import Address, below
+
+MOST_BYTES: Final = 1_300_000
+"""Of the recorded trajectories; with the pages themselves the file stays under 2 MB."""
+_STATIC = Path(__file__).parent / "view" / "static"
+_STEPS = 16
+_EACH = 12
+_TOKENS = 1024
+_PER_TOKEN = ("ids", "pieces", "mask", "log_probs", "ref", "policy", "entropy")
+
+
+def write_report(run: RunFolder, html_path: Path | None = None) -> Address:
+    """Write the page atomically.
+
+    Args:
+        run: the run.
+        html_path: the path of the page; `report.html` in the run folder if None.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        StoreError: the store cannot be read.
+        RunStorageError: the file cannot be written.
+    """
+    page = html_path or run.report_file
+    view = View(run.address)
+    try:
+        text = render(view)
+    finally:
+        view.close()
+    try:
+        write_atomically(page, text.encode("utf-8", "replace"))
+        if html_path is None:
+            run.keep(page)
+            run.medium.flush()
+    except OSError as error:
+        raise RunStorageError(
+            f"{page} cannot be written: {error.strerror}. Name another place: "
+            f"rlhf-pipeline report {typed(run.address)} --out FILE.html"
+        ) from error
+    return below(run.address, page.name) if html_path is None else page
+
+
+def render(view: View) -> str:
+    """Return the page of a run: its curves, and a choice of its trajectories, groups and steps."""
+    data = json.dumps(record(view), separators=(",", ":"), allow_nan=False)
+    for character in "<&\u2028\u2029":  # nothing in it ends the script
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    names = sorted(path.name for path in _STATIC.glob("*.js"))
+    modules = {"lit-html": _url("vendor/lit-html.js"), **{f"view/{name}": _url(name) for name in names}}
+    style = _text("vendor/uPlot.min.css") + _text("style.css")
+    policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<title>{escape(view.name)}</title><link rel="icon" href="data:,"><style>{style}</style>'
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
+        f'<script>{_text("vendor/uPlot.iife.min.js")}</script></head><body><div id="app"></div>'
+        f'<script type="application/json" id="recorded">{data}</script>'
+        '<script type="module">import "view/app.js";</script></body></html>\n'
+    )
+
+
+def record(view: View) -> Answer:
+    """Return the answers that the page has, by the address of their question."""
+    about = view.about()
+    here = "runs/0"
+    answers: Answer = {
+        "runs": [{"key": 0, **about}],
+        f"{here}/metrics": view.metrics(),
+        f"{here}/definition": view.definition(),
+        f"{here}/health": view.health(),
+    }
+    empty = {"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0, "rows": []}
+    answers[f"{here}/trajectories"], answers[f"{here}/facets"] = empty, {"kinds": []}
+    if not about["stored"]:
+        return answers
+    taken, used = dict[int, Answer](), 0
+    for id in choose(view):
+        item = _shortened(view.trajectory(id))
+        used += len(json.dumps(item)) + 1200  # and the same in its group, and in the table
+        if used > MOST_BYTES:
+            break
+        taken[id] = item
+    ids = np.array(sorted(taken), np.int64)
+    rows = view.rows(ids)
+    answers[f"{here}/trajectories"] = {**empty, "total": about["stored"], "rows": rows}
+    answers[f"{here}/facets"] = view.facets()
+    for id, item in taken.items():
+        answers[f"{here}/trajectories/{id}"] = {**item, "prev": None, "next": None}
+    known = {row["id"] for row in rows}
+    for group in sorted({row["group"] for row in rows if row["group"] is not None}):
+        whole = view.group(group)
+        if all(row["id"] in known for row in whole["rows"]):
+            answers[f"{here}/groups/{group}"] = whole
+    for step in _steps(view):
+        found = view.step(step)
+        found["rows"] = [row for row in found["rows"] if row["id"] in known]
+        answers[f"{here}/steps/{step}"] = {**found, "evaluation": found["evaluation"][:_EACH]}
+    for name in LISTS:
+        found = view.list(name)
+        if "rows" in found:
+            found["rows"] = [row for row in found["rows"] if row["id"] in known]
+        answers[f"{here}/lists/{name}"] = found
+    return answers
+
+
+def choose(view: View) -> list[int]:
+    """Return trajectories worth keeping, the most telling first, each once.
+
+    A group of the first, the last and evenly spaced steps, the highest and lowest rewards, failures, the first and the
+    last to arrive, and a random sample, which is the same each time.
+    """
+    ids = view.stored.ids()
+    rewards = view.stored.scalars("task_reward")
+    values = np.full(len(ids), np.nan) if rewards is None else rewards.astype(np.float64)
+    order = ids[np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")]
+    graded = order[: int(np.isfinite(values).sum())]
+    sample = np.random.default_rng(0).permutation(len(ids))[: 4 * _EACH]
+    parts: list[Ids] = [ids[:_EACH], ids[-_EACH:], graded[::-1][:_EACH], graded[:_EACH]]
+    parts += [ids[np.isnan(values)][-_EACH:], *_of_steps(view), ids[sample]]
+    return list(dict.fromkeys(np.concatenate(parts).tolist()))
+
+
+def _steps(view: View) -> list[int]:
+    """Return at most 16 evenly spaced steps, with the first and the last."""
+    rows = view.ledger_rows()
+    return [row["step"] for row in rows.spread(_STEPS)] if len(rows) else []
+
+
+def _of_steps(view: View) -> Iterator[Ids]:
+    """Yield a whole group of each of some steps."""
+    groups = view.stored.scalars("group_id")
+    ids = view.stored.ids()
+    for step in _steps(view):
+        used = view.step(step)["rows"][:1]
+        if used and used[0]["group"] is not None and groups is not None:
+            yield ids[groups == used[0]["group"]][: 4 * _EACH]
+        else:
+            yield np.array([int(row["id"]) for row in used], np.int64)
+
+
+def _shortened(item: Answer) -> Answer:
+    """Return a trajectory with its first 1,024 tokens from where the completion begins, and four decimals."""
+    start = max(min(item["prompt_tokens"] - 64, len(item["ids"]) - _TOKENS), 0)
+    part = slice(start, start + _TOKENS)
+    few = {name: _rounded(item[name][part]) for name in _PER_TOKEN if item[name] is not None}
+    return {**item, **few, "first": start, "num_tokens": len(few["ids"])}
+
+
+def _rounded(values: list[Any]) -> list[Any]:
+    return [round(value, 4) if isinstance(value, float) else value for value in values]
+
+
+def _text(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _url(name: str) -> str:
+    return "data:text/javascript;base64," + base64.b64encode((_STATIC / name).read_bytes()).decode()

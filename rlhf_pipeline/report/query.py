@@ -1,0 +1,630 @@
+"""All that is shown of a run, a store or files: one reader for the shell, the pages and the report, without torch.
+
+Every answer is plain data that JSON can hold: ids are strings (JavaScript's numbers end at 2^53), and a number that is
+not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.buffer.filters import meets, num_completion_tokens, text_bytes
+from rlhf_pipeline.errors import MissingKeyError
+from rlhf_pipeline.report.samples import read_trajectories
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.tokens import TokenTexts
+from rlhf_pipeline.report.words import flat_fields
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store
+from rlhf_pipeline.run.medium import Address, address_of
+
+Answer = dict[str, Any]
+
+MOST_ROWS: Final = 500
+"""Rows of one answer."""
+MOST_TOKENS: Final = 4096
+"""Tokens of one answer; a longer trajectory is read in windows."""
+SORTS: Final = {"reward": "task_reward", "advantage": "advantage", "version": "policy_version", "group": "group_id"}
+LISTS: Final = ("failed", "untrusted", "drift", "mismatch")
+
+_BLOCK_BYTES = 1 << 22
+_BLOCK_ROWS = 1 << 16
+_ENOUGH_S = 0.15
+"""A search stops with a full page after this time; "search all" goes on."""
+_MOST_LEDGER_BYTES = 1 << 26
+_LOG_BYTES = 4096
+_EARLIER = 40
+"""Characters of a completion that are shown before a hit."""
+
+
+def search(store: Any, name: str, wanted: str, ids: Ids, *, fold: bool = True) -> Iterator[tuple[Ids, int]]:
+    """Find a text in a text column, newest rows first, straight from the stored bytes, about 4 MB at a time.
+
+    Args:
+        store: an open store.
+        name: a text column.
+        wanted: the text; not empty.
+        ids: the rows to search, in the order of arrival, [N].
+        fold: take ASCII letters of either case as equal.
+
+    Yields:
+        The places in `ids` of the rows of a block that have the text, ascending, and the first place searched so far.
+    """
+    raw = wanted.encode()
+    needle = np.frombuffer(raw.lower() if fold else raw, np.uint8)
+    either = (needle >= 97) & (needle <= 122) if fold else np.zeros(len(needle), bool)
+    end, rows = len(ids), 1024
+    while end:
+        first = max(end - rows, 0)
+        flat, starts = text_bytes(store, name, ids[first:end])
+        at = _occurrences(flat, needle, either)
+        row = np.searchsorted(starts, at, "right") - 1
+        yield first + np.unique(row[at + len(needle) <= starts[row + 1]]), first
+        rows = int(np.clip(_BLOCK_BYTES * (end - first) // max(len(flat), 1), 256, _BLOCK_ROWS))
+        end = first
+
+
+def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], either: npt.NDArray[np.bool_]) -> Ids:
+    """Return where a needle begins, ascending: its rarest byte is looked for first, then the others are compared."""
+    last = len(flat) - len(needle) + 1
+    if last <= 0:
+        return np.zeros(0, np.int64)
+    often = np.bincount(flat[: 1 << 18], minlength=256)
+    order = np.argsort(
+        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
+    )
+
+    def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
+        return (values | 32 if either[place] else values) == needle[place]
+
+    rarest = int(order[0])
+    at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))
+    for place in order[1:].tolist():
+        at = at[same(flat[at + place], place)]
+    return at
+
+
+class View:
+    """Reads a run, or a store alone, for showing; it never writes. A run that has stored nothing yet is empty.
+
+    Args:
+        path: the folder, or its URL.
+        name: what it is called in answers; the folder's name if None.
+
+    Raises:
+        MissingPathError: there is neither a run nor a store.
+        StoreError: the store is damaged.
+    """
+
+    def __init__(self, path: Address | str, *, name: str | None = None) -> None:
+        address = address_of(path)
+        self.run: RunFolder | None
+        if is_run(address):
+            self.run = RunFolder.open(address)
+            self._store_path = self.run.store_path
+        else:
+            self.run, self._store_path = open_run_or_store(address)
+        self.address: Address = self._store_path if self.run is None else self.run.address
+        self.name = name or str(self.address).rstrip("/").rpartition("/")[2]
+        self._texts = TokenTexts(self.run)
+        self._stored: Stored | None = None
+
+    def close(self) -> None:
+        """Close the store."""
+        if self._stored is not None:
+            self._stored.store.close()
+
+    @property
+    def stored(self) -> Stored:
+        """The store as it is now.
+
+        Raises:
+            MissingKeyError: the run has stored nothing yet.
+        """
+        if self._stored is None:
+            if not is_store(self._store_path):
+                raise MissingKeyError(f"{self.name} has stored nothing yet.")
+            self._stored = Stored(self._store_path, whole=True)
+        return self._stored
+
+    def refresh(self) -> int:
+        """See what was stored since; return the watermark, 0 if nothing is stored yet."""
+        try:
+            return self.stored.store.refresh()
+        except MissingKeyError:
+            return 0
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def about(self) -> Answer:
+        """Return the run in one row: name, definition, steps, first and last reward, what is stored, processes."""
+        watermark = self.refresh()
+        rows = self._metrics()
+        ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]
+        pipeline = self.run.config.pipeline if self.run is not None else {}
+        rewards = self._floats("task_reward") if watermark else np.zeros(0)
+        return {
+            "name": self.name,
+            "address": str(self.address),
+            "definition": pipeline.get("name"),
+            "seed": self.run.config.seed if self.run is not None else None,
+            "step": rows[-1]["step"] if len(rows) else None,
+            "of": pipeline.get("learn", {}).get("steps"),
+            "target": pipeline.get("learn", {}).get("stop_at_reward"),
+            "reward_first": ends[0] if ends else None,
+            "reward_last": ends[-1] if ends else None,
+            "stored": len(self.stored.store) if watermark else 0,
+            "failed": int(np.isnan(rewards).sum()),
+            "watermark": watermark,
+            "updated": rows[-1].get("time") if len(rows) else None,
+            "processes": self.processes(),
+            "columns": sorted(self.stored.columns) if watermark else [],
+        }
+
+    def processes(self) -> list[Answer]:
+        """Return the processes of a run of several, as each last said of itself."""
+        if self.run is None or not self.run.processes.is_dir():
+            return []
+        found = []
+        for file in sorted(self.run.processes.glob("*.json")):
+            said = self.run.said(file.stem)
+            if said:
+                alive = self.run.medium.is_alive(file.stem)
+                found.append({**said, "name": file.stem, "seen": said.get("time"), "alive": alive})
+        return found
+
+    def metrics(self, names: Sequence[str] = (), *, points: int = 600, after: int = 0) -> Answer:
+        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps.
+
+        Args:
+            names: the figures; all of the first and last row if empty.
+            points: the most steps.
+            after: only later steps.
+        """
+        rows = self._metrics()
+        some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
+        numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
+        wanted = list(names) or sorted(numbers - {"step", "time"})
+        return {
+            "step": [row["step"] for row in some],
+            "time": [row.get("time") for row in some],
+            "values": {name: [_number(row.get(name)) for row in some] for name in wanted},
+        }
+
+    def changes(self) -> Answer:
+        """Return what a page polls for: watermark, newest step, and the processes' states."""
+        rows = self._metrics()
+        beats = [[one["name"], one.get("state"), one["seen"]] for one in self.processes()]
+        return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
+
+    def health(self) -> Answer:
+        """Return the processes, and the end of the run's log."""
+        log = ""
+        if self.run is not None and (file := self.run.path / "log.txt").is_file():
+            with file.open("rb") as stream:
+                stream.seek(max(file.stat().st_size - _LOG_BYTES, 0))
+                log = stream.read().decode("utf-8", "replace")
+        return {"now": time.time(), "processes": self.processes(), "log": log}
+
+    def definition(self) -> Answer:
+        """Return the definition, flat: `{"learn.lr": 0.001, ...}`; empty for a store alone."""
+        if self.run is None:
+            return {}
+        return {name: str(value) if isinstance(value, list) else value for name, value in self._fields().items()}
+
+    def _fields(self) -> Mapping[str, Any]:
+        return dict(flat_fields(self.run.config.pipeline)) if self.run is not None else {}
+
+    # -- trajectories ------------------------------------------------------------------------------------------------
+
+    def trajectories(
+        self,
+        *,
+        text: str = "",
+        column: str = "completion",
+        where: Sequence[str] = (),
+        sort: str = "-id",
+        offset: int = 0,
+        limit: int = 50,
+        snapshot: int | None = None,
+        budget_s: float = 1.0,
+        everything: bool = False,
+    ) -> Answer:
+        """Return a page of the trajectories that meet conditions.
+
+        Args:
+            text: a text that they contain; ASCII letters of either case are equal.
+            column: where: `completion` or `prompt`.
+            where: conditions of `select`.
+            sort: `id`, `reward`, `advantage`, `version` or `group`; descending with a `-` before it.
+            offset: how many to pass over.
+            limit: how many to return, at most 500.
+            snapshot: a watermark: only trajectories stored before it, so that pages of a live run do not move.
+            budget_s: the longest search; `complete` says whether all were searched, `scanned_to` how far.
+            everything: go on with the search after the page is full, within the budget.
+
+        Raises:
+            DefinitionError: a condition cannot be read.
+            MissingKeyError: there is no such column or order.
+        """
+        key = sort.removeprefix("-")
+        if key != "id" and key not in SORTS:
+            raise MissingKeyError(f"there is no order '{sort}'. Known: id, {', '.join(SORTS)}, each with - before it.")
+        began, stored = time.perf_counter(), self.stored
+        ids = self._ids(snapshot)
+        keep = meets(stored.store, where, ids)
+        scanned = 0
+        if text:
+            if column not in ("completion", "prompt") or column not in stored.columns:
+                raise MissingKeyError(f"{self.name} has no text column '{column}' to search in.")
+            among = np.flatnonzero(keep)
+            keep, wanted, scanned = np.zeros(len(ids), bool), offset + limit + 1, len(ids)
+            for places, first in search(stored.store, column, text, ids[among]):
+                keep[among[places]] = True
+                wanted, scanned = wanted - len(places), int(among[first])
+                took = time.perf_counter() - began
+                full = key == "id" and sort[0] == "-" and wanted <= 0 and not everything and took > _ENOUGH_S
+                if first and (full or took > budget_s):
+                    break
+            else:
+                scanned = 0
+        found = ids if keep.all() else ids[keep]
+        page = self._page(found, sort, offset, min(max(limit, 1), MOST_ROWS))
+        return {
+            "total": len(ids),
+            "matched": len(found),
+            "complete": scanned == 0,
+            "scanned_to": scanned,
+            "offset": offset,
+            "snapshot": stored.store.watermark if snapshot is None else snapshot,
+            "rows": [self._cut(row, text, column) for row in self.rows(page)],
+        }
+
+    def rows(self, ids: Ids) -> list[Answer]:
+        """Return trajectories in brief, with whole texts.
+
+        Raises:
+            MissingRowError: an id is not in the store.
+        """
+        stored, num = self.stored, len(ids)
+        numbers = {name: stored.scalars(name, ids) for name in (*SORTS.values(), "created_at", "evaluation")}
+        texts = {name: stored.texts(name, ids) for name in ("finish_reason", "prompt", "completion", "failure_reason")}
+        tokens = num_completion_tokens(stored.store, ids)
+        trusted = stored.scalars("reward_trusted", ids)
+
+        def value(name: str, row: int, of: Callable[[Any], Any] = _whole) -> Any:
+            column = numbers[name]
+            return None if column is None else of(column[row])
+
+        return [
+            {
+                "id": str(ids[row]),
+                "reward": value("task_reward", row, _number),
+                "advantage": value("advantage", row, _number),
+                "group": value("group_id", row),
+                "version": value("policy_version", row),
+                "tokens": int(tokens[row]),
+                "finish": texts["finish_reason"][row],
+                "failure": texts["failure_reason"][row] or None,
+                "trusted": None if trusted is None else bool(trusted[row]),
+                "evaluation": bool(value("evaluation", row)),
+                "prompt": texts["prompt"][row],
+                "completion": texts["completion"][row],
+                "at": value("created_at", row, _number),
+            }
+            for row in range(num)
+        ]
+
+    def trajectory(self, id: int, *, first: int = 0) -> Answer:
+        """Return all of one trajectory, with at most 4,096 tokens from a place on.
+
+        Raises:
+            MissingKeyError: there is no such trajectory.
+        """
+        ids = self.stored.ids()
+        here = np.flatnonzero(ids == id)
+        if not len(here):
+            raise MissingKeyError(f"there is no trajectory {id} in {self.name}.")
+        one = np.array([id], np.int64)
+        (item,), (row,) = read_trajectories(self.stored, one, self._texts), self.rows(one)
+        near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here[0] - 1, here[0] + 1)]
+        part = slice(first, first + MOST_TOKENS)
+        extra = {name: self._per_token(name, one, part) for name in ("policy_log_probs", "entropy")}
+        return {
+            **row,
+            "prev": near[0],
+            "next": near[1],
+            "steps": self.steps_of(id, item.policy_version),
+            "newest": item.newest_policy_version,
+            "spans": [list(span) for span in item.version_spans],
+            "answer": item.answer,
+            "error": item.error,
+            "engine": item.engine,
+            "temperature": item.temperature,
+            "messages": self._messages(one),
+            "num_tokens": len(item.token_ids),
+            "prompt_tokens": item.num_prompt_tokens,
+            "first": first,
+            "ids": list(item.token_ids[part]),
+            "pieces": list(item.pieces[part]),
+            "mask": [int(own) for own in item.mask[part]],
+            "log_probs": list(item.log_probs[part]),
+            "ref": None if item.ref_log_probs is None else list(item.ref_log_probs[part]),
+            "policy": extra["policy_log_probs"],
+            "entropy": extra["entropy"],
+        }
+
+    def group(self, group: int) -> Answer:
+        """Return all members of a group.
+
+        Raises:
+            MissingKeyError: there is no such group.
+        """
+        groups = self.stored.scalars("group_id")
+        found = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
+        if not len(found):
+            raise MissingKeyError(f"there is no group {group} in {self.name}.")
+        rows = self.rows(found[:MOST_ROWS])
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        return {"group": group, "num": len(found), "reward_mean": _mean(rewards), "rows": rows}
+
+    def groups(self, *, newest: int = 20) -> list[Answer]:
+        """Return the newest groups, newest first: number, members' rewards, mean, and the best member's text."""
+        ids = self.stored.ids()[-64 * newest :]
+        names = self.stored.scalars("group_id", ids)
+        found: list[Answer] = []
+        for name in list(dict.fromkeys(names.tolist()[::-1]))[:newest] if names is not None else []:
+            rows = self.rows(ids[names == name])
+            best = max(rows, key=lambda row: -math.inf if row["reward"] is None else row["reward"])
+            rewards = [row["reward"] for row in rows]
+            mean = _mean([reward for reward in rewards if reward is not None])
+            found.append({"group": name, "rewards": rewards, "reward_mean": mean, "best": self._cut(best)})
+        return found
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int) -> Answer:
+        """Return what an optimizer step learned from, its figures, and the evaluation of the weights behind it.
+
+        Raises:
+            MissingKeyError: there is no such step.
+        """
+        ledger = self.ledger_rows().of_step(step) if self.run is not None else None
+        figures = self._metrics().of_step(step) if self.run is not None else None
+        if ledger is None and figures is None:
+            raise MissingKeyError(f"there is no step {step} in {self.name}.")
+        ids = np.array((ledger or {}).get("row_ids", []), np.int64)
+        there = ids[self.stored.store.holds(ids)] if len(ids) else ids
+        rows = [self._cut(row) for row in self.rows(there[:MOST_ROWS])]
+        return {
+            "step": step,
+            "last": self._metrics().last_step,
+            "num": len(ids),
+            "num_gone": len(ids) - len(there),
+            "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
+            "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
+            "rows": rows,
+            "evaluation": [self._cut(row) for row in self.rows(self._evaluated(step)[:MOST_ROWS])],
+        }
+
+    def steps_of(self, id: int, version: int | None = None) -> list[int]:
+        """Return the steps that learned from a trajectory; the ledger is read from the version that sampled it on."""
+        if self.run is None:
+            return []
+        ledger = self.ledger_rows()
+        if not len(ledger):
+            return []
+        replay = self.run.config.pipeline.get("replay")
+        age = self.run.config.pipeline.get("buffer", {}).get("max_staleness")
+        place = None if replay or version is None else ledger.place_of(version + 1)
+        last = len(ledger) if place is None or age is None else min(place + age + 2, len(ledger))
+        begin, end = ledger.entry(place or 0).start, ledger.entry(last - 1).end
+        with self.run.ledger_file.open("rb") as file:
+            file.seek(begin)
+            data = file.read(min(end - begin, _MOST_LEDGER_BYTES))
+        name = re.compile(rb'"row_ids": ?\[[\d, ]*?(?<!\d)%d(?!\d)' % id)
+        return [json.loads(line)["step"] for line in data.split(b"\n") if name.search(line)]
+
+    def ledger(self, *, last: int = 20) -> list[Answer]:
+        """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""
+        found = []
+        for row in self.ledger_rows()[-last:] if self.run is not None else []:
+            ages = row.get("ages") or []
+            used = len(row.get("row_ids", []))
+            mean = _mean([float(age) for age in ages])
+            kept = {name: value for name, value in row.items() if not isinstance(value, list)}
+            found.append({**kept, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
+        return found
+
+    # -- counts and lists --------------------------------------------------------------------------------------------
+
+    def stats(self, where: Sequence[str] = ()) -> Answer:
+        """Return counts, rewards and lengths of the trajectories that meet conditions."""
+        stored = self.stored
+        ids = self._ids(None)
+        ids = ids[meets(stored.store, where, ids)]
+        rewards, groups = self._floats("task_reward", ids), stored.scalars("group_id", ids)
+        known = rewards[np.isfinite(rewards)]
+        versions = stored.scalars("policy_version", ids)
+        tokens = num_completion_tokens(stored.store, ids)
+        shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+        return {
+            "trajectories": len(ids),
+            "groups": 0 if groups is None else len(np.unique(groups)),
+            "no_reward": len(rewards) - len(known),
+            "reward_mean": _number(known.mean()) if len(known) else None,
+            "reward_std": _number(known.std()) if len(known) else None,
+            "reward_quantiles": [float(value) for value in np.quantile(known, shares)] if len(known) else None,
+            "completion_tokens": int(tokens.sum()),
+            "length_quantiles": [float(value) for value in np.quantile(tokens, shares)] if len(tokens) else None,
+            "versions": [int(versions.min()), int(versions.max())] if versions is not None and len(versions) else None,
+            "finish": self._counts("finish_reason", ids),
+        }
+
+    def facets(self, where: Sequence[str] = ()) -> Answer:
+        """Return how many of the trajectories that meet conditions are of each kind, each with its condition."""
+        ids = self._ids(None)
+        ids = ids[meets(self.stored.store, where, ids)]
+        kinds = [
+            ("no reward", "task_reward==nan"),
+            ("reward 1 or more", "reward>=1"),
+            ("reward 0 or less", "reward<=0"),
+        ]
+        if "reward_trusted" in self.stored.columns:
+            kinds.append(("untrusted", "reward_trusted==false"))
+        if "degenerate" in self.stored.columns:
+            kinds.append(("no spread in its group", "degenerate==true"))
+        if "evaluation" in self.stored.columns:
+            kinds.append(("evaluation", "evaluation==1"))
+        found = [
+            {"name": name, "where": text, "num": int(meets(self.stored.store, [text], ids).sum())}
+            for name, text in kinds
+            if "reward" not in text or "task_reward" in self.stored.columns
+        ]
+        reasons = self._counts("finish_reason", ids).items()
+        found += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
+        return {"kinds": [kind for kind in found if kind["num"]]}
+
+    def list(self, name: str) -> Answer:
+        """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`.
+
+        Raises:
+            MissingKeyError: there is no such list.
+        """
+        if name not in LISTS:
+            raise MissingKeyError(f"there is no list '{name}'. Known: {', '.join(LISTS)}.")
+        if name == "drift":
+            return {"list": name, "versions": self._by_version()}
+        if name == "mismatch":
+            rows = self._metrics().spread(2000) if len(self._metrics()) else []
+            known = [row for row in rows if row.get("sampler_gap") is not None]
+            worst = sorted(known, key=lambda row: -row["sampler_gap"])[:50]
+            return {"list": name, "steps": [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]}
+        ids = self.stored.ids()
+        trusted = self.stored.scalars("reward_trusted")
+        bad = np.isnan(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
+        if name == "untrusted" and trusted is not None:
+            bad = ~trusted
+        found = ids[bad]
+        newest = found[::-1][:MOST_ROWS]
+        errors = [context.error for context in self.stored.contexts(newest)]
+        rows = [{**self._cut(row), "error": error} for row, error in zip(self.rows(newest), errors, strict=True)]
+        kinds = Counter(re.sub(r"\d+", "#", row["error"] or row["failure"] or row["finish"]) for row in rows)
+        return {"list": name, "num": len(found), "kinds": kinds.most_common(50), "rows": rows}
+
+    def _by_version(self) -> list[Answer]:
+        """Return reward and length by policy version, at most 200 evenly spaced ones."""
+        versions = self.stored.scalars("policy_version")
+        if versions is None or not len(versions):
+            return []
+        rewards, lengths = self._floats("task_reward"), self.stored.lengths("input_ids")
+        known, place, num = np.unique(versions, return_inverse=True, return_counts=True)
+        graded = np.isfinite(rewards)
+        sums = np.bincount(place, np.where(graded, rewards, 0.0))
+        counts, tokens = np.bincount(place, graded), np.bincount(place, lengths)
+        some = np.unique(np.linspace(0, len(known) - 1, min(200, len(known))).round().astype(int))
+        return [
+            {
+                "version": int(known[at]),
+                "num": int(num[at]),
+                "reward": _number(sums[at] / counts[at]) if counts[at] else None,
+                "tokens": float(tokens[at] / num[at]),
+            }
+            for at in some
+        ]
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _metrics(self) -> Any:
+        return self.run.rows(self.run.metrics_file) if self.run is not None else ()
+
+    def ledger_rows(self) -> Any:
+        """Return the rows of the ledger as they are now, `StepRows`; empty for a store alone."""
+        return self.run.rows(self.run.ledger_file) if self.run is not None else ()
+
+    def _ids(self, snapshot: int | None) -> Ids:
+        ids = self.stored.ids()
+        return ids if snapshot is None else ids[: max(snapshot - (self.stored.store.watermark - len(ids)), 0)]
+
+    def _floats(self, name: str, ids: Ids | None = None) -> npt.NDArray[np.float64]:
+        values = self.stored.scalars(name, ids)
+        num = len(self.stored.ids() if ids is None else ids)
+        return np.full(num, np.nan) if values is None else values.astype(np.float64)
+
+    def _evaluated(self, version: int) -> Ids:
+        marks, versions = self.stored.scalars("evaluation"), self.stored.scalars("policy_version")
+        if marks is None or versions is None:
+            return np.zeros(0, np.int64)
+        return self.stored.ids()[(marks != 0) & (versions == version)]
+
+    def _counts(self, name: str, ids: Ids) -> dict[str, int]:
+        """Count a text column's values by their bytes."""
+        found: Counter[bytes] = Counter()
+        for first in range(0, len(ids) if name in self.stored.columns else 0, _BLOCK_ROWS):
+            flat, starts = text_bytes(self.stored.store, name, ids[first : first + _BLOCK_ROWS])
+            lengths = np.diff(starts)
+            for length in np.unique(lengths).tolist():
+                rows = flat[starts[:-1][lengths == length, None] + np.arange(length)]
+                texts = np.ascontiguousarray(rows).view(f"V{length}").ravel() if length else np.zeros(0, "V1")
+                found[b""] += 0 if length else int((lengths == 0).sum())
+                for text, num in zip(*np.unique(texts, return_counts=True), strict=True):
+                    found[text.tobytes()] += int(num)
+        return {text.decode("utf-8", "replace"): num for text, num in found.most_common(50) if num}
+
+    def _page(self, ids: Ids, sort: str, offset: int, limit: int) -> Ids:
+        """Return a page of ids in an order; only as much is sorted as the page needs. NaN comes last."""
+        key, down = sort.removeprefix("-"), sort[0] == "-"
+        if key == "id":
+            return (ids[::-1] if down else ids)[offset : offset + limit]
+        values = self._floats(SORTS[key], ids)
+        values = np.where(np.isnan(values), np.inf, -values if down else values)
+        top = min(offset + limit, len(ids))
+        near = np.arange(len(ids))
+        if 0 < top < len(ids):
+            bound = np.partition(values, top - 1)[top - 1]
+            below = np.flatnonzero(values < bound)
+            near = np.sort(np.concatenate([below, np.flatnonzero(values == bound)[: top - len(below)]]))
+        return ids[near[np.argsort(values[near], kind="stable")]][offset : offset + limit]
+
+    def _cut(self, row: Answer, text: str = "", column: str = "completion") -> Answer:
+        """Return a row with texts cut for a table, around the hit of a search."""
+        short = {}
+        for name, most in (("prompt", 200), ("completion", 300)):
+            at = row[name].lower().find(text.lower()) if text and name == column else 0
+            begin = max(at - _EARLIER, 0)
+            short[name] = ("…" if begin else "") + row[name][begin : begin + most]
+        return row | short
+
+    def _per_token(self, name: str, one: Ids, part: slice) -> list[float | None] | None:
+        rows = self.stored.rows(name, one)
+        values = [] if rows is None else [_number(value) for value in rows[0][part]]
+        return values if any(value is not None for value in values) else None
+
+    def _messages(self, one: Ids) -> list[Answer] | None:
+        meta = self.stored.texts("meta", one)[0]
+        data = json.loads(meta) if meta else {}
+        found = data.get("messages")
+        return found if isinstance(found, list) else None
+
+
+def _number(value: Any) -> Any:
+    """Return a number that JSON can hold; None if it is not finite."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return None if value < 0 else int(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

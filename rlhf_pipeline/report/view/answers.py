@@ -1,0 +1,92 @@
+"""What a page asks for, by its address: the same answers from the server and in a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError
+from rlhf_pipeline.report.query import View
+
+Query = Mapping[str, Sequence[str]]
+
+
+def answer(views: Sequence[View], path: str, query: Query) -> Any:
+    """Return the answer to one question, as JSON-ready data.
+
+    Args:
+        views: the runs, which questions name by their place.
+        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...
+        query: the arguments.
+
+    Raises:
+        MissingKeyError: there is no such question, run, trajectory, group or step.
+        DefinitionError: an argument cannot be read.
+        StoreError: the store is damaged.
+    """
+    match path.split("/"):
+        case ["runs"]:
+            return [{"key": key, **view.about()} for key, view in enumerate(views)]
+        case ["runs", run, what]:
+            return _of_run(_view(views, run), what, query)
+        case ["runs", run, "trajectories", name]:
+            return _view(views, run).trajectory(_whole(name), first=_first(query, "first", 0))
+        case ["runs", run, "groups", name]:
+            return _view(views, run).group(_whole(name))
+        case ["runs", run, "steps", name]:
+            return _view(views, run).step(_whole(name))
+        case ["runs", run, "lists", name]:
+            return _view(views, run).list(name)
+    raise MissingKeyError(f"there is nothing at {path}.")
+
+
+def _of_run(view: View, what: str, query: Query) -> Any:
+    match what:
+        case "metrics":
+            points = min(_first(query, "points", 600), 2000)
+            return view.metrics(query.get("names", ()), points=max(points, 2), after=_first(query, "after", 0))
+        case "trajectories":
+            return view.trajectories(
+                text=_text(query, "text", ""),
+                column=_text(query, "in", "completion"),
+                where=query.get("where", ()),
+                sort=_text(query, "sort", "-id"),
+                offset=_first(query, "offset", 0),
+                limit=_first(query, "limit", 50),
+                snapshot=_first(query, "snapshot", 0) or None,
+                everything="all" in query,
+            )
+        case "facets":
+            return view.facets(query.get("where", ()))
+        case "stats":
+            return view.stats(query.get("where", ()))
+        case "health":
+            return view.health()
+        case "definition":
+            return view.definition()
+        case "changes":
+            return view.changes()
+    raise MissingKeyError(f"there is nothing at {what} of a run.")
+
+
+def _view(views: Sequence[View], run: str) -> View:
+    if not run.isdecimal() or int(run) >= len(views):
+        raise MissingKeyError(f"there is no run {run[:20]}.")
+    return views[int(run)]
+
+
+def _text(query: Query, name: str, default: str) -> str:
+    return query[name][-1] if query.get(name) else default
+
+
+def _first(query: Query, name: str, default: int) -> int:
+    text = _text(query, name, str(default))
+    if not text.isdecimal() or len(text) > 18:
+        raise DefinitionError(f"{name}={text[:20]} is not a whole number from 0 up.")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise MissingKeyError(f"there is nothing with the number {text[:20]}.")
+    return int(text)

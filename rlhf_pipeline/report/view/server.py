@@ -1,0 +1,159 @@
+"""The server of the pages: reads only, this machine only, and only for whoever has the key in the printed URL."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, QueryParams
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rlhf_pipeline.errors import MissingKeyError, PipelineError
+from rlhf_pipeline.report.query import View
+from rlhf_pipeline.report.view.answers import answer
+from trajectory_store import MissingRowError, StoreError
+
+HOST: Final = "127.0.0.1"
+STATIC: Final = Path(__file__).parent / "static"
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self'; img-src data:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+class Guard:
+    """Lets only requests pass that come from this server's own pages, or from whoever was given the key.
+
+    A page of another site reaches a loopback address too: by its own requests (Origin, Sec-Fetch-Site) or by a name
+    that it lets point here (Host). On a shared machine any user reaches it, so a cookie is needed, which the key buys.
+
+    Args:
+        app: what answers.
+        port: of the server.
+        key: of the printed URL.
+    """
+
+    def __init__(self, app: ASGIApp, *, port: int, key: str) -> None:
+        self._app = app
+        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost", "[::1]")}
+        self._key = key
+        self._cookie_name = f"rlhf_pipeline_view_{port}"
+        self._cookie = secrets.token_urlsafe(32)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        response = self._refusal(scope)
+        await (response or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        foreign = origin is not None and origin not in {f"http://{host}" for host in self._hosts}
+        if headers.get("host") not in self._hosts or foreign or site in ("cross-site", "same-site"):
+            return PlainTextResponse("This server answers its own pages on this machine only.\n", 403, _HEADERS)
+        given = QueryParams(scope["query_string"]).get("key", "")
+        if scope["path"] == "/" and given and _same(given, self._key):
+            moved = RedirectResponse("/", 303, _HEADERS)
+            moved.set_cookie(self._cookie_name, self._cookie, httponly=True, samesite="strict")
+            return moved
+        if not _same(Request(scope).cookies.get(self._cookie_name, ""), self._cookie):
+            return PlainTextResponse(
+                "Open the URL that `rlhf-pipeline view` printed: its key is needed.\n", 403, _HEADERS
+            )
+        return None
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        views: the runs, in the order in which pages name them.
+        port: on which it will be served; requests must name it.
+        key: opens the first page as `/?key=...`.
+    """
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    files = {
+        path.name: path.read_bytes() for path in (*STATIC.iterdir(), *(STATIC / "vendor").iterdir()) if path.is_file()
+    }
+    lock = threading.Lock()  # a store is read by one thread at a time
+
+    def index(_request: Request) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        headers = {**_HEADERS, "Content-Security-Policy": _POLICY.format(nonce=nonce)}
+        return Response(page.replace("{{nonce}}", nonce), 200, headers, "text/html")
+
+    def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        kind = _TYPES.get(Path(name).suffix)
+        if name not in files or kind is None:
+            return JSONResponse({"error": "there is no such file."}, 404, _HEADERS)
+        return Response(files[name], 200, _HEADERS, kind)
+
+    def ask(request: Request) -> Response:
+        query = {name: request.query_params.getlist(name) for name in request.query_params}
+        try:
+            with lock:
+                return JSONResponse(answer(views, request.path_params["path"], query), 200, _HEADERS)
+        except (MissingKeyError, MissingRowError) as error:
+            return JSONResponse({"error": str(error)}, 404, _HEADERS)
+        except (PipelineError, StoreError) as error:
+            return JSONResponse({"error": str(error)}, 400, _HEADERS)
+
+    async def api(request: Request) -> Response:
+        return await run_in_threadpool(ask, request)
+
+    routes = [Route("/", index), Route("/static/{name}", static), Route("/api/{path:path}", api)]
+    return Guard(Starlette(routes=routes), port=port, key=key)
+
+
+def listen(port: int | None) -> socket.socket:
+    """Return a socket on the loopback address: on a port, or on any free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((HOST, port or 0))
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def serve(views: Sequence[View], bound: socket.socket, key: str) -> None:
+    """Answer requests until Ctrl-C.
+
+    Args:
+        views: the runs.
+        bound: a socket of `listen`.
+        key: of the URL `http://127.0.0.1:PORT/?key=KEY`.
+    """
+    app = make_app(views, port=bound.getsockname()[1], key=key)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off", server_header=False)
+    uvicorn.Server(config).run(sockets=[bound])

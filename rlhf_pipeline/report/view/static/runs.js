@@ -1,0 +1,93 @@
+// All runs in a table, what differs between them, and their curves.
+import { html, nothing } from "lit-html";
+import { colors, fmt, get } from "view/api.js";
+import { asTable, isFlat, plot, smoothed, summary } from "view/chart.js";
+
+const SECTIONS = [
+  ["Learning", ["loss", "grad_norm", "entropy", "lr"]],
+  ["Policy", ["kl_k1", "kl_approx", "clip_fraction", "ess", "sampler_gap"]],
+  ["Trajectories", ["advantage_std", "staleness", "use_count", "num_trajectories"]],
+  ["Speed", ["tokens_per_s", "update_tokens_per_s", "padding_efficiency", "rollout_s", "update_s", "peak_memory_mb"]],
+  ["Failures", ["num_failed", "num_unscored_tokens"]],
+];
+const TITLES = { task_reward: "Mean task reward", grad_norm: "Gradient norm", entropy: "Entropy (nats/token)", lr: "Learning rate",
+  kl_k1: "KL to the reference (k1)", kl_approx: "KL to the behaviour policy", clip_fraction: "Share of clipped tokens",
+  ess: "Effective sample size", sampler_gap: "Sampler gap", advantage_std: "Advantage spread", staleness: "Age (steps)",
+  use_count: "Uses of a trajectory", num_trajectories: "Trajectories of a step", tokens_per_s: "Sampling (tokens/s)",
+  update_tokens_per_s: "Learning (tokens/s)", padding_efficiency: "Padding efficiency", rollout_s: "Rollout (s)",
+  update_s: "Update (s)", peak_memory_mb: "Peak memory (MB)", num_failed: "Failed rewards", num_unscored_tokens: "Tokens not scored", loss: "Loss" };
+const title = name => TITLES[name] ?? name.replaceAll("_", " ");
+
+function differing(runs, definitions) {
+  const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
+  if (runs.length < 2 || !names.length) return nothing;
+  return html`<h2>What differs</h2><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
+    ${runs.map(run => html`<th class="l">${run.name}</th>`)}</tr></thead><tbody>${names.slice(0, 60).map(name => html`<tr><td class="l">${name}</td>
+    ${definitions.map(d => html`<td class="l">${fmt(d[name])}</td>`)}</tr>`)}</tbody></table></div>`;
+}
+
+export async function runsPage(at, state, draw) {
+  const hide = new Set((at.query.get("hide") ?? "").split(",").filter(Boolean).map(Number));
+  const smooth = Number(at.query.get("smooth") ?? 0), byTime = at.query.get("x") === "time";
+  const all = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/metrics`)));
+  const definitions = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/definition`)));
+  const to = change => {
+    const next = new URLSearchParams(at.query);
+    for (const [key, value] of Object.entries(change)) value ? next.set(key, value) : next.delete(key);
+    return `#/runs?${next}`;
+  };
+  const lines = name => all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
+    xs: byTime ? m.time : m.step, steps: m.step, ys: smoothed(m.values[name], smooth) }]);
+  const known = new Set(all.flatMap(m => Object.keys(m.values)));
+  const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names)]);
+  const sections = [...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
+  const card = (name, big) => {
+    const mine = lines(name);
+    if (!mine.some(line => line.ys.some(y => y !== null))) return nothing;
+    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3>${title(name)}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
+      ${isFlat(mine) ? nothing : html`<div class="plot" data-name=${name} data-big=${big ? "1" : nothing}></div>${asTable(byTime ? "time" : "step", mine)}`}</section>`;
+  };
+  draw(html`<h1>Runs</h1>
+    <div class="card scroll" tabindex="0" role="region" aria-label="Runs"><table><thead><tr><th class="l">run</th><th class="l">definition</th><th>seed</th><th>step</th>
+      <th>reward first</th><th>last</th><th>stored</th><th>failed</th><th class="l">processes</th></tr></thead><tbody>${state.runs.map((run, i) => html`<tr>
+      <td class="l"><input type="checkbox" aria-label="show ${run.name}" .checked=${!hide.has(i)} @change=${e => {
+        e.target.checked ? hide.delete(i) : hide.add(i); location.hash = to({ hide: [...hide].join(",") }).slice(1); }}>
+        <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${run.name}</a></td>
+      <td class="l">${run.definition ?? "–"}</td><td>${fmt(run.seed)}</td><td>${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
+      <td>${fmt(run.reward_first)}</td><td>${fmt(run.reward_last)}</td><td>${fmt(run.stored)}</td><td class=${run.failed ? "bad" : ""}>${fmt(run.failed)}</td>
+      <td class="l">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
+        : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
+    ${differing(state.runs, definitions)}
+    ${known.size ? html`<div class="bar"><label>smoothing <select @change=${e => { location.hash = to({ smooth: e.target.value }).slice(1); }}>
+        ${[["", "none"], [".6", "0.6"], [".9", "0.9"]].map(([v, n]) => html`<option value=${v} ?selected=${Number(v) === smooth}>${n}</option>`)}</select></label>
+      <label>over <select @change=${e => { location.hash = to({ x: e.target.value }).slice(1); }}><option value="" ?selected=${!byTime}>steps</option>
+        <option value="time" ?selected=${byTime}>time</option></select></label>
+      <label>open step <input class="stepper" type="number" min="1" max=${state.runs[0]?.step ?? 1} placeholder=${state.runs[0]?.step ?? ""}
+        @change=${e => { location.hash = `/${at.run}/step/${e.target.value}`; }}></label>
+      <span class="soft">a click on a curve opens its step; a drag zooms, a double click zooms out</span></div>
+      ${card("task_reward", true)}` : html`<p class="soft">A store alone has no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
+    ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n < SECTIONS.length}><summary><h2>${name}</h2></summary>
+      <div class="grid">${names.map(one => card(one, false))}</div></details>` : nothing)}`);
+  let plots = [];
+  const paint = () => {
+    plots.forEach(one => one.destroy());
+    plots = [...document.querySelectorAll(".plot")].map(box => {
+      const name = box.dataset.name, mine = lines(name), read = document.getElementById(`r-${name}`), said = read.firstChild;
+      const unit = name === "task_reward" && mine.every(l => l.ys.every(y => y === null || (y >= 0 && y <= 1)));
+      return plot(box, mine, {
+        height: box.dataset.big ? 260 : 170, time: byTime, target: name === "task_reward" ? state.runs[mine[0].run].target : null,
+        min: unit ? 0 : null, max: unit ? 1 : null,
+        onPick: (x, i) => { const line = mine[i], near = line.xs.reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
+          location.hash = `/${line.run}/step/${line.steps[line.xs.indexOf(near)]}`; },
+        onHover: (x, ys) => { const now = x === null ? summary(mine) : `${byTime ? new Date(x * 1000).toLocaleTimeString() : `step ${fmt(x)}`}: ${
+          ys.slice(0, mine.length).map((y, i) => `${mine.length > 1 ? `${mine[i].name} ` : ""}${fmt(y)}`).join(", ")}`;
+          const text = [...read.childNodes].find(node => node.nodeType === 3) ?? said; if (text) text.data = now; },
+      });
+    });
+  };
+  paint();
+  const opened = e => { if (e.target.open) paint(); }, sized = () => paint();
+  document.getElementById("main").addEventListener("toggle", opened, true);
+  addEventListener("resize", sized);
+  return () => { document.getElementById("main").removeEventListener("toggle", opened, true); removeEventListener("resize", sized); plots.forEach(one => one.destroy()); };
+}

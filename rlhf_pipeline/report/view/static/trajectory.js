@@ -1,0 +1,75 @@
+// One trajectory: its facts, its turns, every token with its numbers.
+import { html, nothing } from "lit-html";
+import { fmt, get, named, short, visible } from "view/api.js";
+import { isFlat, plot } from "view/chart.js";
+import { finish } from "view/trajectories.js";
+
+const WINDOW = 4096;
+const both = (a, b, i) => a && b && a[i] !== null && b[i] !== null && a[i] !== undefined && b[i] !== undefined;
+// What tokens can be coloured by: the value at a place, and its shade from -1 (cool) over 0 (none) to 1 (warm).
+const MEASURES = {
+  surprise: { title: "probability", of: (t, i) => t.log_probs[i] == null ? null : Math.exp(t.log_probs[i]), shade: v => 1 - v, ends: ["surprised", "sure"], flip: true },
+  kl: { title: "policy − reference", of: (t, i) => both(t.log_probs, t.ref, i) ? t.log_probs[i] - t.ref[i] : null, shade: v => v / 1.5, ends: ["reference prefers", "policy prefers"] },
+  advantage: { title: "advantage", of: (t, i) => t.mask[i] ? t.advantage : null, shade: v => v / 2, ends: ["worse than its group", "better"] },
+  ratio: { title: "ratio, newest use", of: (t, i) => both(t.policy, t.log_probs, i) ? Math.exp(t.policy[i] - t.log_probs[i]) : null, shade: v => Math.log(v) / 0.5, ends: ["now less likely", "more likely"] },
+  entropy: { title: "entropy, newest use", of: (t, i) => t.entropy?.[i] ?? null, shade: v => v / 3, ends: ["certain", "uncertain"] },
+};
+const tint = shade => { const s = Math.max(-1, Math.min(1, shade)); return `background:color-mix(in srgb, var(--${s < 0 ? "cool" : "warm"}) ${Math.round(Math.abs(s) * 55)}%, transparent)`; };
+
+export async function trajectoryPage(at, state, draw) {
+  const first = Number(at.query.get("first") ?? 0), t = await get(`runs/${at.run}/trajectories/${at.id}${first ? `?first=${first}` : ""}`);
+  const usable = Object.entries(MEASURES).filter(([, m]) => t.ids.some((_, i) => m.of(t, i) !== null));
+  let by = usable.some(([key]) => key === at.query.get("color")) ? at.query.get("color") : usable[0]?.[0] ?? "surprise";
+  let here = Math.min(Math.max(Number(at.query.get("token") ?? t.prompt_tokens) - first, 0), Math.max(t.ids.length - 1, 0)), chart = null;
+  const role = i => t.mask[i] ? "assistant" : i + first < t.prompt_tokens ? "prompt" : "reply";
+  const style = i => { const v = t.mask[i] ? MEASURES[by].of(t, i) : null; return v === null ? "" : tint(MEASURES[by].shade(v)); };
+  const address = change => `#/${at.run}/t/${at.id}?${new URLSearchParams({ color: by, token: here + first, ...(first ? { first } : {}), ...change })}`;
+  const pick = (i, move = true) => {
+    here = Math.max(0, Math.min(t.ids.length - 1, i)); history.replaceState(null, "", address({})); paint();
+    if (move) document.getElementById(`t${here}`)?.scrollIntoView({ block: "nearest" });
+  };
+  const keys = event => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
+    if (by) { event.preventDefault(); pick(here + by); }
+  };
+  const click = event => { const token = event.target.closest("[role=option]"); if (token) pick(Number(token.id.slice(1)), false); };
+  const turns = [];
+  t.pieces.forEach((_, i) => { if (!i || role(i) !== role(i - 1)) turns.push({ role: role(i), places: [] }); turns.at(-1).places.push(i); });
+  const numbers = i => [["place", i + first], ["id", t.ids[i]], ["by", role(i)], ["probability", MEASURES.surprise.of(t, i)], ["log-prob", t.log_probs[i] ?? null],
+    ...(t.ref ? [["reference", t.ref[i]], ["k1", MEASURES.kl.of(t, i)]] : []), ...(t.policy ? [["policy, newest use", t.policy[i]], ["ratio", MEASURES.ratio.of(t, i)]] : []),
+    ...(t.entropy ? [["entropy", t.entropy[i]]] : []), ["advantage", t.mask[i] ? t.advantage : null],
+    ...(t.spans.length && t.mask[i] ? [["version", t.spans.findLast(([from]) => from <= i + first)?.[1] ?? null]] : [])];
+  const windows = t.num_tokens > WINDOW ? html`<div class="bar"><a class="b" href=${first ? address({ first: Math.max(0, first - WINDOW), token: Math.max(0, first - WINDOW) }) : nothing} aria-disabled=${first ? nothing : "true"}>‹ earlier tokens</a>
+    <span class="num">${fmt(first)}–${fmt(first + t.ids.length - 1)} of ${fmt(t.num_tokens)}</span><a class="b" href=${first + WINDOW < t.num_tokens ? address({ first: first + WINDOW, token: first + WINDOW }) : nothing}>later tokens ›</a></div>` : nothing;
+  const paint = () => draw(html`<h1>Trajectory ${short(t.id)}</h1>
+    <p class="facts">${t.group === null ? "" : html`<span>group <a href="#/${at.run}/group/${t.group}">${t.group}</a></span>`}<span>version ${t.version ?? "–"}${t.newest ? `–${t.newest}` : ""}</span>
+      <span>reward <b>${fmt(t.reward, 2)}</b></span><span>advantage <b>${fmt(t.advantage, 2)}</b></span><span>${fmt(t.tokens)} tokens</span><span>${finish(t)}</span>
+      ${t.answer === null ? "" : html`<span>answer <b>${visible(t.answer)}</b></span>`}${t.engine ? html`<span>${t.engine}${t.temperature === null ? "" : `, temperature ${fmt(t.temperature, 2)}`}</span>` : ""}
+      ${t.steps.length ? html`<span>learned in ${t.steps.map(step => html`<a href="#/${at.run}/step/${step}">step ${step}</a> `)}</span>` : html`<span>in no step</span>`}</p>
+    ${t.error ? html`<p class="card bad" role="alert">The reward call failed: ${visible(t.error)}</p>` : nothing}
+    <div class="bar"><label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>
+      <span class="push"></span>${[["prev", "‹ previous", "previous"], ["next", "next ›", "next"]].map(([key, name, kind]) => t[key] ? html`<a class="b ${kind}" href="#/${at.run}/t/${t[key]}?color=${by}">${name}</a>` : nothing)}</div>
+    ${windows}<div class="split"><div>
+      ${t.ids.length ? html`<div class="card tokens" role="listbox" tabindex="0" aria-label="Tokens; arrow keys move" aria-activedescendant="t${here}" @keydown=${keys} @click=${click}>${turns.map(turn =>
+        html`<div role="group" aria-label=${turn.role}><b class="turn" aria-hidden="true">${turn.role}</b>${turn.places.map(i => html`<span id="t${i}" role="option" aria-label=${named(t.pieces[i])} aria-selected=${i === here}
+          class=${t.mask[i] ? "" : "other"} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
+        : html`<div class="card"><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></div>`}
+      <section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>
+      ${t.messages ? html`<section class="card gap"><h2>Messages</h2>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b><div class="text2" dir="auto">${
+        visible(typeof m?.content === "string" ? m.content : JSON.stringify(m?.content ?? m, null, 1))}</div></div>`)}</section>` : nothing}
+      ${t.ids.length ? html`<details class="card gap"><summary>Texts as stored</summary><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></details>` : nothing}
+    </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
+      <div aria-live="polite"><dl>${numbers(here).map(([name, value]) => html`<dt>${name}</dt><dd>${fmt(value, 4)}</dd>`)}</dl></div>
+      <div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>
+      <div class="ends"><span>${MEASURES[by].ends[0]}</span><span>${MEASURES[by].ends[1]}</span></div></details></aside>` : nothing}</div>`);
+  const curve = () => {
+    chart?.destroy(); chart = null;
+    const box = document.getElementById("curve"), places = t.ids.map((_, i) => i).filter(i => t.mask[i]);
+    const line = { xs: places.map(i => i + first), ys: places.map(i => MEASURES[by].of(t, i)), name: MEASURES[by].title };
+    if (!box) return;
+    box.dataset.flat = isFlat([line]) ? fmt(line.ys.find(y => y !== null) ?? null) : "";
+    if (!box.dataset.flat) chart = plot(box, [line], { height: 130, sync: "token", onPick: x => pick(x - first) });
+  };
+  paint(); curve(); addEventListener("resize", curve);
+  return () => { removeEventListener("resize", curve); chart?.destroy(); };
+}

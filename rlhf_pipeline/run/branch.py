@@ -1,0 +1,79 @@
+"""A new run that begins with the weights of another run's checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
+from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
+from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
+from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.medium import address_of
+
+_LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
+"""What counts the steps and trajectories of the first run, and means nothing in the new one."""
+
+
+def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
+    """Return the run and the checkpoint that `RUN` or `RUN@STEP` names, by default the newest whole one.
+
+    Raises:
+        MissingPathError: there is no such run, or no checkpoint of that step.
+        DataError: the checkpoint is damaged.
+    """
+    place, at, number = text.rpartition("@")
+    asked = int(number) if at and number.isdecimal() else None
+    run = RunFolder.open(address_of(place if asked is not None else text))
+    saved = {step_of(path): path for path in run.saved()}
+    if not saved:
+        raise MissingPathError(f"the run {run.address} has no checkpoint yet: there is nothing to begin with.")
+    step = max(saved) if asked is None else asked
+    if step not in saved:
+        there = ", ".join(map(str, sorted(saved)))
+        raise MissingPathError(
+            f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {there} "
+            f"(learn.keep_checkpoints). Name one: --from {typed(f'{run.address}@{max(saved)}')}"
+        )
+    path = run.bring(saved[step])
+    problem = folder_problem(path)
+    if problem is not None:
+        others = sorted(set(saved) - {step})
+        other = f" Name another: --from {typed(f'{run.address}@{others[-1]}')}" if others else ""
+        raise DataError(f"the checkpoint {path} is damaged: {problem}.{other}")
+    return run, path
+
+
+def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -> None:
+    """Make a run folder whose step 0 is a checkpoint of another run; it is then continued like any run.
+
+    Weights (or LoRA adapters), the optimizer's moments, the random generator and a moving reference are taken over.
+    Steps, prompts, ledger, use counts and KL controllers begin anew. A kill at any moment leaves no run, or a whole
+    one.
+
+    Args:
+        run: the run of the checkpoint.
+        checkpoint: one of its checkpoints.
+        out: the new run; free.
+        setup: the settings of the new run.
+
+    Raises:
+        RunExistsError: the new run's folder holds something.
+        DefinitionError: the new run is at a URL.
+    """
+    if not isinstance(out.address, Path):
+        raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")
+    with out.named_disk_errors(), out.lock():
+        out.check_free_or_recorded(resume=False)
+        out.clear()
+        with new_folder(checkpoint_path(out.checkpoints, 0)) as temporary:
+            for path in checkpoint.iterdir():
+                if path.name in _LEFT_BEHIND:
+                    continue
+                copy = shutil.copytree if path.is_dir() else shutil.copyfile
+                copy(path, temporary / path.name)
+            state = {"step": 0, "progress": {}, "source": {}}
+            (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        where = str(run.address.resolve()) if isinstance(run.address, Path) else run.address
+        out.record(setup, begun_from={"run": where, "step": step_of(checkpoint)})

@@ -1,0 +1,128 @@
+"""What of a definition may change when a run is continued, and what to report about it. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlhf_pipeline.config import Learn, Pipeline
+from rlhf_pipeline.config_text import to_json
+
+LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
+
+_SILENT: Final = frozenset(
+    {
+        *("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger"),
+        *("learn.stop_at_reward", "learn.stop_window"),
+        *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
+    }
+)
+"""Fields that decide when to stop and save and how much fits in memory, but not what is learned."""
+
+_WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("learn.token_budget", "learn.layout"), LAST_BITS),
+    "collect.engine": "from here on, other completions of the same weights are drawn",
+    "collect.num_slots": "completions sampled from here on may differ in the last bits of their log-probs",
+}
+"""Fields that may change, with a side effect."""
+
+_SCHEDULE: Final = frozenset(
+    {"learn.steps", "learn.lr", "learn.lr_schedule", "learn.lr_decay_steps", "learn.warmup_steps"}
+)
+"""Fields that the learning rate depends on."""
+
+_LEARNING: Final = frozenset(
+    {"learn.max_grad_norm", "learn.weight_decay", "loss.clip_low", "loss.clip_high", "loss.entropy_coeff"}
+)
+"""Fields that a person changes while watching a run; what is learned from then on changes with them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One field in which a recorded definition differs from the current one."""
+
+    field: str
+    """Its dotted path."""
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} was {self.was!r}, is {self.now!r}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change for `config.json`."""
+        return {"field": self.field, "was": to_json(self.was), "is": to_json(self.now)}
+
+
+def is_allowed(field: str) -> bool:
+    """Return whether a field may differ from the recorded definition when a run is continued.
+
+    >>> is_allowed("learn.lr"), is_allowed("evaluate.every"), is_allowed("collect.group_size")
+    (True, True, False)
+    """
+    known = field in _SILENT or field in _WITH_CONSEQUENCE or field in _SCHEDULE or field in _LEARNING
+    return known or field.split(".")[0] == "evaluate"
+
+
+def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:
+    """Return one line about a change: what changes, and from which step; None if nobody needs to know.
+
+    Args:
+        change: a field that may change.
+        recorded: the definition in `config.json`, as plain data.
+        pipeline: the definition now.
+        step: the first step that is taken with it.
+    """
+    if change.field in _SILENT:
+        return None
+    if change.field in _WITH_CONSEQUENCE:
+        return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
+    if change.field not in _SCHEDULE:
+        return f"{change}, from step {step} on."
+    before = _learn(recorded.get("learn", {}))
+    if change.field == "learn.steps" and (before.lr_schedule == "constant" or before.lr_decay_steps):
+        return None  # no rate depends on it
+    advice = ""
+    if change.field == "learn.steps" and step > 1:
+        advice = (
+            " To keep the schedule as it was, add "
+            f"--set learn.lr_decay_steps={before.lr_decay_steps or before.steps + 1}"
+        )
+    last = f"that of step {step - 1} was {before.learning_rate(step - 1):.3g}; " if step > 1 else ""
+    return (
+        f"{change}: the learning rate of step {step} is {pipeline.learn.learning_rate(step):.3g} "
+        f"({last}without the change it would be {before.learning_rate(step):.3g}).{advice}"
+    )
+
+
+def changes(recorded: Mapping[str, Any], pipeline: Pipeline) -> list[Change]:
+    """Return the fields in which a recorded definition differs from the current one."""
+    return list(_differences("", recorded, pipeline))
+
+
+def _learn(recorded: Mapping[str, Any]) -> Learn:
+    """Return the recorded optimizer settings that this version knows."""
+    known = {item.name for item in dataclasses.fields(Learn)}
+    return Learn(**{name: value for name, value in recorded.items() if name in known})
+
+
+def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
+    new = to_json(config)
+    if isinstance(old, dict) and isinstance(new, dict) and dataclasses.is_dataclass(config):
+        defaults = {item.name: _default(item) for item in dataclasses.fields(config)}
+        for name in sorted({**old, **new}):
+            # A field that the record lacks is newer than the run, which ran with its default.
+            before = old.get(name, defaults.get(name))
+            after = getattr(config, name) if name in defaults else new.get(name)
+            yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
+    elif old != new:
+        yield Change(field=prefix, was=old, now=new)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field in its recorded form, or None if it has no default."""
+    if item.default_factory is not dataclasses.MISSING:
+        return to_json(item.default_factory())
+    return None if item.default is dataclasses.MISSING else to_json(item.default)

@@ -1,0 +1,73 @@
+"""Reading back what a run has kept of its inputs, and whether its code may be executed. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline import definitions
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.inputs import place
+
+Overrides = tuple[tuple[str, str], ...]
+
+
+def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitions.Definition:
+    """Return the definition that a run was started with: its file, or the copy in the run folder.
+
+    Args:
+        run: the run.
+        trust: also execute the code of a run that was not started here.
+        moved: the advice if its file is gone, for the message.
+
+    Raises:
+        DefinitionError: the run was not started here, and its definition is code of its own.
+        MissingPathError: neither the file nor the copy is there.
+    """
+    spec = run.config.definition
+    source, _, function = spec.rpartition(":")
+    if not source.endswith(".py"):
+        return definitions.find(spec)
+    copy = run.bring(run.path / filenames.SOURCE / Path(source).name)
+    there = next((file for file in (Path(source), copy) if file.is_file()), None)
+    if there is None:
+        raise MissingPathError(
+            f"the definition that {run.address} was started with is gone: there is no file {source}, and no copy at "
+            f"{copy}. If the file has moved, {moved}"
+        )
+    if not trust and run.config.place != place(run.address):
+        raise DefinitionError(
+            f"{run.address} was not started here, and its definition is code of its own: {typed(there)}. Read it, then "
+            "add --trust to execute it. Or name a definition of yours on the command line."
+        )
+    return definitions.find(f"{there}:{function}")
+
+
+def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
+    """Return overrides that read from the run folder what is not where it was when the run was started.
+
+    The prompts come from the run's copy. The model's folder is replaced by the newest checkpoint, which has its
+    architecture and its tokenizer, where nothing else needs the first weights: without a reference model and LoRA.
+    """
+    found = dict(overrides)
+    prompts, policy = (run.config.pipeline.get(name) for name in ("prompts", "policy"))
+    path = prompts.get("path") if isinstance(prompts, dict) else None
+    if isinstance(path, str) and not Path(path).exists():
+        copy = run.bring(run.path / filenames.INPUTS / Path(path).name)
+        if copy.is_file():
+            found["prompts.path"] = str(copy)
+    path = policy.get("path") if isinstance(policy, dict) else None
+    if isinstance(path, str) and "policy.path" in run.inputs and not Path(path).expanduser().exists():
+        saved = run.saved()
+        if saved and isinstance(policy, dict) and not policy.get("lora_rank") and not _needs_the_first_weights(run.config.pipeline):
+            found["policy.path"] = str(run.bring(saved[-1]))
+    return tuple(found.items())
+
+
+def _needs_the_first_weights(pipeline: Mapping[str, Any]) -> bool:
+    """Return whether a recorded definition has a reference model."""
+    write, loss = pipeline.get("write", {}), pipeline.get("loss", {})
+    return bool(write.get("kl_coef") or write.get("kl_target") or loss.get("kl_to_ref_coeff"))

@@ -1,0 +1,126 @@
+"""Copying a store in a folder, file by file, while other processes write to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from trajectory_store.errors import StoreExistsError, WriteFailedError
+from trajectory_store.journal import State, number_of
+
+_FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
+"""Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""
+_ROUNDS: Final = 50
+_CLOCK_S: Final = 2.0
+"""A file whose time of change is this close to the copying of it is copied again."""
+_CHUNK: Final = 1 << 22
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a store, so that the copy holds what was committed when the copying began; later commits may be in it.
+
+    A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
+    the copy never counts what it does not have. If the catalog has moved on meanwhile, the next round copies what has
+    changed since. Ids are kept. Holes in files stay holes.
+
+    Args:
+        source: the root folder.
+        target: the new root; must not exist, or be empty. It appears under its name when it is whole.
+
+    Raises:
+        StoreExistsError: the target holds something.
+        StoreError: the catalog cannot be read.
+        WriteFailedError: the catalog did not stand still during any round.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StoreExistsError(f"{target} exists already. Choose another place for the copy.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = target.parent / f".partial-{target.name}"
+    shutil.rmtree(building, ignore_errors=True)
+    unchanged_before = 0.0
+    for _ in range(_ROUNDS):
+        began = time.time()
+        newest = _newest(source)
+        with contextlib.suppress(FileNotFoundError):  # an upkeep has removed a segment: the next round has its heir
+            _copy_round(source, building, newest, unchanged_before)
+            if _newest(source) == newest:
+                break
+        unchanged_before = began - _CLOCK_S
+    else:
+        shutil.rmtree(building, ignore_errors=True)
+        raise WriteFailedError(
+            f"{source} could not be copied: its catalog changed during each of {_ROUNDS} rounds. Pause its writers."
+        )
+    for path in (*building.rglob("*"), building):
+        _sync(path)
+    if target.exists():
+        target.rmdir()
+    building.rename(target)
+    _sync(target.parent)
+
+
+def _newest(source: Path) -> Path:
+    """Return the newest record of the catalog."""
+    return max(path for path in (source / "catalog").iterdir() if number_of(f"catalog/{path.name}") is not None)
+
+
+def _copy_round(source: Path, building: Path, newest: Path, unchanged_before: float) -> None:
+    """Bring a copy up to a record of the catalog; files that are older than `unchanged_before` are there already."""
+    state, _ = State.from_bytes(newest.read_bytes(), number_of(f"catalog/{newest.name}") or 0, str(newest))
+    segments = {entry.name for entry in state.entries}
+    shutil.rmtree(building / "catalog", ignore_errors=True)
+    for folder in building.glob("seg-*"):
+        if folder.name not in segments:
+            shutil.rmtree(folder)
+    kept = [path for path in sorted((source / "catalog").iterdir()) if path.name <= newest.name or "." not in path.name]
+    for path in [source / "zarr.json", source / "catalog" / "zarr.json", *kept]:
+        if path == newest:
+            _copy_file(path, building / path.relative_to(source))
+            continue
+        with contextlib.suppress(FileNotFoundError):  # history may be removed at any time
+            _copy_file(path, building / path.relative_to(source))
+    for name in sorted(segments):
+        if not (source / name).is_dir():
+            raise FileNotFoundError(source / name)
+        for file in _in_order(source / name):
+            made = building / file.relative_to(source)
+            if not made.exists() or file.stat().st_mtime >= unchanged_before:
+                _copy_file(file, made)
+
+
+def _in_order(folder: Path) -> Iterator[Path]:
+    """Yield the files of a segment: those that say how much counts first, objects by ascending number."""
+    first = [folder / name for name in _FIRST if (folder / name).is_file()]
+    yield from first
+    yield from sorted(path for path in folder.rglob("*") if path.is_file() and path not in first)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy a file; what was never written stays a hole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as given, target.open("wb") as made:
+        size = os.fstat(given.fileno()).st_size
+        made.truncate(size)
+        at = 0
+        while at < size:
+            try:
+                begin = os.lseek(given.fileno(), at, os.SEEK_DATA)
+            except OSError:  # only a hole is left
+                break
+            end = os.lseek(given.fileno(), begin, os.SEEK_HOLE)
+            for place in range(begin, end, _CHUNK):
+                os.pwrite(made.fileno(), os.pread(given.fileno(), min(_CHUNK, end - place), place), place)
+            at = end
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

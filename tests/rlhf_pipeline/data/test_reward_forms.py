@@ -1,0 +1,174 @@
+"""The forms of reward functions: TRL's and verl's as they are, and what is refused before anything is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline import LeftOut, Matches, Reward, SoftOverlong, exact_match, mask_truncated
+from rlhf_pipeline.collectors.grading import Grader
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.reward_forms import Sampled, form_of, result_of, results_of
+from rlhf_pipeline.errors import DefinitionError
+
+META = {"data_source": "gsm8k", "level": 3}
+GROUP = [
+    Sampled(prompt=Prompt(text="2+2=", answer="4", meta=META), completion="4", token_ids=[7, 1]),
+    Sampled(
+        prompt=Prompt(text="2+2=", answer="4", meta=META), completion="five", token_ids=[8], finish_reason="length"
+    ),
+]
+
+
+def graded(*rewards):
+    return [grade.reward for grade in Grader(list(rewards), columns=list(META)).grade(GROUP)]
+
+
+def trl(completions, **kwargs):
+    assert kwargs["level"] == [3, 3]
+    assert kwargs["completion_ids"] == [[7, 1], [8]]
+    return [float(len(text)) for text in completions]
+
+
+def trl_columns(prompts, completions, completion_ids, answer, level, trainer_state=None):
+    return [float(text == right) + 10 * one for text, right, one in zip(completions, answer, level, strict=True)]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("gsm8k", META)
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(text == right) for text, right in zip(solution_strs, ground_truths, strict=True)]
+
+
+async def slow(completion, finish_reason):
+    await asyncio.sleep(0.001)
+    return None if finish_reason == "length" else 2.0
+
+
+class Judge:
+    async def __call__(self, messages):
+        return float(messages[-1] == {"role": "assistant", "content": "4"})
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda p, c, a, m: float(c == a) + m["level"], [4.0, 3.0]),
+        (lambda prompt, answer: float(len(prompt + answer)), [5.0, 5.0]),
+        (lambda completion, **rest: rest["level"] + len(rest["token_ids"]), [5.0, 4.0]),
+        (lambda *given: float(given[1] == given[2]), [1.0, 0.0]),
+        (functools.partial(lambda completion, level: level, level=9), [9.0, 9.0]),
+        (functools.partial(exact_match, answer="five"), [0.0, 1.0]),
+        (trl, [1.0, 4.0]),
+        (trl_columns, [31.0, 30.0]),
+        (compute_score, [1.0, 0.0]),
+        (compute_scores, [1.0, 0.0]),
+        (Judge(), [1.0, 0.0]),
+        (SoftOverlong(max_tokens=2, cache=1), [-1.0, 0.0]),
+        (Matches(pattern=r"\Afi"), [0.0, 1.0]),
+    ],
+)
+def test_a_function_gets_what_it_asks_for(function, expected):
+    """By place or by name, one completion or a group, columns of the data, TRL's and verl's names."""
+    assert graded(function) == expected
+
+
+def test_rewards_are_weighted_and_none_does_not_count():
+    """A function that returns None leaves its weight out; if all do, there is no reward, and no failed call."""
+    assert graded(Reward(exact_match, weight=0.5), Reward(slow, weight=2)) == [4.5, 0.0]
+    first, second = Grader(slow).grade(GROUP)
+    assert (first.reward, first.kind) == (2.0, "")
+    assert math.isnan(second.reward)
+    assert (second.kind, second.broken) == ("not_applicable", False)
+
+
+def test_a_batched_function_fails_for_its_group_alone():
+    """A list of another length is a failure of the group that it was called with."""
+    grader = Grader(lambda completions: [1.0] * (2 if completions[0] == "4" else 1))
+    grades = grader.grade([*GROUP, GROUP[1], GROUP[1]], groups=[0, 0, 1, 1])
+    assert [grade.reward for grade in grades[:2]] == [1.0, 1.0]
+    assert {grade.kind for grade in grades[2:]} == {"grader_error"}
+    assert "for 2 completions; it must be a list with one for each" in str(grades[2].error)
+
+
+def test_completions_of_messages_are_messages_as_in_trl():
+    """TRL hands a conversational data set's completions over as lists of messages."""
+    seen = []
+
+    messages = ({"role": "system", "content": "be short"}, {"role": "user", "content": "2+2="})
+
+    def reward(prompts, completions):
+        seen.append((prompts, completions))
+        return [1.0]
+
+    Grader(reward).grade([Sampled(prompt=Prompt(messages=messages), completion="4")])
+    assert seen == [([list(messages)], [[{"role": "assistant", "content": "4"}]])]
+
+
+RESULTS = (
+    *(0.5, "0.5", np.float32(0.5), np.array([0.5]), torch.tensor([[0.5]], requires_grad=True), [0.5], (0.5,)),
+    *((0.5, {"format": 1.0}), {"score": 0.5, "format": 1.0}, {"reward": 0.5, "note": "text"}, {"a": 0.25, "b": 0.25}),
+)
+
+
+@pytest.mark.parametrize("given", RESULTS)
+def test_results_are_numbers_of_any_kind(given):
+    """Numbers of Python, NumPy and torch, one in a list, and dicts of components."""
+    assert result_of(given).value == 0.5
+
+
+def test_results_of_a_batch():
+    """An array, a list with None, a list per component; bool counts as a number."""
+    assert [one.value for one in results_of(np.array([0.5, 1]), 2)] == [0.5, 1.0]
+    assert [one.value for one in results_of([None, True], 2)] == [None, 1.0]
+    assert results_of({"score": [1, 0], "format": [0.5, 0.25]}, 2)[1].parts == {"score": 0.0, "format": 0.25}
+    assert Grader(lambda completion: {"a": 1, "b": 0.5}).grade(GROUP)[0].parts == {"function": {"a": 1.0, "b": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda completion, solutoin: 1.0, r"there is no 'solutoin'.* docs/rewards.md"),
+        (lambda completions, trainer_state: [1.0], "there is no 'trainer_state'"),
+        (lambda: 1.0, "asks for nothing"),
+        (lambda a, b, /: 1.0, "too many positional arguments"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(function, said):
+    """What it asks for is compared with the arguments and the columns of the first prompt."""
+    with pytest.raises(DefinitionError, match=said):
+        form_of(Reward(function), list(META))
+
+
+def test_names_of_rewards_are_columns():
+    """A name of its own for each; what cannot name a column, or is given twice, is refused."""
+    with pytest.raises(DefinitionError, match="two rewards have one name"):
+        Grader([Reward(trl, name="a"), Reward(slow, name="a")])
+    for name in ("a__b", "trusted", "a b", ""):
+        with pytest.raises(DefinitionError, match=r"Reward\.name is"):
+            Reward(trl, name=name)
+    with pytest.raises(DefinitionError, match=r"Reward\.weight is nan"):
+        Reward(trl, weight=math.nan)
+    assert [one.column for one in Grader([trl, trl, Judge(), lambda completion: 1]).rewards] == [
+        "reward_trl",
+        "reward_trl_2",
+        "reward_Judge",
+        "reward_function",
+    ]
+
+
+def test_a_cut_off_completion_is_left_out_on_purpose():
+    """The mask gives no reward and is no failed call."""
+    first, second = Grader([exact_match, mask_truncated]).grade(GROUP)
+    assert first.reward == 1.0
+    assert (second.kind, second.broken, second.values[0]) == ("truncated", False, 0.0)
+    assert math.isnan(second.reward)
+    assert LeftOut("x").reason == "x"

@@ -1,0 +1,204 @@
+"""What is shown, against NumPy on the store."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.buffer.filters import select
+from rlhf_pipeline.errors import MissingKeyError
+from rlhf_pipeline.report.query import View, search
+from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
+
+from .conftest import write_run
+
+SCALARS = {"reward": "task_reward", "advantage": "advantage", "group": "group_id", "version": "policy_version"}
+
+
+def real_run(folder: Path, *words: str) -> Path:
+    """Make a run with the command itself."""
+    command = [sys.executable, "-m", "rlhf_pipeline", *words, "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    return folder
+
+
+def make(kind: str, folder: Path) -> Path:
+    """Return a run of a kind."""
+    small = ("--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4")
+    if kind == "plain":
+        return write_run(folder / "run", failed=3)
+    kl = real_run(folder / "kl", "run", "copy_digits", "--steps", "3", "--set", "write.kl_coef=0.1", *small)
+    return kl if kind == "kl" else real_run(folder / "replay", "replay", str(kl), "--steps", "2")
+
+
+def same(shown: Any, stored: float) -> bool:
+    """Return whether a figure is the stored one; null stands for NaN."""
+    return math.isnan(stored) if shown is None else shown == stored
+
+
+@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kl", "replay"))])
+def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
+    """Rows, groups, steps, tokens, counts and curves equal those computed from the store and the files."""
+    run = make(kind, tmp_path)
+    view, store = View(run), TrajectoryStore.open(run / "store")
+    ids, about = store.ids(), view.about()
+    rewards = store.read_scalars("task_reward").astype(np.float64)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    known = [line["task_reward"] for line in lines if line.get("task_reward") is not None]
+    assert (about["stored"], about["failed"], about["step"]) == (len(ids), np.isnan(rewards).sum(), lines[-1]["step"])
+    assert (about["reward_first"], about["reward_last"]) == ((known[0], known[-1]) if known else (None, None))
+    stored = {name: store.read_scalars(column) for name, column in SCALARS.items()}
+    texts = store.read(ids, ["prompt", "completion", "finish_reason"])
+    page = view.trajectories(limit=500, sort="id")
+    assert (page["total"], page["matched"], page["complete"]) == (len(ids), len(ids), True)
+    for at, row in enumerate(page["rows"]):
+        assert row["id"] == str(ids[at])
+        assert all(same(row[name], values[at]) for name, values in stored.items())
+        assert row["prompt"] == texts["prompt"][at][:200]
+        assert row["completion"] == texts["completion"][at][:300]
+        assert row["finish"] == texts["finish_reason"][at]
+    columns = {"log_probs": "log_probs", "ref": "ref_log_probs"}
+    for id in (ids[0], ids[len(ids) // 2], ids[-1]):
+        shown, row = view.trajectory(int(id)), store.read([id])
+        assert shown["ids"] == row["input_ids"][0].tolist()
+        assert shown["mask"] == row["assistant_mask"][0].astype(int).tolist()
+        assert shown["tokens"] == row["assistant_mask"][0].sum()
+        for name, column in columns.items():
+            values = row[column][0].tolist() if column in row else []
+            if any(math.isfinite(value) for value in values):
+                assert all(map(same, shown[name], values))
+            else:
+                assert not shown[name]
+        assert shown["steps"] == [line["step"] for line in ledger if int(id) in line["row_ids"]]
+    for group in np.unique(stored["group"])[:3].tolist():
+        of = rewards[stored["group"] == group]
+        shown = view.group(group)
+        assert shown["num"] == len(of)
+        assert shown["reward_mean"] == pytest.approx(np.nanmean(of), abs=1e-12)
+    for line, entry in zip(lines, ledger, strict=True):
+        shown = view.step(line["step"])
+        assert [row["id"] for row in shown["rows"]] == [str(id) for id in entry["row_ids"]]
+        assert shown["num"] == len(entry["row_ids"])
+        assert shown["metrics"] == {name: value for name, value in line.items() if value is not None}
+    curves = view.metrics()
+    assert curves["step"] == [line["step"] for line in lines]
+    assert all(values == [line.get(name) for line in lines] for name, values in curves["values"].items())
+    stats, graded = view.stats(), rewards[np.isfinite(rewards)]
+    mask = store.read_ragged("assistant_mask").values
+    assert stats["trajectories"] == len(ids)
+    assert stats["groups"] == len(np.unique(stored["group"]))
+    assert stats["no_reward"] == len(rewards) - len(graded)
+    assert stats["reward_mean"] == pytest.approx(graded.mean(), abs=1e-12)
+    assert stats["reward_quantiles"] == np.quantile(graded, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    assert stats["completion_tokens"] == mask.sum()
+    reasons = texts["finish_reason"]
+    assert stats["finish"] == {name: reasons.count(name) for name in set(reasons)}
+    for kind_of in view.facets()["kinds"]:
+        assert kind_of["num"] == len(select(store, [kind_of["where"]]))
+    failed = view.list("failed")
+    assert failed["num"] == np.isnan(rewards).sum()
+    assert sorted(row["id"] for row in failed["rows"]) == sorted(str(id) for id in ids[np.isnan(rewards)])
+    for version in view.list("drift")["versions"]:
+        mine = stored["version"] == version["version"]
+        assert version["num"] == mine.sum()
+        assert version["reward"] == pytest.approx(np.nanmean(rewards[mine]), abs=1e-9)
+    view.close()
+
+
+def texts_store(folder: Path, texts: list[str], batch: int = 700) -> TrajectoryStore:
+    """Return a store of texts, in several commits."""
+    store = TrajectoryStore.create(folder, Schema([Column("completion", "str"), Column("task_reward", "float32")]))
+    for first in range(0, len(texts), batch):
+        some = texts[first : first + batch]
+        store.append({"completion": some, "task_reward": np.arange(len(some), dtype=np.float32) % 5})
+    return store
+
+
+@pytest.mark.parametrize("wanted", ["b", "ab", "a b", "Ä", "ÄB", "zz", "\0", "x" * 400])
+def test_search_finds_what_python_finds(wanted: str, tmp_path: Path):
+    """A search of stored bytes finds the rows that contain the text, ASCII letters in either case, none across rows."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("aAbB Äx\0"), rng.integers(0, 12))) for _ in range(3000)] + ["", "x" * 400, "z"]
+    with texts_store(tmp_path / "store", texts) as store:
+        found = np.concatenate([places for places, _ in search(store, "completion", wanted, store.ids())])
+    fold = str.maketrans({chr(letter): chr(letter + 32) for letter in range(65, 91)})
+    expected = [at for at, text in enumerate(texts) if wanted.translate(fold) in text.translate(fold)]
+    assert sorted(found.tolist()) == expected
+
+
+def test_pages_follow_each_other_without_gaps(tmp_path: Path):
+    """In every order the pages together have each row once, NaN last, and a snapshot holds them still."""
+    with texts_store(tmp_path / "store", ["t"] * 900) as store:
+        view = View(tmp_path / "store")
+        first = view.trajectories(sort="-reward", limit=100)
+        store.append({"completion": ["new"], "task_reward": [float("nan")]})
+        view.refresh()
+        pages = [
+            view.trajectories(sort="-reward", offset=at, limit=100, snapshot=first["snapshot"])["rows"]
+            for at in range(0, 900, 100)
+        ]
+        rows = [row for page in pages for row in page]
+        assert pages[0] == first["rows"]
+        assert len({row["id"] for row in rows}) == 900
+        rewards = [row["reward"] for row in rows]
+        assert rewards == sorted(rewards, reverse=True)
+        assert view.trajectories(sort="-reward", offset=900)["rows"][0]["reward"] is None
+        assert view.trajectories(sort="reward", offset=900)["rows"][0]["completion"] == "new"
+
+
+def test_filters_on_text_compare_bytes(tmp_path: Path):
+    """A text of the same length is another text, and an empty one is found."""
+    with texts_store(tmp_path / "store", ["length", "failed", "", "stop", "length"]) as store:
+        assert len(select(store, ["completion==length"])) == 2
+        assert len(select(store, ["completion!=failed"])) == 4
+        assert len(select(store, ["completion==''"])) == 1
+
+
+def test_evaluation_rows_are_beside_their_step(tmp_path: Path):
+    """Rows marked as evaluation are shown with the step whose weights sampled them."""
+    run = write_run(tmp_path / "run", num_rollouts=1)
+    (run / "store").rename(tmp_path / "old")
+    names = [Column(name, "int64") for name in ("policy_version", "group_id")]
+    schema = Schema([Column("input_ids", "int32", ragged=True), *names, Column("evaluation", "bool", fill=False)])
+    with TrajectoryStore.create(run / "store", schema) as store:
+        tokens = RaggedArray(np.arange(16, dtype=np.int32), np.full(8, 2))
+        marks = np.arange(8) >= 6
+        versions = np.where(marks, 2, 0)
+        store.append({"input_ids": tokens, "policy_version": versions, "group_id": np.arange(8), "evaluation": marks})
+    view = View(run)
+    assert [row["group"] for row in view.step(2)["evaluation"]] == [6, 7]
+    assert view.step(1)["evaluation"] == []
+
+
+def test_what_is_not_there_is_said(run_dir: Path):
+    """Unknown ids, groups, steps, lists and orders name what was asked for."""
+    view = View(run_dir)
+    for ask in (
+        lambda: view.trajectory(10**9),
+        lambda: view.group(999),
+        lambda: view.step(999),
+        lambda: view.list("nothing"),
+        lambda: view.trajectories(sort="colour"),
+    ):
+        with pytest.raises(MissingKeyError, match="there is no"):
+            ask()
+
+
+def test_a_run_without_a_store_is_empty(run_dir: Path):
+    """A run that has just started is shown as one that has stored nothing."""
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        (run_dir / name).unlink()
+    (run_dir / "store").rename(run_dir / "gone")
+    view = View(run_dir)
+    about = view.about()
+    assert (about["stored"], about["step"], view.changes()["watermark"]) == (0, None, 0)
+    with pytest.raises(MissingKeyError, match="has stored nothing yet"):
+        view.trajectories()

@@ -1,0 +1,330 @@
+"""The pages in a real browser."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.report.one_file import write_report
+from rlhf_pipeline.run.folder import RunFolder
+from tests.rlhf_pipeline.report.conftest import COLUMNS, write_run
+from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which("chromium")
+AXE = Path(__file__).with_name("axe-core-4.14.1.min.js.gz")  # MPL-2.0, unchanged, from the npm package axe-core
+EVIL = "<img src=x onerror='window.pwned=1'></script><script>window.pwned=1</script>\x1b[31mred\u202egnp.exe\0${1}"
+PAGES = (
+    "runs",
+    "0/trajectories",
+    "0/trajectories?text=1&where=reward>=0",
+    "0/t/{id}",
+    "0/group/3",
+    "0/step/4",
+    "0/lists/failed",
+    "0/lists/drift",
+    "0/lists/mismatch",
+    "0/health",
+    "0/definition",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium of the system, without a window."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@contextmanager
+def served(*paths: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Serve runs with the command; yield the URL that it prints, and its process."""
+    command = [sys.executable, "-m", "rlhf_pipeline", "view", *map(str, paths)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        try:
+            found = re.search(r"http://\S+", server.stdout.readline())
+            assert found
+            yield found[0], server
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Open a page; yield it, and what went wrong: console errors, exceptions, requests to other places."""
+    context = browser.new_context(**options)
+    page, wrong = context.new_page(), []
+    page.set_default_timeout(20_000)
+    base = url.split("?")[0]
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith((base, "data:")) else wrong.append(request.url))
+    page.goto(url)
+    page.wait_for_selector("h1")
+    yield page, wrong
+    context.close()
+
+
+def go(page: Any, url: str, place: str) -> None:
+    """Go to a page of the server."""
+    page.goto(f"{url.split('?')[0]}#/{place}")
+    page.wait_for_load_state("networkidle")
+    page.wait_for_selector("h1")
+
+
+def figures(page: Any) -> dict[str, str]:
+    """Return the numbers beside the chosen token."""
+    return dict(
+        zip(page.locator("aside dt").all_inner_texts(), page.locator("aside dd").all_inner_texts(), strict=True)
+    )
+
+
+def numbers_of(store: TrajectoryStore, shown: str, place: int) -> dict[str, str]:
+    """Return what a token's numbers should be."""
+    segment, _, row = shown.rpartition(":")
+    stored = store.read([(int(segment) << 32 if segment else 0) + int(row)])
+    value = float(stored["log_probs"][0][place])
+    return {
+        "id": str(stored["input_ids"][0][place]),
+        "log-prob": f"{value:.4f}",
+        "probability": f"{math.exp(value):.4f}",
+    }
+
+
+def test_from_the_curve_to_the_token(browser: Any, run_dir: Path):
+    """A click on the curve opens its step, a click on a member its tokens, and their numbers are the store's."""
+    with served(run_dir) as (url, _), opened(browser, url) as (page, wrong):
+        box = page.locator(".plot[data-name=task_reward] .u-over").bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 20)
+        page.mouse.click(box["x"] + box["width"] - 3, box["y"] + 20)
+        page.wait_for_selector(".cell")
+        assert page.inner_text("h1") == "Step 12"
+        page.locator(".cell").nth(2).click()
+        page.wait_for_selector(".tokens")
+        shown = page.inner_text("h1").removeprefix("Trajectory ")
+        page.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        with TrajectoryStore.open(run_dir / "store") as store:
+            place = int(figures(page)["place"])
+            assert place == 6
+            assert figures(page).items() >= numbers_of(store, shown, place).items()
+        page.get_by_role("link", name="step 12").click()
+        page.wait_for_selector(".cell")
+        assert wrong == []
+
+
+def test_from_a_search_to_the_token_by_keyboard(browser: Any, run_dir: Path):
+    """Search, row and token are reached by keys alone; back returns to the search."""
+    with served(run_dir) as (url, _), opened(browser, url) as (page, wrong):
+        go(page, url, "0/trajectories")
+        page.keyboard.press("/")
+        page.keyboard.type("7")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("mark")
+        num = page.locator("a.row").count()
+        assert page.locator("mark").count() == num > 0
+        page.locator("h1").click()
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        page.keyboard.press("k")
+        shown = page.evaluate("document.activeElement.textContent")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".tokens")
+        for _ in range(20):
+            if page.evaluate("document.activeElement.getAttribute('role')") == "listbox":
+                break
+            page.keyboard.press("Tab")
+        page.keyboard.press("End")
+        with TrajectoryStore.open(run_dir / "store") as store:
+            assert figures(page).items() >= numbers_of(store, shown, int(figures(page)["place"])).items()
+        page.go_back()
+        page.wait_for_selector("mark")
+        assert "text=7" in page.url
+        assert page.locator("a.row").count() == num
+        assert wrong == []
+
+
+def test_from_a_search_to_the_token_by_touch(browser: Any, run_dir: Path):
+    """On a phone a tap opens a row and chooses a token; its numbers cover at most 35 % of the screen."""
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+    with served(run_dir) as (url, _), opened(browser, url, **phone) as (page, wrong):
+        go(page, url, "0/trajectories?text=7")
+        shown = page.locator("a.row").first.inner_text()
+        page.locator("a.row").first.tap()
+        page.wait_for_selector(".tokens")
+        page.locator(".tokens [role=option]").nth(7).tap()
+        assert figures(page)["place"] == "7"
+        with TrajectoryStore.open(run_dir / "store") as store:
+            assert figures(page).items() >= numbers_of(store, shown, 7).items()
+        assert page.locator("aside").bounding_box()["height"] <= 0.35 * 740 + 1
+        assert wrong == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_every_page_in_every_size(browser: Any, width: int, scheme: str, tmp_path: Path):
+    """No error, no sideways scroll, no request elsewhere, and nothing serious that axe finds."""
+    run, axe = write_run(tmp_path / "demo", failed=3), gzip.decompress(AXE.read_bytes()).decode()
+    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    with served(run) as (url, _), opened(browser, url, **options) as (page, wrong):
+        for place in PAGES:
+            go(page, url, place.format(id=0))
+            page.wait_for_timeout(200)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
+            page.evaluate(axe)
+            found = page.evaluate("axe.run()")["violations"]
+            assert [(rule["id"], place) for rule in found if rule["impact"] in ("serious", "critical")] == []
+        assert wrong == []
+
+
+def evil_run(folder: Path) -> Path:
+    """Return a run whose texts are an attack."""
+    run = write_run(folder, num_rollouts=1)
+    (run / "store").rename(folder.parent / "old")
+    columns = [column for column in COLUMNS if column.name != "trajectory_id"]
+    with TrajectoryStore.create(run / "store", Schema([*columns, Column("failure_reason", "str", fill="")])) as store:
+        tokens, mask = np.arange(6, dtype=np.int32), np.arange(6) >= 2
+        for group in range(3):
+            text = {name: [EVIL] for name in ("prompt", "completion", "finish_reason", "failure_reason")}
+            meta = {"answer": EVIL, "error": EVIL, "messages": [{"role": EVIL, "content": EVIL}]}
+            ragged = {"input_ids": [tokens], "assistant_mask": [mask], "log_probs": [np.full(6, -1, np.float32)]}
+            numbers = {"group_id": [group], "policy_version": [0], "num_prompt_tokens": [2], "advantage": [0.0]}
+            rest = {"task_reward": [np.nan], "meta": [json.dumps(meta)], "use_count": [0]}
+            store.append({**text, **ragged, **numbers, **rest})
+    (run / "log.txt").write_text(EVIL)
+    return run
+
+
+def test_stored_text_stays_text(browser: Any, tmp_path: Path):
+    """Markup, escape codes, direction marks and NUL are shown as text on every page, and in a report."""
+    run = evil_run(tmp_path / "evil" / "<b>run")
+    report = write_report(RunFolder.open(run), tmp_path / "report.html")
+    assert isinstance(report, Path)
+    with served(run) as (url, _):
+        for address in (url, report.as_uri()):
+            with opened(browser, address) as (page, wrong):
+                for place in ("0/trajectories", "0/t/0", "0/group/0", "0/lists/failed", "0/health"):
+                    go(page, address, place)
+                    text = page.inner_text("main")
+                    assert page.evaluate("window.pwned") is None
+                    assert "\u202e" not in text
+                    assert ("onerror" in text and "\\u202e" in text and "␛[31m" in text) or place == "0/t/0"
+                assert page.locator("main img").count() == 0
+                assert wrong == []
+
+
+def test_the_report_is_one_small_file(browser: Any, run_dir: Path):
+    """It opens from the disk, asks for nothing, and has curves, steps, members and tokens."""
+    report = write_report(RunFolder.open(run_dir))
+    assert isinstance(report, Path)
+    assert report.stat().st_size < 2_000_000
+    with opened(browser, report.as_uri()) as (page, wrong):
+        assert page.locator(".plot canvas").count() > 3
+        go(page, report.as_uri(), "0/step/12")
+        page.locator(".cell").first.click()
+        page.wait_for_selector(".tokens")
+        go(page, report.as_uri(), "0/trajectories?where=reward>=1&sort=-reward")
+        assert page.locator("a.row").count() > 0
+        assert wrong == []
+
+
+def until(done: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_a_live_run_of_three_processes(browser: Any, tmp_path: Path):
+    """The header follows the run and ends with the store's number; its processes are shown."""
+    run = tmp_path / "live"
+    sizes = ("--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4", "--steps", "40")
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_pipeline",
+        "run",
+        "copy_digits",
+        "--out",
+        str(run),
+        "--collectors",
+        "2",
+        *sizes,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: (run / "store" / "zarr.json").is_file() or process.poll() is not None, 200)
+        with served(run) as (url, _), opened(browser, url) as (page, wrong):
+            seen = set[str]()
+            while process.poll() is None:
+                seen.add(page.inner_text("#live").split(" traj")[0])
+                page.wait_for_timeout(500)
+            assert process.returncode == 0
+            with TrajectoryStore.open(run / "store") as store:
+                until(lambda: page.inner_text("#live").strip().startswith(f"{len(store):,} trajectories, step 40"))
+            assert len(seen) > 1
+            go(page, url, "0/health")
+            assert {"collector-0", "collector-1", "learner"} <= set(
+                page.locator("tbody td:first-child").all_inner_texts()
+            )
+            assert wrong == []
+
+
+def test_a_million_trajectories(browser: Any, tmp_path: Path):
+    """The first page comes within a second, also of a search, and the server stays below 300 MB."""
+    rows, rng = 16_384, np.random.default_rng(0)
+    words = ["the", "answer", "is", "therefore", "we", "add", "carry", "timeout", "both", "sides"]
+    texts = [" ".join(rng.choice(words, rng.integers(20, 55))) for _ in range(2000)]
+    names = (
+        "input_ids",
+        "task_reward",
+        "group_id",
+        "policy_version",
+        "num_prompt_tokens",
+        "finish_reason",
+        "completion",
+    )
+    schema = Schema([column for column in COLUMNS if column.name in names])
+    with TrajectoryStore.create(tmp_path / "store", schema) as store:
+        for batch in range(61):
+            tokens = RaggedArray(np.zeros(4 * rows, np.int32), np.full(rows, 4))
+            numbers = {
+                "task_reward": rng.random(rows),
+                "group_id": np.arange(rows) // 8,
+                "policy_version": np.full(rows, batch),
+            }
+            said = [texts[at] for at in rng.integers(0, 2000, rows)]
+            rest = {"num_prompt_tokens": np.ones(rows), "finish_reason": ["stop"] * rows, "completion": said}
+            store.append({"input_ids": tokens, **numbers, **rest})
+    with served(tmp_path / "store") as (url, server), opened(browser, url) as (page, wrong):
+        for place in ("0/trajectories", "0/trajectories?text=timeout", "0/trajectories?sort=-reward"):
+            began = time.perf_counter()
+            reply = page.request.get(f"{url.split('/?')[0]}/api/runs/{place}")
+            assert len(reply.json()["rows"]) == 50
+            assert time.perf_counter() - began < 1.0, place
+            go(page, url, place)
+            assert page.locator("a.row").count() == 50
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
+        assert peak
+        assert int(peak[1]) < 300_000
+        assert wrong == []

@@ -1,0 +1,49 @@
+"""What a resume may change, and what it reports."""
+
+from __future__ import annotations
+
+import json
+
+from rlhf_pipeline.run.events import Notice
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
+
+
+def test_a_schedule_never_jumps_silently_and_the_change_is_recorded(tmp_path):
+    """More steps under a cosine move the rate: both rates and the way to keep the old one are given, and recorded."""
+    settings = {"learn__lr_schedule": "cosine", "learn__lr": "1e-3"}
+    run(tiny(learn__steps="4", **settings), run_dir=tmp_path / "run")
+    heard = []
+    longer = tiny(learn__steps="8", **settings)
+    run(longer, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
+    (notice,) = [event.message for event in heard if isinstance(event, Notice)]
+    assert "learn.steps was 4, is 8: the learning rate of step 5 is 0.0005 (that of step 4 was 0.000146" in notice
+    assert notice.endswith("add --set learn.lr_decay_steps=5")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["changes"] == [
+        {"from_step": 5, "fields": [{"field": "learn.steps", "was": 4, "is": 8}]}
+    ]
+    rates = [row["lr"] for row in RunFolder(tmp_path / "run").metrics]
+    assert rates[4:] == [longer.learn.learning_rate(step) for step in range(5, 9)]
+
+
+def test_the_advice_keeps_the_schedule(tmp_path):
+    """With the advised `lr_decay_steps`, the steps of the longer run keep the rates of the first schedule."""
+    settings = {"learn__lr_schedule": "linear", "learn__lr": "1e-3"}
+    short = tiny(learn__steps="2", **settings)
+    run(short, run_dir=tmp_path / "run")
+    run(tiny(learn__steps="3", learn__lr_decay_steps="3", **settings), run_dir=tmp_path / "run", resume=True)
+    rates = [row["lr"] for row in RunFolder(tmp_path / "run").metrics]
+    assert rates == [*(short.learn.learning_rate(step) for step in (1, 2)), 0.0]
+
+
+def test_what_a_person_changes_while_watching_is_allowed_and_named(tmp_path):
+    """Learning rate, clip and slots may change on a resume; each is one line with the first step that it affects."""
+    run(tiny(learn__steps="2"), run_dir=tmp_path / "run")
+    heard = []
+    other = tiny(learn__steps="3", learn__lr="0.5", loss__clip_high="0.3", collect__num_slots="7")
+    run(other, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
+    said = " ".join(event.message for event in heard if isinstance(event, Notice))
+    assert "learn.lr was 0.01, is 0.5: the learning rate of step 3 is 0.5 (that of step 2 was 0.01" in said
+    assert "loss.clip_high was 0.2, is 0.3, from step 3 on." in said
+    assert "collect.num_slots was" in said
