@@ -62,7 +62,12 @@ def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     path = policy.get("path") if isinstance(policy, dict) else None
     if isinstance(path, str) and "policy.path" in run.inputs and not Path(path).expanduser().exists():
         saved = run.saved()
-        if saved and isinstance(policy, dict) and not policy.get("lora_rank") and not _needs_the_first_weights(run.config.pipeline):
+        if (
+            saved
+            and isinstance(policy, dict)
+            and not policy.get("lora_rank")
+            and not _needs_the_first_weights(run.config.pipeline)
+        ):
             found["policy.path"] = str(run.bring(saved[-1]))
     return tuple(found.items())
 
