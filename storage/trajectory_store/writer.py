@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trajectory_store import fs
+from trajectory_store import forks, fs
 from trajectory_store.batch import Batch
 from trajectory_store.errors import StoreError, UnsyncedError
-from trajectory_store.format import Durability, Kind, SegmentMeta
+from trajectory_store.format import Durability, Kind, SegmentMeta, time_after
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import SealedError, SegmentWriter
 from trajectory_store.root import Root
@@ -52,7 +51,8 @@ class Stream:
         self._names: frozenset[str] = frozenset()
         self._writer: SegmentWriter | None = None
         self._finished: tuple[int, int] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        forks.guard(self, 0, self._lock)
         self._pid = os.getpid()
 
     @property
@@ -80,7 +80,7 @@ class Stream:
             while writer is None:
                 writer = self._writer_for(batch, schema, begin)
                 # After every commit that this process has seen, whatever the clock says.
-                now = max(time.time_ns(), self._catalog.newest_ns + 1)
+                now = time_after(self._catalog.newest_ns)
                 try:
                     first = writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
                 except SealedError:  # another process ended the segment: the rows go to a new one
@@ -99,6 +99,7 @@ class Stream:
                 if self._writer is writer:
                     self._give_up()
             raise fs.unsynced(error, self._catalog.medium.where) from error
+        self._catalog.medium.bucket.still_here()  # else the rows are in a folder that nobody reads
         return writer.ordinal, first
 
     def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
