@@ -50,6 +50,7 @@ class Stream:
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
         self._writer: SegmentWriter | None = None
+        self._ending: tuple[threading.Thread, SegmentWriter] | None = None
         self._finished: tuple[int, int] | None = None
         self._lock = threading.RLock()
         forks.guard(self, 0, self._lock)
@@ -123,9 +124,19 @@ class Stream:
         return self._roll(batch, schema, begin)
 
     def _end_segment(self) -> None:
-        """Finish the current segment, with everything in it safe."""
+        """Finish the current segment, with everything in it safe.
+
+        Where no append waits for the disk, this one does not, either: a thread syncs the segment and ends it.
+        """
         writer = self._writer
         if writer is None:
+            return
+        if self.durability == "process" and self._catalog.medium.bucket.local:
+            self._join()
+            thread = threading.Thread(target=writer.finish, name="trajectory-end")
+            self._ending = thread, writer
+            thread.start()
+            self._finished, self._writer = (writer.ordinal, writer.rows), None
             return
         with fs.explained(self._catalog.medium.where, "syncing"):
             try:
@@ -202,8 +213,17 @@ class Stream:
             self._finished = self._writer.ordinal, self._writer.rows
             self._writer = None
 
+    def _join(self) -> None:
+        """Wait until the segment before is ended."""
+        if self._ending is not None:
+            self._ending[0].join()
+            self._ending = None
+
     def _drop(self) -> None:
-        """After a fork: close the parent's files and leave its segment alone."""
+        """After a fork: close the parent's files and leave its segments alone."""
+        if self._ending is not None:
+            self._ending[1].abandon()
+            self._ending = None
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -214,6 +234,7 @@ class Stream:
             if self._pid != os.getpid():
                 self._drop()
                 return
+            self._join()
             self._give_up()
             if self._finished is not None and not self._catalog.medium.complete:
                 self._note_rows()
