@@ -430,7 +430,7 @@ class TrajectoryStore(StoreReads):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target))
+            copy_folder(self.path, Path(target), self._root.uuid)
 
     @property
     def segment(self) -> int | None:
