@@ -17,6 +17,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
+from rlhf_pipeline.data.prompts import skips_too_long
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
@@ -282,12 +283,17 @@ def build_parts(
         if models.shards is not None:
             models.shards.tell("ready")  # the following processes open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
+        prompts = pipeline.prompts
+        if skips_too_long(prompts):
+            prompts = fitting(prompts, models.policy)
         yield Parts(
             policy=models.policy,
             buffer=buffer,
             collector=Collector(
                 policy=models.policy,
-                prompts=fitting(pipeline.prompts, models.policy),
+                prompts=fitting(pipeline.prompts, models.policy)
+                if skips_too_long(pipeline.prompts)
+                else pipeline.prompts,
                 reward=pipeline.reward,
                 buffer=buffer,
                 config=pipeline.collect,
