@@ -476,6 +476,25 @@ class GRPO(Settings):
         help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
         "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
     )
+    top_entropy_quantile: float = setting(
+        1.0,
+        above=0,
+        max=1,
+        help="The share of a step's tokens, those of highest entropy, that have a policy loss; 0.2 in "
+        "arXiv:2506.01939. The others still count where losses are averaged, as in TRL. One more forward pass; in one "
+        "process only.",
+    )
+    clip_cov: float | None = setting(
+        None,
+        above=0,
+        max=1,
+        help="The share of a step's tokens, at least one, that lose their policy loss, drawn from those whose "
+        "covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`; 0.0002 in "
+        "arXiv:2505.22617. The others keep their weight, as in verl. For `grpo`; one more forward pass; in one "
+        "process only.",
+    )
+    clip_cov_low: float = setting(1.0, help="See `clip_cov`.")
+    clip_cov_high: float = setting(5.0, help="See `clip_cov`.")
     sapo_tau_positive: float = setting(
         1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
     )
@@ -511,6 +530,14 @@ class GRPO(Settings):
             (
                 self.icepop_low < self.icepop_high,
                 f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
+            ),
+            (
+                self.clip_cov is None or self.objective == "grpo",
+                f"clip_cov goes with objective=grpo, and the objective is {self.objective}.",
+            ),
+            (
+                self.clip_cov_low < self.clip_cov_high,
+                f"clip_cov_low is {self.clip_cov_low}; it must be below clip_cov_high, {self.clip_cov_high}.",
             ),
         ]
 
