@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlhf_pipeline import (
     GRPO,
     Collect,
+    Evaluate,
     FrozenLake,
     LakeMaps,
     Learn,
@@ -16,7 +17,7 @@ from rlhf_pipeline import (
 
 
 def frozen_lake() -> Pipeline:
-    """Maps of 4 x 4 cells, one letter a turn; `LakeMaps(held_out=True)` has the maps that are never trained on."""
+    """Maps of 4 x 4 cells, one letter a turn; a hash of the map decides which are held out."""
     return Pipeline(
         name="frozen_lake",
         description="cross a frozen lake in several turns; a 0.1 M parameter model made from scratch, on a CPU",
@@ -29,5 +30,7 @@ def frozen_lake() -> Pipeline:
         ),
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.005),
+        # A reward of 1 or more is only for those who reach the goal, so pass@1 is their share.
+        evaluate=Evaluate(prompts=LakeMaps(held_out=True), every=40, num_prompts=128, group_size=4),
         learn=Learn(steps=240, lr=2e-3, warmup_steps=5, lr_schedule="linear", checkpoint_every=40),
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         GRPO,
         Buffer,
         Collect,
+        Evaluate,
         Learn,
         Pipeline,
         PretrainedPolicy,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "config": "Buffer Collect GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
+    "config": "Buffer Collect Evaluate GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
     "config_text": "override",
     "data": "keys",
     "data.prompts": "CopyDigits Mix Prompt Prompts",
@@ -100,6 +101,7 @@ __all__ = [
     "Collect",
     "CopyDigits",
     "Environment",
+    "Evaluate",
     "FrozenLake",
     "GRPO",
     "LakeMaps",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -55,6 +56,29 @@ def test_the_house_is_as_drawn():
     drawn = {name for line in drawing.splitlines() for name in re.findall(r"^  (\w+/)", line)}
     there = {f"{path.parent.name}/" for path in (ROOT / "rlhf_pipeline").glob("*/__init__.py")}
     assert drawn == there
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/coming_from.md"])
+def test_options_that_are_mapped_to_ours_exist(page):
+    """What the last column of a table of other trainers' options names is in the definition, with a value it takes."""
+    rows = re.findall(r"^\|(?!-).*\| ([^|\n]*) \|$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    ours = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    base = rlhf_pipeline.Pipeline(
+        name="mapped",
+        policy=rlhf_pipeline.TinyPolicy(),
+        prompts=rlhf_pipeline.CopyDigits(),
+        reward=rlhf_pipeline.token_match,
+    )
+    fields = [re.fullmatch(r"(collect|write|buffer|sample|loss|learn)\.(\w+)(?:=(\w+))?", text) for text in ours]
+    for section, name, value in (found.groups() for found in fields if found):
+        assert hasattr(getattr(base, section), name), f"{section}.{name}"
+        if value:
+            assert getattr(getattr(rlhf_pipeline.override(base, f"{section}.{name}", value), section), name) == value
+    calls = [found for text in ours for found in re.findall(r"\b([A-Z]\w+)\(([^()]*)", text)]
+    for name, arguments in calls:
+        taken = inspect.signature(getattr(rlhf_pipeline, name)).parameters
+        assert set(re.findall(r"(\w+)=", arguments)) <= set(taken), name
+    assert len(calls) >= 4
 
 
 def test_python_blocks_of_the_readme():

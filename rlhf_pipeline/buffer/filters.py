@@ -135,15 +135,15 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
         value = _value(name, text, condition)
     sign = "==" if sign == "=" else sign
     comparison = f"column {sign} value"
-    is_text = isinstance(value, (str, bytes))
-    if (is_text or value != value) and sign not in ("==", "!="):
-        what = "text" if is_text else "nan"
-        raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
-    if isinstance(value, (str, bytes)):
-        same = _equals(store, name, ids, value if isinstance(value, bytes) else value.encode())
-        return same if sign == "==" else ~same
-    if value != value:  # which equals nothing
-        comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
+    if isinstance(value, (str, bytes)) or value != value:
+        if sign not in ("==", "!="):
+            what = "text" if isinstance(value, (str, bytes)) else "nan"
+            raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
+        if value != value:  # which equals nothing
+            comparison = "isnan(column)" if sign == "==" else "not isnan(column)"
+        else:
+            same = _equals(store, name, ids, value if isinstance(value, bytes) else str(value).encode())
+            return same if sign == "==" else ~same
     operands: dict[str, Any] = {"column": values, "value": value}
     return evaluate(comparison, operands.__getitem__)
 

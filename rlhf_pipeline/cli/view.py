@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural
 from rlhf_pipeline.errors import DefinitionError, typed
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.report.query import View
 
 HELP = "look at runs, stores or rollout files in a browser, live"
 DETAILS = """\
@@ -26,6 +31,7 @@ The pages are served on this machine only. From elsewhere: ssh -L PORT:127.0.0.1
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="of files that hold text only (default: characters)")
     command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free one)")
 
 
@@ -34,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.view.server import HOST, listen, serve
 
     with ExitStack() as stack:
-        views = [_opened(path, stack) for path in args.paths]
+        views = [_opened(path, args.tokenizer, stack) for path in args.paths]
         try:
             bound = stack.enter_context(listen(args.port))
         except OSError as error:
@@ -45,19 +51,46 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(path: str, stack: ExitStack):  # noqa: ANN202 - View is imported late
+def _opened(path: str, tokenizer: str | None, stack: ExitStack) -> View:
     """Open a run or a store; a file of rollouts is imported into a store that goes with this process."""
     from rlhf_pipeline.report.query import View
 
     if not Path(path).expanduser().is_file():
         view = View(path)
     else:
-        from rlhf_pipeline.exchange import import_files
-
-        store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-"))) / "store"
-        report = import_files([Path(path).expanduser()], store, durability="process")
-        if not report.num_imported:
-            raise DefinitionError(f"{typed(path)} has no rollouts that can be read.")
-        view = View(store, name=Path(path).name)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
+        view = View(_imported(Path(path).expanduser(), folder, tokenizer), name=Path(path).name)
     stack.callback(view.close)
     return view
+
+
+def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
+    """Import a file into a store; text without token ids is shown by its characters, unless a tokenizer is named."""
+    from rlhf_pipeline.exchange import import_files
+
+    kinds = ("ids", None), ("characters", _Characters())
+    for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
+        try:
+            report = import_files([file], folder / name, tokenizer=encoder, durability="process")
+        except DefinitionError:
+            if name != "ids":
+                raise
+            continue
+        if report.num_imported:
+            return folder / name
+    raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
+
+
+class _Characters:
+    """Encodes text by its characters: each is shown as one token."""
+
+    name_or_path = "characters"
+    eos_token_id = None
+
+    def encode(self, text: str, **_options: object) -> list[int]:
+        """Return the code points."""
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int], **_options: object) -> str:
+        """Return the text of code points."""
+        return "".join(map(chr, ids))

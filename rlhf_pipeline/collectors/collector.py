@@ -77,6 +77,8 @@ class Collector:
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
             only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
         environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
+        temperature: in place of the config's; 0 takes the most probable token.
+        marks: columns that are the same for every trajectory, such as `evaluation`.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -110,6 +112,8 @@ class Collector:
         hand_over: Callable[[int], Weights] | None = None,
         retrieve: RetrieveLogProb | None = None,
         environment: Callable[..., Any] | None = None,
+        temperature: float | None = None,
+        marks: Mapping[str, bool] | None = None,
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
@@ -121,6 +125,8 @@ class Collector:
         self.kl_reward = kl_reward
         self.hand_over = hand_over
         self.retrieve = retrieve
+        self.temperature = config.temperature if temperature is None else temperature
+        self.marks = dict(marks or {})
         self.conversations: Conversations | None = None
         if environment is not None:
             if not isinstance(self.policy, TokenPolicy):
@@ -131,6 +137,7 @@ class Collector:
                 environment,
                 policy=self.policy,
                 config=config,
+                temperature=self.temperature,
                 seed=seed,
                 as_chat=prompts.as_chat,
                 template=template_options(prompts),
@@ -216,6 +223,7 @@ class Collector:
             sampled_by=self._sampled_by(),
         )
         batch |= self._graded(grades)
+        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         if beside is not None:
             batch |= beside.columns(batch)
         # Otherwise the write path dropped part of it, and would again.
@@ -312,7 +320,7 @@ class Collector:
             prompt_ids,
             group_size=self.config.group_size,
             max_new_tokens=self.config.max_new_tokens,
-            temperature=self.config.temperature,
+            temperature=self.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
             **how,
@@ -368,7 +376,7 @@ class Collector:
         engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
         facts: dict[Key, str | float] = {
             keys.ENGINE: "" if engine is None else engine.name,
-            keys.TEMPERATURE: self.config.temperature,
+            keys.TEMPERATURE: self.temperature,
             keys.LOG_PROB_MODE: "processed",
         }
         return {key: fact for key, fact in facts.items() if key in self.buffer.store.schema}

@@ -92,7 +92,8 @@ class Conversations:
     Args:
         environment: of the definition.
         policy: samples the turns.
-        config: limits and temperature.
+        config: limits.
+        temperature: of sampling.
         seed: the run's seed.
         as_chat: text goes through the chat template, where the tokenizer has one.
         template: arguments of the chat template.
@@ -107,12 +108,13 @@ class Conversations:
         *,
         policy: TokenPolicy,
         config: Collect,
+        temperature: float,
         seed: int,
         as_chat: bool,
         template: Mapping[str, Any],
     ) -> None:
         self.make = maker_of(environment)
-        self.policy, self.config, self.seed = policy, config, seed
+        self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
@@ -166,7 +168,7 @@ class Conversations:
                     prompts=firsts,
                     group_size=size,
                     max_new_tokens=self.config.max_new_tokens,
-                    temperature=self.config.temperature,
+                    temperature=self.temperature,
                     end_token_ids=self.policy.eos_token_ids,
                     seed=self.seed,
                     stream_ids=[int(cursor) for cursor in cursors],

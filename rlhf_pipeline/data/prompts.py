@@ -7,9 +7,12 @@ repeated.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import functools
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,11 +20,11 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol, cast
 
 from rlhf_pipeline.data.files import field_of, find_sources
-from rlhf_pipeline.data.json_values import json_value
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, PipelineError, did_you_mean
 from rlhf_pipeline.settings import Settings, setting
 
 Message = Mapping[str, object]
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,6 +396,58 @@ class Mix(Settings):
             if sum(given) == cursor:
                 return source, given[source]
             given[source] += 1
+
+
+def skips_too_long(source: PromptSource) -> bool:
+    """Return whether a source, or one of a mixture, leaves out prompts that are too long for a model."""
+    if isinstance(source, Mix):
+        return any(skips_too_long(part) for part in source.sources)
+    return isinstance(source, Prompts) and "too_long" in source.skip
+
+
+def json_value(value: object, where: str) -> JsonValue:
+    """Return a value as JSON has it.
+
+    NumPy numbers and arrays become numbers and lists, tuples lists, dates ISO 8601 text, decimals text, and numbers
+    that are not finite null.
+
+    Args:
+        value: any value.
+        where: its place, which begins the message.
+
+    Raises:
+        DataError: JSON has no such value, or a text holds half of a surrogate pair.
+
+    >>> import numpy as np
+    >>> json_value({"n": np.int64(3), "of": (1, 2.5), "on": datetime.date(2024, 5, 1)}, "meta")
+    {'n': 3, 'of': [1, 2.5], 'on': '2024-05-01'}
+    >>> json_value({"image": b"GIF"}, "row 3")
+    Traceback (most recent call last):
+    rlhf_pipeline.errors.DataError: row 3: 'image' is of type bytes, which JSON does not have.
+    """
+    if isinstance(value, str):
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise DataError(f"{where} holds half of a surrogate pair, which is not text.")
+        return str(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {str(name): json_value(item, f"{where}: {str(name)!r}") for name, item in items}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item, where) for item in cast("list[object]", value)]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    plain: Any = getattr(value, "tolist", None)
+    if type(value).__module__.partition(".")[0] == "numpy" and callable(plain):
+        found = plain()
+        if type(found) is not type(value):
+            return json_value(found, where)
+    raise DataError(f"{where} is of type {type(value).__name__}, which JSON does not have.")
 
 
 @functools.lru_cache(maxsize=16)

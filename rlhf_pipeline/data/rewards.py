@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
-from rlhf_pipeline.data.json_values import JsonValue
+from rlhf_pipeline.data.prompts import JsonValue
 from rlhf_pipeline.errors import DefinitionError, plain
 
 RewardFunction = Callable[..., Any]

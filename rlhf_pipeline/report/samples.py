@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.data.json_values import JsonValue
+from rlhf_pipeline.data.prompts import JsonValue
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import number, one_line

@@ -17,6 +17,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
+from rlhf_pipeline.data.prompts import skips_too_long
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
@@ -190,6 +191,9 @@ def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
         tis_level=config.tis_level,
         tis_floor=config.tis_floor,
         off_policy_threshold=config.off_policy_threshold,
+        top_entropy_quantile=config.top_entropy_quantile,
+        clip_cov=config.clip_cov,
+        clip_cov_bounds=(config.clip_cov_low, config.clip_cov_high),
         sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
         icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
         icepop_level=config.icepop or "token",
@@ -282,12 +286,17 @@ def build_parts(
         if models.shards is not None:
             models.shards.tell("ready")  # the following processes open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
+        prompts = pipeline.prompts
+        if skips_too_long(prompts):
+            prompts = fitting(prompts, models.policy)
         yield Parts(
             policy=models.policy,
             buffer=buffer,
             collector=Collector(
                 policy=models.policy,
-                prompts=fitting(pipeline.prompts, models.policy),
+                prompts=fitting(pipeline.prompts, models.policy)
+                if skips_too_long(pipeline.prompts)
+                else pipeline.prompts,
                 reward=pipeline.reward,
                 buffer=buffer,
                 config=pipeline.collect,

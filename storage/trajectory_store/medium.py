@@ -512,8 +512,8 @@ class Medium(ABC):
         return False
 
     @abstractmethod
-    def unknown(self, state: State) -> list[str]:
-        """Return the segments with commits that the catalog's records should name but do not, in words."""
+    def forgotten(self, state: State) -> list[Entry]:
+        """Return the segments with commits that a record of the catalog named that is lost (FORMAT.md, 3)."""
 
     def seal(self, segment: Segment) -> bool:
         """Make sure that no process can append to a segment whose writer seems dead; return whether that is certain."""

@@ -22,7 +22,7 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.journal import State
+from trajectory_store.journal import Journal, State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
 from trajectory_store.memmap import Memmap, create_folder
@@ -62,7 +62,7 @@ class TrajectoryStore(StoreReads):
     """
 
     def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
-        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium))
+        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium, root.uuid))
         self._address = address
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -71,6 +71,8 @@ class TrajectoryStore(StoreReads):
         self._on_segment: Callable[[int], None] | None = None
         self._background = Background(self._look_in, root)
         self._pid = os.getpid()
+        if mode == "a":
+            medium.bucket.hold()
 
     # Opening and closing
 
@@ -190,6 +192,7 @@ class TrajectoryStore(StoreReads):
                 record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
+                    _remember(store._catalog.journal, medium)
                     medium.sweep(store._catalog.journal.state)
         return store
 
@@ -234,7 +237,7 @@ class TrajectoryStore(StoreReads):
     def _look_in(self) -> Generator[Catalog]:
         """Open a second catalog of the store, which shares nothing with the first."""
         medium = self._catalog.medium.fresh()
-        catalog = Catalog(medium, warn=False)
+        catalog = Catalog(medium, self._root.uuid, warn=False)
         try:
             yield catalog
         finally:
@@ -427,7 +430,7 @@ class TrajectoryStore(StoreReads):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target))
+            copy_folder(self.path, Path(target), self._root.uuid)
 
     @property
     def segment(self) -> int | None:
@@ -502,6 +505,13 @@ class TrajectoryStore(StoreReads):
                 f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
+
+
+def _remember(journal: Journal, medium: Medium) -> None:
+    """Name the segments again that lost or damaged records of the catalog named, before anything removes them."""
+    for entry in medium.forgotten(journal.state):
+        if not entry.merged:  # what a merged one was made of is still named
+            journal.change(lambda state, entry=entry: state.with_entry(entry))
 
 
 def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:

@@ -116,8 +116,10 @@ def _check_once(catalog: Catalog, path: Path | str) -> VerifyReport:
     report = VerifyReport(path, problems=list(catalog.problems))
     check_segments(catalog, (*catalog.row_segments(), *catalog.updates.values()), report)
     medium = catalog.medium
-    for problem in (*catalog.journal.missing(), *medium.check_root(), *medium.unknown(catalog.state)):
+    for problem in (*catalog.journal.missing(), *medium.check_root()):
         report.problem(problem)
+    for entry in medium.forgotten(catalog.state):
+        report.problem(f"{entry.name} holds commits, and no record of the catalog names it: records are missing")
     catalog.journal.follow()
     newest = max(report.catalog_numbers, default=0)
     last = catalog.journal.state.number

@@ -1,7 +1,8 @@
-"""A data set as TRL's users have it, in a run."""
+"""A data set and a script as TRL's users have them, in a run."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline import Collect, Learn, Pipeline, PretrainedPolicy, Prompts
+from rlhf_pipeline.cli import main as cli
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.run.start import run
@@ -58,3 +60,118 @@ def test_a_data_set_of_messages_is_learned_from_as_it_is(tmp_path: Path) -> None
         assert meta["answer"] == [str(2 * n)]
         assert meta["messages"] == rows[n]["prompt"]
         assert meta["prompt"] == {"source_line": n, "level": "x" * (n + 1)}
+
+
+TRL_SCRIPT = """\
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+def rows(first, last):
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [
+                    {"role": "system", "content": "Answer in digits."},
+                    {"role": "user", "content": f"{n} + {n}?"},
+                ],
+                "solution": str(2 * n),
+            }
+            for n in range(first, last)
+        ]
+    )
+
+
+def digits(completions, solution, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(any(digit in text for digit in right)) for text, right in zip(texts, solution)]
+
+
+def brief(completions, **kwargs):
+    return [-len(completion[0]["content"]) / 10 for completion in completions]
+
+
+args = GRPOConfig(
+    output_dir="runs/sums", reward_weights=[1.0, 0.5], num_generations=4, generation_batch_size=12,
+    max_completion_length=6, temperature=0.9, top_p=0.95, beta=0.01, learning_rate=1e-3, max_steps=2,
+)
+trainer = GRPOTrainer(model="model", reward_funcs=[digits, brief], args=args, train_dataset=rows(0, 6))
+trainer.train()
+"""
+
+PORT = """\
+from datasets import Dataset
+from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, PretrainedPolicy, Prompts, Reward
+
+
+def rows(first, last):
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [
+                    {"role": "system", "content": "Answer in digits."},
+                    {"role": "user", "content": f"{n} + {n}?"},
+                ],
+                "solution": str(2 * n),
+            }
+            for n in range(first, last)
+        ]
+    )
+
+
+def digits(completions, solution, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(any(digit in text for digit in right)) for text, right in zip(texts, solution)]
+
+
+def brief(completions, **kwargs):
+    return [-len(completion[0]["content"]) / 10 for completion in completions]
+
+
+def main():
+    return Pipeline(
+        name="sums",
+        policy=PretrainedPolicy(path="model"),
+        reward=(Reward(digits), Reward(brief, weight=0.5)),
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=6, temperature=0.9, top_p=0.95),
+        loss=GRPO(kl_to_ref_coeff=0.01),
+        learn=Learn(lr=1e-3, steps=2),
+        prompts=Prompts(rows=rows(0, 6), prompt_field="prompt", answer_field=None),
+    )
+"""
+
+
+def changed(before: str, after: str) -> int:
+    """Return how many lines are replaced, added or removed."""
+    changes = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")
+
+
+def test_a_script_of_trl_is_ported_in_fifteen_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data, both rewards and their weights stay as TRL has them; the port runs, and its figures are the rewards'."""
+    pytest.importorskip("datasets")
+    compile(TRL_SCRIPT, "trl_script.py", "exec")
+    assert changed(TRL_SCRIPT, PORT) <= 15
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Answer in digits. 0 + 1 + 2 = 3?\n" * 20, encoding="utf-8")
+    new_model("model", text_file="text.txt", vocab_size=300, hidden_size=16, num_layers=1, num_heads=2)
+    Path("port.py").write_text(PORT, encoding="utf-8")
+    assert cli(["run", "port.py:main", "--out", "runs/sums"]) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in Path("runs/sums/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    with TrajectoryStore.open("runs/sums/store") as store:
+        found = store.read(
+            store.ids(), ["completion", "meta", "task_reward", "reward_digits", "reward_brief", "group_id"]
+        )
+    assert sorted(found["group_id"].tolist()) == [group for group in range(6) for _ in range(4)]
+    for number in range(24):
+        text, meta = found["completion"][number], json.loads(found["meta"][number])
+        right = float(any(digit in text for digit in meta["prompt"]["solution"]))
+        assert found["reward_digits"][number] == right
+        assert found["reward_brief"][number] == pytest.approx(-len(text) / 10)
+        assert found["task_reward"][number] == pytest.approx(right - len(text) / 20)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    for name in ("digits", "brief"):
+        means = [line[f"reward/{name}"] for line in lines if f"reward/{name}" in line]
+        assert sum(means) / 2 == pytest.approx(float(found[f"reward_{name}"].mean()), abs=1e-6)

@@ -140,6 +140,7 @@ def listen(port: int | None) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port or 0))
+        found.listen()  # so that a browser that is quicker than the server waits
     except OSError:
         found.close()
         raise

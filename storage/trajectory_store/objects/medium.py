@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -366,11 +367,19 @@ class ObjectMedium(Medium):
         """Put what the creator of the store has not put yet."""
         return not self.bucket.local and complete_root(self.bucket, self._root)
 
-    def unknown(self, state: State) -> list[str]:
-        """Return the segments with commits that the catalog does not know of, in words."""
+    def forgotten(self, state: State) -> list[Entry]:
+        """Return the segments with commits that the catalog does not know of."""
         names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
-        late = sorted(name for name in names if (n := ordinal_of(name)) is not None and n >= state.next_ordinal)
-        return [f"{name} holds commits, and no record of the catalog names it: records are missing" for name in late]
+        out: list[Entry] = []
+        for name in sorted(names):
+            ordinal = ordinal_of(name)
+            raw = self.bucket.get(f"{name}/{HEADER}") if ordinal is not None and ordinal >= state.next_ordinal else None
+            if ordinal is None or raw is None:
+                continue
+            with suppress(StoreError, KeyError, TypeError, ValueError):
+                meta = SegmentMeta.from_attributes(read_attributes(raw, f"{name}/{HEADER}", "segment"), name)
+                out.append(Entry(ordinal, meta.kind, meta.salt, meta.merged))
+        return out
 
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Fetch every object of a segment and recompute its checksums."""

@@ -283,7 +283,7 @@ def test_next_commands_are_accepted():
     made = plan("copy_digits")
     for reason in ("steps", "target", "interrupted"):
         commands = closing.next_commands(replace(FINISHED, reason=reason), made)
-        assert len(commands) == 3
+        assert len(commands) == 4
         for command, _ in commands:
             assert isinstance(parse(command.split()[1:]), argparse.Namespace)
     assert "--resume --steps 360" in closing.next_commands(FINISHED, made)[-1][0]

@@ -47,7 +47,7 @@ def talks(environment: Any, policy: Any = None, groups: int = 4, **changes: Any)
     """Conversations of a few groups."""
     config = Collect(**{**LIMITS, **changes})
     runner = Conversations(
-        environment, policy=policy or lake_policy(), config=config, seed=3, as_chat=False, template={}
+        environment, policy=policy or lake_policy(), config=config, temperature=1.0, seed=3, as_chat=False, template={}
     )
     source = LakeMaps(start_anywhere=True)
     return runner.run([source.prompt(cursor, 0) for cursor in range(groups)], list(range(groups)))

@@ -197,6 +197,23 @@ def test_every_page_in_every_size(browser: Any, width: int, scheme: str, tmp_pat
         assert wrong == []
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_other_tools_files(browser: Any, ids: bool, tmp_path: Path):
+    """A file of rollouts is shown without a store being left; text without ids is shown by its characters."""
+    file = tmp_path / "rollouts.jsonl"
+    tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4]} if ids else {}
+    rows = [{"prompt": "2+2?", "completion": text, "reward": float(text == "4"), **tokens} for text in ("4", "5")]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with served(file) as (url, _), opened(browser, url) as (page, wrong):
+        go(page, url, "0/trajectories?sort=-reward")
+        assert page.locator("a.row").count() == 2
+        page.locator("a.row").first.click()
+        page.wait_for_selector(".tokens")
+        assert page.locator(".tokens [role=option]").count() == (4 if ids else 5)
+        assert wrong == []
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def evil_run(folder: Path) -> Path:
     """Return a run whose texts are an attack."""
     run = write_run(folder, num_rollouts=1)
@@ -314,7 +331,7 @@ def test_a_million_trajectories(browser: Any, tmp_path: Path):
                 "policy_version": np.full(rows, batch),
             }
             said = [texts[at] for at in rng.integers(0, 2000, rows)]
-            rest = {"num_prompt_tokens": np.ones(rows), "finish_reason": ["stop"] * rows, "completion": said}
+            rest = {"num_prompt_tokens": np.ones(rows, np.int64), "finish_reason": ["stop"] * rows, "completion": said}
             store.append({"input_ids": tokens, **numbers, **rest})
     with served(tmp_path / "store") as (url, server), opened(browser, url) as (page, wrong):
         for place in ("0/trajectories", "0/trajectories?text=timeout", "0/trajectories?sort=-reward"):

@@ -1,0 +1,237 @@
+"""One bad byte anywhere: stores are damaged in one file and judged from outside.
+
+    python -m tests.crash.damage --count 2000
+
+A writer commits rows and updates, and closes, or is killed, or is killed on a machine that is then started again. Then
+one file is damaged: a flipped bit, a cut, a zeroed block, a missing file, a file of another store. The judge knows what
+was acknowledged, and nothing of the format but the names of its folders:
+
+- every acknowledged row reads as it was written, or is named by `verify`, or its segment is;
+- a flipped bit in the values costs the rows of the commits that it touches, at most two;
+- opening to read changes no file; and after merging too, the right file put back restores everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from trajectory_store import Column, StoreError, TrajectoryStore, fs
+
+COLUMNS: Final = [
+    *(Column("tag", "int64"), Column("tokens", "int32", ragged=True), Column("text", "str")),
+    *(Column("later", "int64", mutable=True), Column("score", "float32", ragged=True, fill=0.0)),
+]
+WRITERS: Final = ("closed", "killed", "rebooted")
+KINDS: Final = ("flip", "cut", "zero", "missing", "foreign")
+COMMIT_ROWS: Final = 3
+COMMITS: Final = 12
+
+
+def truth(tag: int) -> tuple[list[int], str, int]:
+    """Return the tokens, the text and the later value of a row."""
+    rng = random.Random(tag)
+    return [rng.randrange(1000) for _ in range(rng.randrange(1, 9))], f"row {tag} " * rng.randrange(1, 4), 100 + tag
+
+
+def write(folder: Path, backend: str, first_tag: int, how: str) -> list[int]:
+    """Write a store in a process of its own that ends as `how` says; return the ids that it acknowledged, by tag."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if not pid:
+        store = TrajectoryStore.create(folder, COLUMNS, backend=backend, segment_rows=24, segment_elements=256)
+        for commit in range(COMMITS):
+            tags = [first_tag + commit * COMMIT_ROWS + i for i in range(COMMIT_ROWS)]
+            tokens, texts, later = zip(*map(truth, tags), strict=True)
+            ids = store.append({"tag": tags, "tokens": list(tokens), "text": list(texts)})
+            if commit % 2:
+                store.update(ids, later=[-1] * COMMIT_ROWS)
+                store.update(ids, later=list(later))
+            os.write(into, ids.astype("<i8").tobytes())
+        if how == "closed":
+            store.close()
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(into)
+    with os.fdopen(out, "rb") as pipe:
+        ids = np.frombuffer(pipe.read(), "<i8").tolist()
+    os.waitpid(pid, 0)
+    return ids
+
+
+@contextlib.contextmanager
+def another_boot(changed: bool) -> Iterator[None]:
+    """Let this process run on a machine that was started again."""
+    before = fs.boot_id
+    fs.boot_id = (lambda: "the-boot-after") if changed else before
+    try:
+        yield
+    finally:
+        fs.boot_id = before
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files that a store consists of."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damage(path: Path, kind: str, rng: random.Random, other: Path) -> bool:
+    """Damage one file; return False if that changed nothing."""
+    before = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+        return True
+    if kind == "foreign":
+        if not other.is_file() or other.read_bytes() == before:
+            return False
+        shutil.copyfile(other, path)
+        return True
+    if not before:
+        return False
+    after = bytearray(before)
+    if kind == "flip":
+        after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del after[rng.randrange(len(after)) :]
+    else:
+        begin = rng.randrange(len(after))
+        after[begin : begin + 512] = bytes(len(after[begin : begin + 512]))
+    path.write_bytes(after)
+    return bytes(after) != before
+
+
+def read_all(folder: Path, ids: list[int], first_tag: int) -> tuple[set[int], list[str]]:
+    """Return the ids that read right, and what is wrong with others that read at all."""
+    right, wrong = set[int](), list[str]()
+    with TrajectoryStore.open(folder) as store:
+        for place, row_id in enumerate(ids):
+            try:
+                row = store.read([row_id])
+            except StoreError:
+                continue
+            tokens, text, later = truth(first_tag + place)
+            expected = later if place // COMMIT_ROWS % 2 else 0
+            found = (*(row[name][0] for name in ("tag", "text", "later")), row["tokens"][0].tolist())
+            if (*found, row["score"][0].tolist()) == (first_tag + place, text, expected, tokens, [0.0] * len(tokens)):
+                right.add(row_id)
+            else:
+                wrong.append(f"row {place} reads {found}")
+    return right, wrong
+
+
+def state_of(folder: Path) -> str:
+    """Return a digest of all files and their names."""
+    digest = hashlib.sha256()
+    for path in files_of(folder):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def judge(folder: Path, ids: list[int], first_tag: int, damaged: Path, kind: str) -> list[str]:
+    """Return what a damaged store does that it must not do."""
+    found: list[str] = []
+    before = state_of(folder)
+    try:
+        right, _ = read_all(folder, ids, first_tag)
+        with TrajectoryStore.open(folder) as store:
+            report = store.verify()
+            seen, watermark = set(store.ids().tolist()), store.watermark
+    except StoreError:  # the root or the catalog: the whole store says so, and nothing is shown wrongly
+        whole = damaged.name == "zarr.json" and damaged.parent == folder
+        return [] if whole or "catalog" in damaged.parts else [f"the store does not open, for {damaged}"]
+    finally:
+        if state_of(folder) != before:
+            found.append("reading changed a file")
+    missing = set(ids) - right
+    unnamed = missing - set(report.damaged_ids.tolist())
+    # Of a damaged object only its number is known, and of the targets of updates not whose they were.
+    values = "c" in damaged.relative_to(folder).parts and "target" not in damaged.relative_to(folder).parts
+    if unnamed and (report.ok or (values and kind == "flip")):
+        found.append(f"{len(unnamed)} rows are gone or wrong, verify does not name them ({report.problems})")
+    if kind == "flip" and values and len(missing) > 2 * COMMIT_ROWS:
+        found.append(f"a flipped bit cost {len(missing)} rows")
+    if hidden := (right & set(ids)) - seen:
+        found.append(f"{len(hidden)} rows that read right are not in ids()")
+    if watermark < len(ids) and report.ok:
+        found.append(f"the watermark is {watermark}, of {len(ids)} acknowledged, and verify names nothing")
+    return found
+
+
+def one(base: Path, others: Path, ids: list[int], rng: random.Random, work: Path, writer: str) -> tuple[str, list[str]]:
+    """Damage a copy of a store once, and judge it; return what was done and what was wrong."""
+    folder = work / "store"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base, folder)
+    path = rng.choice(files_of(folder))
+    name, kind = path.relative_to(folder), rng.choice(KINDS)
+    keep = path.read_bytes()
+    newest = max((item for item in path.parent.glob("*.zip")), default=None)
+    if kind == "missing" and path == newest and writer != "closed":
+        return "", []  # nothing else has seen the last object of a writer that was killed
+    if not damage(path, kind, rng, others / name):
+        return "", []
+    found = judge(folder, ids, 0, path, kind)
+    with contextlib.suppress(StoreError), TrajectoryStore.open(folder, "a") as store:
+        store.compact()
+    if path.parent.is_dir():
+        path.write_bytes(keep)
+    try:
+        right, wrong = read_all(folder, ids, 0)
+        found += [f"after merging and putting it back: {words}" for words in wrong]
+        if len(right) < len(ids):
+            found.append(f"after merging and putting the file back, {len(ids) - len(right)} rows do not read")
+    except StoreError as error:
+        found.append(f"after merging and putting the file back, the store does not open: {error}")
+    return f"{kind} {name}", found
+
+
+def sweep(backend: str, writer: str, count: int, seed: int) -> collections.Counter[str]:
+    """Damage a store so many times; return how often what went wrong."""
+    rng, wrong = random.Random(f"{backend} {writer} {seed}"), collections.Counter[str]()
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        work = Path(place)
+        ids = write(work / "base", backend, 0, writer)
+        write(work / "others", backend, 5000, writer)
+        with another_boot(writer == "rebooted"):
+            done = 0
+            while done < count:
+                what, found = one(work / "base", work / "others", ids, rng, work, writer)
+                done += bool(what)
+                wrong.update(f"{what}: {words}" for words in found)
+    return wrong
+
+
+def main() -> None:
+    """Sweep both media and all ends of a writer."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    for backend in ("memmap", "zarr"):
+        for writer in WRITERS:
+            wrong = sweep(backend, writer, args.count, args.seed)
+            sys.stdout.write(f"{backend}, {writer}: {args.count} damages, {sum(wrong.values())} violations\n")
+            for words, times in wrong.most_common(20):
+                sys.stdout.write(f"  {times} x {words}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
