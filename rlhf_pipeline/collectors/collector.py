@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -170,7 +171,7 @@ class Collector:
             digests: of the published weights by version, read after sampling; None if none are published.
             is_first: this is the first attempt at the rollout, so the store is not searched for it.
             stop: whether a signal has asked to stop; reward calls are then not waited for.
-            say: takes a sentence that names a reward call which takes long.
+            say: takes a sentence that names a reward call which takes long, or that many trajectories failed.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
@@ -230,6 +231,8 @@ class Collector:
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
+        if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
+            say(f"rollout {rollout}: {alarm}")
         figures = rollout_figures(
             lengths=drawn.lengths - drawn.num_prompt_tokens,
             cut_off=np.array(
@@ -415,3 +418,15 @@ class Collector:
             from_store=from_store,
             figures=figures,
         )
+
+
+def _alarm(grades: Sequence[Grade], most: float) -> str | None:
+    """Return a sentence if a larger share than this has no reward to trust, as something failed; else None."""
+    broken = [item for item in grades if item.broken]
+    if len(broken) <= most * len(grades):
+        return None
+    kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(item.kind for item in broken).items()))
+    return (
+        f"{len(broken)} of {len(grades)} trajectories failed and are not learned from ({kinds}); the first with "
+        f"{broken[0].error}"
+    )

@@ -33,7 +33,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
     """
     if isinstance(tool, Mapping):
         return dict(cast("Mapping[str, Any]", tool))
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         return get_json_schema(tool)
@@ -88,10 +88,11 @@ class TurnParser:
         message = {"role": "assistant", "content": "", **cast("dict[str, Any]", found)}
         calls: list[Mapping[str, Any]] = []
         for item in message.get("tool_calls") or ():
-            call = item.get("function") if isinstance(item, Mapping) else None
-            named = isinstance(call, Mapping) and isinstance(call.get("name"), str)
-            if not named or not isinstance(call.get("arguments", {}), Mapping):
+            call: Any = item.get("function") if isinstance(item, Mapping) else None
+            given: Any = call if isinstance(call, Mapping) else {}
+            arguments = given.get("arguments") or {}
+            if not isinstance(given.get("name"), str) or not isinstance(arguments, Mapping):
                 error = f"a call is {call!r:.100}; it must have a name and arguments"
                 return ParsedTurn(message={"role": "assistant", "content": text}, error=error)
-            calls.append({"name": call["name"], "arguments": dict(call.get("arguments") or {})})
+            calls.append({"name": given["name"], "arguments": dict(arguments)})
         return ParsedTurn(message=message, calls=tuple(calls))

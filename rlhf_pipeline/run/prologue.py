@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.prompts import template_options
+from rlhf_pipeline.policies.chat import rewrites_history
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Models, build_models
@@ -70,7 +72,12 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
             "the tokenizer has no end token: every completion runs to collect.max_new_tokens="
             f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
         )
-    if pipeline.prompts.as_chat and getattr(tokenizer, "chat_template", None) is None:
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if pipeline.environment is not None and pipeline.prompts.as_chat and has_template:
+        notice = rewrites_history(tokenizer, template=template_options(pipeline.prompts))
+        if notice is not None:
+            yield notice
+    if pipeline.prompts.as_chat and not has_template:
         yield (
             "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model gets "
             "the plain text. --set prompts.as_chat=false says the same without this notice."

@@ -359,7 +359,7 @@ class _Turns(RaggedRun):
         super().__init__(engine, request, limits=limits, refresh=refresh, ended=None)
         self.partner = partner
         self.turn_rows = begin_rows(request, most)
-        self.prompts = [*request.prompts]
+        self.prompts: list[Sequence[int]] = [*request.prompts]
         self.stays = list(range(self.count))
         """The conversation of each stay."""
         self.waiting = 0

@@ -36,7 +36,7 @@ class Wordy(FrozenLake):
 
     def step(self, turn: Any) -> Any:
         step = super().step(turn)
-        return Step(step.reply * 5, done=step.done, rewards=step.rewards)
+        return Step(str(step.reply) * 5, done=step.done, rewards=step.rewards)
 
 
 def lake_policy(num_slots: int = 16) -> CausalLMPolicy:
@@ -212,7 +212,14 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
         ]
     )
     object.__setattr__(pipeline, "environment", type("Moodier", (Moody,), {"how": staticmethod(lambda: 1 / 0)}))
-    run(pipeline, run_dir=tmp_path / "run", definition="frozen_lake")
+    said: list[str] = []
+    run(
+        pipeline,
+        run_dir=tmp_path / "run",
+        definition="frozen_lake",
+        on_event=lambda event: said.append(str(getattr(event, "message", ""))),
+    )
+    assert any("trajectories failed and are not learned from (tool_error" in text for text in said)
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         rows = store.read(store.ids())
     failed = [reason == "tool_error" for reason in rows["failure_reason"]]
