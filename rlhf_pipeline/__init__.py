@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         GRPO,
         Buffer,
         Collect,
+        Evaluate,
         Learn,
         Pipeline,
         PretrainedPolicy,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "config": "Buffer Collect GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
+    "config": "Buffer Collect Evaluate GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
     "config_text": "override",
     "data": "keys",
     "data.prompts": "CopyDigits Mix Prompt Prompts",
@@ -93,6 +94,7 @@ __all__ = [
     "Buffer",
     "Collect",
     "CopyDigits",
+    "Evaluate",
     "GRPO",
     "Learn",
     "LeftOut",

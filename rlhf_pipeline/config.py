@@ -388,6 +388,30 @@ class Replay(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate(Settings):
+    """Evaluation on prompts that are never learned from, by the reward of the definition."""
+
+    prompts: PromptSource = setting(factory=NoPrompts, help="The source of these prompts.")
+    every: int = setting(10, min=1, help="Optimizer steps between two evaluations.")
+    num_prompts: int = setting(64, min=1, help="The first prompts of the source, in one fixed order; or all it has.")
+    group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs k of them.")
+    temperature: float = setting(1.0, min=0, help="Sampling temperature; 0 takes the most probable token.")
+    max_new_tokens: int | None = setting(
+        None, min=1, help="The most tokens of a completion; None takes `collect.max_new_tokens`."
+    )
+    success_at: float = setting(1.0, help="The reward from which on a completion counts as right in pass@k.")
+    at_start: bool = setting(True, help="Whether to evaluate the weights that the run begins with.")
+    keep_best: bool = setting(
+        True,
+        help="Save a checkpoint of the best evaluated weights, and keep it beside the newest ones: those with the "
+        "highest mean reward, of equal ones the earliest.",
+    )
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [(not isinstance(self.prompts, NoPrompts), "it needs prompts that the run does not learn from.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(Settings):
     """The loss."""
 
@@ -452,6 +476,25 @@ class GRPO(Settings):
         help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
         "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
     )
+    top_entropy_quantile: float = setting(
+        1.0,
+        above=0,
+        max=1,
+        help="The share of a step's tokens, those of highest entropy, that have a policy loss; 0.2 in "
+        "arXiv:2506.01939. The others still count where losses are averaged, as in TRL. One more forward pass; in one "
+        "process only.",
+    )
+    clip_cov: float | None = setting(
+        None,
+        above=0,
+        max=1,
+        help="The share of a step's tokens, at least one, that lose their policy loss, drawn from those whose "
+        "covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`; 0.0002 in "
+        "arXiv:2505.22617. The others keep their weight, as in verl. For `grpo`; one more forward pass; in one "
+        "process only.",
+    )
+    clip_cov_low: float = setting(1.0, help="See `clip_cov`.")
+    clip_cov_high: float = setting(5.0, help="See `clip_cov`.")
     sapo_tau_positive: float = setting(
         1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
     )
@@ -487,6 +530,14 @@ class GRPO(Settings):
             (
                 self.icepop_low < self.icepop_high,
                 f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
+            ),
+            (
+                self.clip_cov is None or self.objective == "grpo",
+                f"clip_cov goes with objective=grpo, and the objective is {self.objective}.",
+            ),
+            (
+                self.clip_cov_low < self.clip_cov_high,
+                f"clip_cov_low is {self.clip_cov_low}; it must be below clip_cov_high, {self.clip_cov_high}.",
             ),
         ]
 
@@ -628,6 +679,9 @@ class Pipeline(Settings):
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
+    evaluate: Evaluate | None = setting(
+        None, help="Evaluate the policy on other prompts from time to time; see docs/evaluation.md. None does not."
+    )
 
     def _rules(self) -> list[tuple[bool, str]]:
         rewards_of(self.reward)  # refuses two of one name
@@ -641,6 +695,10 @@ class Pipeline(Settings):
             (
                 self.replay is not None or self.reward is not no_reward,
                 "it needs a reward function: (prompt, completion, answer, meta) -> float.",
+            ),
+            (
+                self.evaluate is None or self.reward is not no_reward,
+                "evaluate needs a reward function, with replay as well.",
             ),
             (
                 room is None or room >= rollout,

@@ -50,6 +50,29 @@ def test_copy_digits_learns(command, tmp_path, seed):
     command("verify", run_dir)
 
 
+def test_gsm8k_evaluated_tells_its_test_questions_and_keeps_the_best(command, tmp_path, gsm8k_dir):
+    """Two rewards with curves of their own, and an evaluation at the start and after step 2 on other questions."""
+    lines = (gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[:60]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines[:40]))
+    (tmp_path / "test.jsonl").write_text("\n".join(lines[40:46]))
+    new_model(tmp_path / "model", text_file=tmp_path / "train.jsonl", vocab_size=512, hidden_size=32, num_layers=1)
+    settings = {
+        "policy.path": tmp_path / "model",
+        "prompts.path": tmp_path / "train.jsonl",
+        "evaluate.prompts.path": tmp_path / "test.jsonl",
+        "evaluate.every": 2,
+        "collect.prompts_per_rollout": 2,
+        "collect.group_size": 4,
+        "collect.max_new_tokens": 16,
+    }
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    shown = command("run", "gsm8k_evaluated", "--out", tmp_path / "run", "--steps", "2", *words)
+    assert "evaluation of step 0: reward" in shown
+    last = list(StepRows(tmp_path / "run" / "metrics.jsonl"))[-1]
+    assert {"reward/final_number_match", "reward/length", "evaluation/pass@4", "evaluation/reward_low"} <= last.keys()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000000").is_dir()
+
+
 def test_gsm8k_runs_with_real_questions(command, tmp_path, gsm8k_dir):
     """Three steps on real questions with a checkpoint folder: nothing is tokenized twice, every token has its score."""
     questions = gsm8k_dir / "train.jsonl"

@@ -71,6 +71,9 @@ FAILURES: tuple[Column, ...] = (
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 """Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
 
+EVALUATION = Column("evaluation", "bool", fill=False)
+"""Marks the trajectories of an evaluation, which are never learned from."""
+
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
     Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0),

@@ -125,6 +125,8 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
     """
     if isinstance(pipeline.policy, PretrainedPolicy):
         resolve_source(pipeline.policy.path)
+    if pipeline.evaluate is not None:
+        check_evaluation(pipeline)
     if pipeline.replay is not None:
         return  # nothing is sampled or graded
     prompt = first_prompt(pipeline, seed)
@@ -138,6 +140,28 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
                 f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
                 f"{' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
             )
+
+
+def check_evaluation(pipeline: Pipeline) -> None:
+    """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade.
+
+    Raises:
+        DefinitionError: prompts are in both sources, or a reward function asks for something that there is not.
+        PipelineError: the source reports an error in its data.
+    """
+    assert pipeline.evaluate is not None
+    held_out = pipeline.evaluate.prompts
+    check_reward(pipeline, prompt_at(held_out, 0, 0))
+    both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, held_out)]
+    if both[0] is None or both[1] is None:
+        return  # one of them makes its prompts, or does not tell them
+    learned = {prompt.text for prompt in both[0]()}
+    shared = [prompt.text for prompt in both[1]() if prompt.text in learned]
+    if shared:
+        raise DefinitionError(
+            f"evaluate.prompts has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "
+            "Take them out of one of the two files: an evaluation is on prompts that are never learned from."
+        )
 
 
 def check_stores(replay: Replay) -> None:

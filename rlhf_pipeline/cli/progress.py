@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
 from rlhf_pipeline.report.words import count, duration, number
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.events import EvaluationDone, Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
 
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10
@@ -67,6 +67,8 @@ class RunView:
                 self._started(event)
             case StepDone():
                 self._step(event)
+            case EvaluationDone():
+                self._evaluated(event)
             case RolloutDone():
                 self._rollout(event)
             case Notice():
@@ -112,6 +114,17 @@ class RunView:
         ):
             self._line_at, self._line_step = now, event.step
             self._write("  ".join(self._fields(event, graph=False)) + "\n")
+
+    def _evaluated(self, event: EvaluationDone) -> None:
+        """Print the figures of an evaluation."""
+        found = {name.removeprefix("evaluation/"): value for name, value in event.figures.items()}
+        low, high = found["reward_low"], found["reward_high"]
+        interval = f" ({number(low)} to {number(high)})" if low is not None and high is not None else ""
+        passes = "".join(f"  {name} {number(value)}" for name, value in found.items() if name.startswith("pass@"))
+        self.say(
+            f"evaluation of step {event.step}: reward {number(found['reward'])}{interval}{passes}  "
+            f"length {number(found['completion_length'])}{'  best so far' if event.best else ''}"
+        )
 
     def _rollout(self, event: RolloutDone) -> None:
         """Print a collector's stored rollout, at most one line a second."""

@@ -75,6 +75,8 @@ class Collector:
             with the policy's modules, or gets its weights elsewhere.
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
             only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
+        temperature: in place of the config's; 0 takes the most probable token.
+        marks: columns that are the same for every trajectory, such as `evaluation`.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -107,6 +109,8 @@ class Collector:
         kl_reward: KLRewardTransform | None = None,
         hand_over: Callable[[int], Weights] | None = None,
         retrieve: RetrieveLogProb | None = None,
+        temperature: float | None = None,
+        marks: Mapping[str, bool] | None = None,
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
@@ -118,6 +122,8 @@ class Collector:
         self.kl_reward = kl_reward
         self.hand_over = hand_over
         self.retrieve = retrieve
+        self.temperature = config.temperature if temperature is None else temperature
+        self.marks = dict(marks or {})
         self.stored = StoredGroups(buffer.store)
         """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -227,6 +233,7 @@ class Collector:
             sampled_by=self._sampled_by(),
         )
         batch |= self._graded(grades)
+        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         if beside is not None:
             batch |= beside.columns(batch)
         # Otherwise the write path dropped part of it, and would again.
@@ -257,7 +264,7 @@ class Collector:
             prompt_ids,
             group_size=self.config.group_size,
             max_new_tokens=self.config.max_new_tokens,
-            temperature=self.config.temperature,
+            temperature=self.temperature,
             seed=self.seed,
             stream_ids=cursors.tolist(),
             **how,
@@ -313,7 +320,7 @@ class Collector:
         engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
         facts: dict[Key, str | float] = {
             keys.ENGINE: "" if engine is None else engine.name,
-            keys.TEMPERATURE: self.config.temperature,
+            keys.TEMPERATURE: self.temperature,
             keys.LOG_PROB_MODE: "processed",
         }
         return {key: fact for key, fact in facts.items() if key in self.buffer.store.schema}

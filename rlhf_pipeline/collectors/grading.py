@@ -120,12 +120,16 @@ class Grader:
         """
         return Grading(self, group_size)
 
-    def grade(self, sampled: Sequence[Sampled], groups: Sequence[int] | None = None) -> list[Grade]:
+    def grade(
+        self, sampled: Sequence[Sampled], groups: Sequence[int] | None = None, *, beside: bool = True
+    ) -> list[Grade]:
         """Grade completions that exist already.
 
         Args:
             sampled: the completions, [n].
             groups: the group of each; batched functions see a group at a time. None means one group.
+            beside: False calls plain functions one after the other in this thread, which is quicker for quick ones,
+                and without a deadline.
 
         Returns:
             The grades, in order.
@@ -133,6 +137,10 @@ class Grader:
         members: dict[int, list[int]] = {}
         for place in range(len(sampled)):
             members.setdefault(0 if groups is None else int(groups[place]), []).append(place)
+        if not beside and not any(form.batched or form.is_async for form in self.forms):
+            return [
+                _combined(self.rewards, [_first(_run_here(form, (one,))) for form in self.forms]) for one in sampled
+            ]
         with Grading(self, None) as grading:
             for place, one in enumerate(sampled):
                 grading.add(place, one, ended=True)
@@ -166,7 +174,7 @@ class Grader:
             if grading.given_up:
                 continue
             call.started = time.monotonic()
-            if not grading.finish(call, _run(call)):
+            if not grading.finish(call, _run(call.form, call.group)):
                 return  # it was too late, and another thread has taken this one's place
 
     def _submit_async(self, grading: Grading, call: _Call) -> None:
@@ -184,25 +192,35 @@ class Grader:
             limit = asyncio.timeout(self.timeout_s)
             try:
                 async with limit:
-                    outcome: list[Result] | BaseException = _read(call, await call.form.call(call.group))
+                    outcome: list[Result] | BaseException = _read(
+                        call.form, call.group, await call.form.call(call.group)
+                    )
             except BaseException as error:  # noqa: BLE001 - a call may raise anything; it is recorded, not hidden
                 outcome = self.too_late() if limit.expired() else error
             grading.finish(call, outcome)
 
 
-def _read(call: _Call, given: Any) -> list[Result]:
-    return results_of(given, len(call.group)) if call.form.batched else [result_of(given)]
+def _read(form: Form, group: Sequence[Sampled], given: Any) -> list[Result]:
+    return results_of(given, len(group)) if form.batched else [result_of(given)]
 
 
-def _run(call: _Call) -> list[Result] | BaseException:
+def _run(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
     """Return what a call gives, or whatever it raises."""
     try:
-        given = call.form.call(call.group)
+        given = form.call(group)
         if inspect.isawaitable(given):
             given = asyncio.run(_awaited(given))
-        return _read(call, given)
+        return _read(form, group, given)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
         return error
+
+
+def _run_here(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
+    """Make a call in this thread, in which Ctrl-C may end it."""
+    outcome = _run(form, group)
+    if isinstance(outcome, KeyboardInterrupt):
+        raise outcome
+    return outcome
 
 
 async def _awaited(given: Awaitable[Any]) -> Any:
@@ -303,9 +321,7 @@ class Grading:
                     self._grader.changed.wait(_LOOK_S)
                 mine, self._for_main = self._for_main, []
             for call in mine:
-                outcome = _run(call)
-                if isinstance(outcome, KeyboardInterrupt):
-                    raise outcome
+                outcome = _run_here(call.form, call.group)
                 with self._grader.changed:
                     call.outcome = outcome
                     self._open -= 1
@@ -341,34 +357,39 @@ class Grading:
 
     def _grade(self, place: int, calls: Mapping[int, _Call]) -> Grade:
         """Put the results for one completion together."""
-        values, parts = list[float](), dict[str, Mapping[str, float]]()
-        total, error, kind, by, applies = 0.0, None, "", "", False
-        for number, reward in enumerate(self._grader.rewards):
-            call = calls[number]
-            if not isinstance(call.outcome, list):
-                assert call.outcome is not None
-                values.append(math.nan)
-                if not kind:
-                    error, kind, by = describe_error(call.outcome), _kind_of(call.outcome), reward.label
-                continue
-            found = call.outcome[call.places.index(place)]
-            values.append(math.nan if found.value is None else found.value)
-            if found.parts:
-                parts[reward.label] = found.parts
-            if found.value is not None:
-                applies, total = True, total + reward.weight * found.value
-        if not kind and not applies:
-            error, kind = "no reward: every function returned None", "not_applicable"
-        elif not kind and not abs(total) <= LARGEST:
-            error, kind = f"the reward is {total}; it must be a finite float32", "grader_error"
-        return Grade(
-            reward=math.nan if kind else total,
-            error=error,
-            kind=kind,
-            values=tuple(values),
-            by=by,
-            parts=parts,
-        )
+        outcomes = [
+            call.outcome[call.places.index(place)] if isinstance(call.outcome, list) else call.outcome
+            for _, call in sorted(calls.items())
+        ]
+        return _combined(self._grader.rewards, outcomes)
+
+
+def _first(outcome: list[Result] | BaseException) -> Result | BaseException:
+    return outcome[0] if isinstance(outcome, list) else outcome
+
+
+def _combined(rewards: Sequence[Reward], outcomes: Sequence[Result | BaseException | None]) -> Grade:
+    """Return the grade of one completion from what each reward function gave."""
+    values, parts = list[float](), dict[str, Mapping[str, float]]()
+    total, error, kind, by, applies = 0.0, None, "", "", False
+    for reward, found in zip(rewards, outcomes, strict=True):
+        if not isinstance(found, Result):
+            assert found is not None
+            values.append(math.nan)
+            if not kind:
+                error, kind, by = describe_error(found), _kind_of(found), reward.label
+            continue
+        values.append(math.nan if found.value is None else found.value)
+        if found.parts:
+            parts[reward.label] = found.parts
+        if found.value is not None:
+            applies, total = True, total + reward.weight * found.value
+    if not kind and not applies:
+        error, kind = "no reward: every function returned None", "not_applicable"
+    elif not kind and not abs(total) <= LARGEST:
+        error, kind = f"the reward is {total}; it must be a finite float32", "grader_error"
+    given = math.nan if kind else total
+    return Grade(reward=given, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
 
 
 def _kind_of(error: BaseException) -> str:

@@ -58,6 +58,8 @@ SUPPORT_LOG_MASS: Final[Key] = "support_log_mass"
 have together, under the whole distribution at the temperature; 0 elsewhere. Log-probs are stored under the whole
 distribution, as a policy scores them, so ratios need no correction; `log_probs - support_log_mass` are those of the
 distribution that was drawn from."""
+EVALUATION: Final[Key] = "evaluation"
+"""True for a trajectory of an evaluation, which is never learned from."""
 WAITING: Final[Key] = "waiting"
 """-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; -2: it waited and was left
 out of learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""

@@ -79,6 +79,7 @@ _MANY: Final[dict[str, Callable[[Sampled], Any]]] = {
     "extra_infos": _VERL["extra_info"],
     "data_sources": _VERL["data_source"],
 }
+_PLAIN: Final = ("prompt", "completion", "answer", "meta")
 _KNOWN: Final = _ONE | _VERL | _MANY
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")
 """What TRL's form receives in `**kwargs`, beside the columns of the data."""
@@ -167,6 +168,8 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
         else:
             return Form(reward=reward, names=None, is_async=is_async)
     names = tuple(p.name for p in named)
+    if names == _PLAIN and len(parameters) == len(_PLAIN) and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
+        return Form(reward=reward, names=None, is_async=is_async)  # the same by place, and quicker
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     batched = any(name in _MANY for name in names)
     if not names and not rest:

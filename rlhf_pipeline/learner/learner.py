@@ -149,6 +149,11 @@ class Learner:
             config = dataclasses.replace(config, layout="padded")
             if self.sample.min_ess is not None:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
+            if loss.chooses_tokens:
+                raise DefinitionError(
+                    "loss.top_entropy_quantile and loss.clip_cov choose among all tokens of a step, which does not go "
+                    "with several processes. Set them to 1 and none."
+                )
         schema = buffer.store.schema
         if "advantage" in schema and schema["advantage"].ragged:
             raise DefinitionError(
@@ -310,6 +315,8 @@ class Learner:
             plan, guarded["ess_weight"], said = guard(plan, chosen.ages, self.sample, self.policy, self._micro_batch)
             if said:
                 self._notices.append(f"step {step}: {said}")
+        if self.loss.chooses_tokens:
+            plan = self._choose_tokens(plan, step)
         losses = loss_metrics(self._accumulate_gradient(plan))
         if self._allowed_gap is not None and len(chosen.ages) and not chosen.ages.any():
             self._compare_with_the_sampler(step, losses, self._allowed_gap)
@@ -531,6 +538,18 @@ class Learner:
             found |= self.shards.exchange(own, wanted) if wanted else {}
         for at in new.nonzero()[:, 0].tolist():
             self._proximal.put(int(plan.row_ids[at]), found[at])
+
+    def _choose_tokens(self, plan: StepPlan, step: int) -> StepPlan:
+        """Return the plan with the choice of the tokens that keep their policy loss, a function of weights and step."""
+        rows = [*plan.batches, *plan.measured]
+        if not rows:
+            return plan
+        batches = [self._micro_batch(plan, chosen) for chosen in rows]
+        kept = self.loss.choose_tokens(batches, rows=rows, seed=(self.seed, step))
+        parts = {
+            int(at[0]): dataclasses.replace(plan.parts[int(at[0])], keep=k) for at, k in zip(rows, kept, strict=True)
+        }
+        return dataclasses.replace(plan, parts=parts)
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
         """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 from rlhf_pipeline.config import KLEstimator, Level, MaskLevel, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
-from rlhf_pipeline.data.upload import upload
+from rlhf_pipeline.data.upload import download, upload
 from rlhf_pipeline.errors import DataError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
@@ -25,6 +25,7 @@ from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequen
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import kl_loss
 from rlhf_pipeline.functional.objectives import OBJECTIVES, PolicyTokens
+from rlhf_pipeline.functional.token_choice import clip_cov_mask, top_entropy_mask
 from rlhf_pipeline.losses._checks import HARMLESS, REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy, read_batch
@@ -238,6 +239,12 @@ class GRPOLoss(LossModule):
         icepop_level: `token`, `sequence` for the geometric mean over the sequence, or `product`.
         off_policy_threshold: leave sequences of negative advantage out of the policy loss if the mean of
             `behaviour - current log-prob` over their tokens is above this; see `policy_loss.off_policy_mask`.
+        top_entropy_quantile: the share of tokens, those of highest entropy, that have a policy loss; the counts stay.
+            See `functional.token_choice.top_entropy_mask`. The choice is from all tokens of the batch, in a
+            forward pass of its own; a learner makes it once for a step, see `choose_tokens`.
+        clip_cov: the share of tokens that lose their policy loss for a high covariance; the counts stay. See
+            `functional.token_choice.clip_cov_mask`. Chosen as above.
+        clip_cov_bounds: (low, high), between which the covariance of such a token lies.
         sapo_tau: the temperatures of `sapo` where the advantage is above 0 and elsewhere.
         max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
         temperature: of scoring; by default the actor's own, or 1 if it has none.
@@ -319,6 +326,9 @@ class GRPOLoss(LossModule):
         icepop: tuple[float, float] | None = None,
         icepop_level: MaskLevel = "token",
         off_policy_threshold: float | None = None,
+        top_entropy_quantile: float = 1.0,
+        clip_cov: float | None = None,
+        clip_cov_bounds: tuple[float, float] = (1.0, 5.0),
         sapo_tau: tuple[float, float] = (1.0, 1.05),
         max_completion_tokens: int | None = None,
         temperature: float | None = None,
@@ -355,6 +365,8 @@ class GRPOLoss(LossModule):
         self.icepop = icepop
         self.icepop_level: MaskLevel = icepop_level
         self.off_policy_threshold = off_policy_threshold
+        self.top_entropy_quantile = top_entropy_quantile
+        self.clip_cov, self.clip_cov_bounds = clip_cov, clip_cov_bounds
         self.sapo_tau = sapo_tau
         self.max_completion_tokens = max_completion_tokens
         self.temperature = temperature
@@ -412,6 +424,65 @@ class GRPOLoss(LossModule):
         """Whether the losses stay [B, T]."""
         return self.reduction == "none" or self.aggregation == "none"
 
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether tokens are chosen from those of a whole step; see `choose_tokens`."""
+        return self.top_entropy_quantile < 1 or self.clip_cov is not None
+
+    @torch.no_grad()
+    def choose_tokens(
+        self, batches: Sequence[LossBatch], *, rows: Sequence[torch.Tensor] | None = None, seed: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        """Score all micro-batches of a step, and return which of their tokens keep the policy loss.
+
+        Args:
+            batches: of the whole step.
+            rows: int64 [B] per batch, the position of each row in the step, which makes the choice independent of the
+                split; by default the order of the batches.
+            seed: of the draw of `clip_cov`.
+
+        Returns:
+            Per batch, bool [B, T] on the host, False outside the batch's mask.
+
+        Raises:
+            DefinitionError: the entropy decides, and the actor gives none.
+        """
+        scored = []
+        for batch in batches:
+            found = self._actor().rows(batch, entropy=self.top_entropy_quantile < 1)
+            scored.append(self._choice_figures(self._gather(batch, found[0].device), found))
+        figures, masks = download(scored), [batch.mask.cpu() for batch in batches]
+        counts = torch.cat([mask.sum(1) for mask in masks])
+        order = torch.arange(len(counts)) if rows is None else torch.cat(list(rows))
+        # The rows lie as they were split; a token's key is its row's place in the step, and the sort is stable.
+        back = order.repeat_interleave(counts).argsort(stable=True)
+        log_probs, advantage, clipped, entropy = torch.cat(figures, 1)[:, back]
+        keep = top_entropy_mask(entropy, self.top_entropy_quantile)
+        if self.clip_cov is not None:
+            low, high = self.clip_cov_bounds
+            share = self.clip_cov
+            keep &= clip_cov_mask(log_probs, advantage, clipped > 0, share=share, low=low, high=high, seed=seed)
+        flat = torch.empty_like(keep).index_put((back,), keep)
+        kept = flat.split([int(mask.sum()) for mask in masks])
+        return [mask.masked_scatter(mask, part) for mask, part in zip(masks, kept, strict=True)]
+
+    def _scores(self, found: HeadRows | Scores, rows: TokenRows) -> Scores:
+        """Return log-probs and entropies, from the head if they are not there yet."""
+        if isinstance(found, Scores):
+            return found
+        scores = token_log_probs(found.hidden, found.head, rows.token, chunk_size=self.chunk_size, return_entropy=True)
+        return Scores(*scores)
+
+    def _choice_figures(self, rows: TokenRows, found: HeadRows | Scores) -> torch.Tensor:
+        """Return log-prob, advantage, whether the clip is taken, and entropy of each token, float64 [4, N]."""
+        log_probs, entropy = self._scores(found, rows)
+        entropy = torch.zeros_like(log_probs) if entropy is None else entropy
+        clipped = torch.zeros_like(log_probs)
+        if self.clip_cov is not None:
+            loss, _ = self._token_loss(log_probs, rows.advantage, rows.proximal, rows.index, rows.sequences)
+            clipped = (loss.clipped_low | loss.clipped_high).to(log_probs.dtype)
+        return torch.stack([log_probs.double(), rows.advantage.double(), clipped.double(), entropy.double()])
+
     def _term_names(self) -> list[str]:
         """Return the names of the active loss terms, in order."""
         names = ["loss_objective"]
@@ -456,18 +527,16 @@ class GRPOLoss(LossModule):
                 f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
+        if self.chooses_tokens and batch.keep is None:
+            (kept,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))
+            batch = replace(batch, keep=kept.to(batch.mask.device))
         found = self._actor().rows(batch, entropy=self.entropy_bonus)
         rows = self._gather(batch, found[0].device)
         names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
             losses, log_probs, entropy = self._fused(found, rows, names)
         else:
-            if isinstance(found, Scores):
-                log_probs, entropy = found
-            else:
-                log_probs, entropy = token_log_probs(
-                    found.hidden, found.head, rows.token, chunk_size=self.chunk_size, return_entropy=True
-                )
+            log_probs, entropy = self._scores(found, rows)
             losses = self._losses(batch, rows, names, log_probs, entropy)
         fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
@@ -546,10 +615,12 @@ class GRPOLoss(LossModule):
         proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
         held = [index, column, batch.tokens[index, column], batch.advantage[index, column].to(dtype)]
         held += [behaviour, proximal, weight]
+        if batch.keep is not None:
+            held.append(weight * batch.keep[index, column])
         if batch.ref is not None:
             held.append(batch.ref[index, column].to(dtype))
-        index, column, token, advantage, behaviour, proximal, weight, *ref = upload(held, device)
-        policy_weight = weight
+        index, column, token, advantage, behaviour, proximal, weight, *more = upload(held, device)
+        policy_weight = weight if batch.keep is None else more.pop(0)
         if self.tis_cap is not None:
             if self.tis_level == "token":
                 factor = pl.tis_weight(proximal, behaviour, self.tis_cap, self.tis_floor)
@@ -570,7 +641,7 @@ class GRPOLoss(LossModule):
             advantage=advantage,
             proximal=proximal,
             behaviour=behaviour,
-            ref=ref[0] if ref else None,
+            ref=more[0] if more else None,
             weight=weight,
             policy_weight=policy_weight,
             sequences=sequences,

@@ -38,6 +38,7 @@ class LossBatch:
         ref: [B, T] or None.
         proximal: [B, T] or None.
         weight: [B, T] or None.
+        keep: bool [B, T], the tokens that keep their policy loss, as `GRPOLoss.choose_tokens` chose them; or None.
         source: the TensorDict that they were read from, or None.
     """
 
@@ -50,6 +51,7 @@ class LossBatch:
     ref: torch.Tensor | None = None
     proximal: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
     source: TensorDictBase | None = None
 
     def to(self, device: torch.device) -> LossBatch:

@@ -50,6 +50,19 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         ),
     ),
     (
+        "Evaluations, of the weights after the step",
+        (
+            Figure("evaluation/reward", "reward", "mean over prompts of the mean reward of their completions"),
+            Figure("evaluation/reward_low", "reward", "lower end of its 95 % normal interval over prompts"),
+            Figure("evaluation/reward_high", "reward", "upper end"),
+            Figure("evaluation/pass@K", "share", "unbiased estimate of the prompts that one of K completions solves"),
+            Figure("evaluation/completion_length", "tokens", "mean number of sampled tokens"),
+            Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
+            Figure("evaluation/failed", "trajectories", "completions without a reward"),
+            Figure("evaluation/seconds", "s", "time of the evaluation"),
+        ),
+    ),
+    (
         "The step's trajectories",
         (
             Figure("advantage_std", "", "standard deviation of their advantages"),

@@ -239,9 +239,14 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
     wanted = any(form.takes("token_ids", "completion_ids") for form in grader.forms)
     tokens = stored.rows("input_ids", ids) if wanted else None
     starts = stored.scalars("num_prompt_tokens", ids)
+    known: dict[tuple[int, str], Prompt] = {}
     sampled = [
         Sampled(
-            prompt=Prompt(text=prompts[i], answer=context.answer, meta=context.prompt_meta),
+            prompt=known.get((id(context), prompts[i]))
+            or known.setdefault(
+                (id(context), prompts[i]),
+                Prompt(text=prompts[i], answer=context.answer, meta=context.prompt_meta),
+            ),
             completion=completions[i],
             token_ids=[] if tokens is None or starts is None else tokens[i][int(starts[i]) :].tolist(),
             finish_reason=reasons[i],
@@ -249,7 +254,7 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
         for i, context in enumerate(contexts)
     ]
     groups = stored.scalars("group_id", ids)
-    grades = grader.grade(sampled, None if groups is None else groups.tolist())
+    grades = grader.grade(sampled, None if groups is None else groups.tolist(), beside=False)
     return (
         np.array([item.reward for item in grades]),
         {i: item.error for i, item in enumerate(grades) if item.error is not None},

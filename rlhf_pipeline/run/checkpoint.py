@@ -27,7 +27,9 @@ _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"
 
 
-def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int, best: int | None = None
+) -> Path:
     """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
 
     If several processes learn in shards, each must call this.
@@ -38,6 +40,7 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping
         learner: writes weights, optimizer and random generator.
         state: JSON-ready values that `load_checkpoint` returns; those of the first process count.
         keep: how many checkpoints to keep, including this one.
+        best: the step of a checkpoint that is kept as well; None keeps no other.
 
     Returns:
         The new checkpoint's folder.
@@ -56,7 +59,9 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, *, state: Mapping
         (temporary / _STATE).write_text(content, encoding="utf-8")
     kept = [path for path in list_checkpoints(folder) if path.name <= final.name][-keep:]
     for other in list_checkpoints(folder):
-        if other not in kept:  # too old, or of a later step and skipped when the run was resumed
+        if other not in kept and (
+            step_of(other) != best or other.name > final.name
+        ):  # too old, or of a later step and skipped when the run was resumed
             remove_folder(other)
     if shards is not None and not shards.leads:
         shards.barrier()

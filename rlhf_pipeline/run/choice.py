@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.buffer.filters import select
-from rlhf_pipeline.buffer.trajectory_schema import WAITING
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, WAITING
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
@@ -227,6 +227,8 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
+    if EVALUATION.name in store.schema:
+        ids = ids[~store.read_scalars(EVALUATION.name, ids)]
     if WAITING.name in store.schema:  # rows that waited for their group and were left out of it
         ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
     graded = np.isfinite(store.read_scalars("task_reward", ids))

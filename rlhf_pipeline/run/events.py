@@ -29,6 +29,16 @@ class StepDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationDone:
+    """The weights of one step were evaluated."""
+
+    step: int
+    best: bool
+    """Whether their mean reward is the highest so far."""
+    figures: Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDone:
     """A collector process has stored one rollout."""
 
@@ -74,7 +84,7 @@ class RunFinished:
     num_trajectories: int
 
 
-Event = RunStarted | StepDone | RolloutDone | CollectorFinished | Notice | RunFinished
+Event = RunStarted | StepDone | EvaluationDone | RolloutDone | CollectorFinished | Notice | RunFinished
 EventHandler = Callable[[Event], None]
 
 

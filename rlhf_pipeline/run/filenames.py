@@ -6,6 +6,8 @@ from typing import Final
 
 CONFIG: Final = "config.json"
 STORE: Final = "store"
+EVALUATIONS: Final = "evaluations"
+"""Stores of evaluation rows, one for each way to evaluate."""
 LEDGER: Final = "ledger.jsonl"
 METRICS: Final = "metrics.jsonl"
 CHECKPOINTS: Final = "checkpoints"

@@ -318,6 +318,7 @@ class RunFolder:
         for folder in (
             self.checkpoints,
             self.path / filenames.STORE,
+            self.path / filenames.EVALUATIONS,
             self.rollouts,
             self.weights,
             self.claims,

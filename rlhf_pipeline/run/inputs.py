@@ -95,7 +95,8 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     {}
     """
     found: Inputs = {}
-    for field, path in _prompt_paths(pipeline.prompts, "prompts"):
+    held_out = () if pipeline.evaluate is None else _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
+    for field, path in (*_prompt_paths(pipeline.prompts, "prompts"), *held_out):
         if files := _prompt_files(path):
             found[field] = {"size": sum(file.stat().st_size for file in files), "sha256": _together(files)}
     if isinstance(pipeline.policy, PretrainedPolicy):

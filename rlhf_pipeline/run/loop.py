@@ -12,8 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.evaluation import Evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
@@ -102,6 +104,7 @@ class Loop:
         on_event: receives the start, the steps and the notices.
         after: called with the number of steps taken, at the start, after every step, and at the end with the reason;
             a learner with collectors publishes its weights here.
+        evaluator: evaluates the weights of some steps; None evaluates nothing.
         started: when the run began, by `time.perf_counter`; None means now.
     """
 
@@ -114,6 +117,7 @@ class Loop:
         stop: StopRequest,
         on_event: EventHandler,
         after: Callable[[int, Reason | None], None] = nothing_more,
+        evaluator: Evaluator | None = None,
         started: float | None = None,
     ) -> None:
         self.folder = run
@@ -125,6 +129,7 @@ class Loop:
         self.stop = stop
         self.on_event = with_logger(self.learn.logger, run, on_event)
         self.after = after
+        self.evaluator = evaluator
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
@@ -168,17 +173,23 @@ class Loop:
         if self._saved is None:
             self._save()  # the untrained weights, so that a run killed in its first steps can resume
         self.after(progress.step, None)
-        while (reason := self._ended()) is None:
-            batch = self.source.next(progress.step + 1, self.stop)
-            if batch is None:
-                reason = "interrupted"
-                break
-            self._step(batch)
-            self.after(progress.step, None)
-            freed.give_back()
-            if progress.step % self.learn.checkpoint_every == 0:
-                self._save()
-        self._save()
+        try:
+            if progress.step == 0:
+                self._evaluate(0)
+            while (reason := self._ended()) is None:
+                batch = self.source.next(progress.step + 1, self.stop)
+                if batch is None:
+                    reason = "interrupted"
+                    break
+                self._step(batch)
+                self.after(progress.step, None)
+                freed.give_back()
+                if progress.step % self.learn.checkpoint_every == 0 or self._best == progress.step:
+                    self._save()
+            self._save()
+        except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
+            tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
+            reason = "interrupted"
         self.after(progress.step, reason)
         self.folder.medium.flush()
         return reason
@@ -221,16 +232,30 @@ class Loop:
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
         if self._traffic is not None:
             row |= self._traffic.since_last()
+        row |= self._evaluate(number)
         if number > self.metrics.last_step:  # a step that is taken again has its line already
             self.metrics.append(row)
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
+
+    def _evaluate(self, step: int) -> Mapping[str, float | int | None]:
+        """Evaluate the weights of a step if that is due; return the figures."""
+        if self.evaluator is None or not self.evaluator.is_due(step):
+            return {}
+        return self.evaluator.evaluate(step, self.stop)
+
+    @property
+    def _best(self) -> int | None:
+        """The step of the best evaluated weights, if their checkpoint is kept."""
+        return None if self.evaluator is None else self.evaluator.best(self.progress.step)
 
     def _save(self) -> None:
         """Sync everything that the checkpoint refers to, then write it."""
         if self._saved == self.progress.step:
             return
         self.learner.buffer.store.flush()
+        if self.evaluator is not None:
+            self.evaluator.store.flush()
         self.metrics.sync()
         self.folder.rows(self.folder.ledger_file).sync()
         sync_path(self.folder.path)
@@ -241,6 +266,7 @@ class Loop:
             self.learner,
             state={"progress": vars(self.progress), "source": self.source.state()},
             keep=self.learn.keep_checkpoints,
+            best=self._best,
         )
         self.folder.keep(saved)
         for gone in set(before) - set(list_checkpoints(self.folder.checkpoints)):

@@ -15,6 +15,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose
+from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
@@ -94,9 +95,12 @@ def replay_stores(
                 ledger = Ledger(folder.rows(folder.ledger_file), metrics=folder.metrics)
                 learner = build_learner(pipeline, policy, buffer, ledger=ledger, seed=seed)
                 source = stored_source(pipeline, replay, learner, folder)
-                loop = Loop(folder, learner, source, stop=stop, on_event=on_event, started=started)
-                loop.restore()
-                finished = loop.finished(loop.run(), len(storage.store))
+                with open_evaluator(pipeline, policy, run=folder, seed=seed, on_event=on_event) as evaluator:
+                    loop = Loop(
+                        folder, learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started
+                    )
+                    loop.restore()
+                    finished = loop.finished(loop.run(), len(storage.store))
             else:
                 finished = RunFinished(
                     run_dir=run_dir,

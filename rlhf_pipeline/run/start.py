@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import build_parts
 from rlhf_pipeline.run.engines import chosen_engine
+from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop
@@ -77,12 +78,15 @@ def run(
         begun(folder, setup, resume=resume, on_event=on_event),
         chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
         build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
+        open_evaluator(
+            pipeline, models.policy, run=folder, seed=seed, on_event=on_event, hand_over=hand_over
+        ) as evaluator,
         stop_on_signals(parent) as stop,
     ):
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         source = MadeHere(pipeline, parts, on_event)
-        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, started=started)
+        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started)
         loop.restore()
         finished = loop.finished(loop.run(), len(parts.buffer.store))
     on_event(finished)

@@ -21,7 +21,7 @@ _CLOCK_S: Final = 2.0
 _CHUNK: Final = 1 << 22
 
 
-def copy_folder(source: Path, target: Path) -> None:
+def copy_folder(source: Path, target: Path, store: str) -> None:
     """Copy a store, so that the copy holds what was committed when the copying began; later commits may be in it.
 
     A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
@@ -31,6 +31,7 @@ def copy_folder(source: Path, target: Path) -> None:
     Args:
         source: the root folder.
         target: the new root; must not exist, or be empty. It appears under its name when it is whole.
+        store: the id of the store.
 
     Raises:
         StoreExistsError: the target holds something.
@@ -47,7 +48,7 @@ def copy_folder(source: Path, target: Path) -> None:
         began = time.time()
         newest = _newest(source)
         with contextlib.suppress(FileNotFoundError):  # an upkeep has removed a segment: the next round has its heir
-            _copy_round(source, building, newest, unchanged_before)
+            _copy_round(source, building, store, newest, unchanged_before)
             if _newest(source) == newest:
                 break
         unchanged_before = began - _CLOCK_S
@@ -69,9 +70,9 @@ def _newest(source: Path) -> Path:
     return max(path for path in (source / "catalog").iterdir() if number_of(f"catalog/{path.name}") is not None)
 
 
-def _copy_round(source: Path, building: Path, newest: Path, unchanged_before: float) -> None:
+def _copy_round(source: Path, building: Path, store: str, newest: Path, unchanged_before: float) -> None:
     """Bring a copy up to a record of the catalog; files that are older than `unchanged_before` are there already."""
-    state, _ = State.from_bytes(newest.read_bytes(), number_of(f"catalog/{newest.name}") or 0, str(newest))
+    state, _ = State.from_bytes(newest.read_bytes(), number_of(f"catalog/{newest.name}") or 0, store, str(newest))
     segments = {entry.name for entry in state.entries}
     shutil.rmtree(building / "catalog", ignore_errors=True)
     for folder in building.glob("seg-*"):

@@ -6,11 +6,13 @@ with this key exists.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import random
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +33,9 @@ _PATIENCE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 2.0
 _FOLDER_TRIES: Final = 12
+_LARGEST: Final = 1 << 32
+_LARGEST_DOCUMENT: Final = 1 << 26
+"""More bytes than a commit, or a record or other metadata, ever has: a sparse file must not take all memory."""
 PARTIAL = ".partial-"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -203,6 +208,16 @@ class Bucket(ABC):
         """
         return None
 
+    def hold(self) -> None:  # noqa: B027 - elsewhere the catalog's records say which store this is
+        """Remember which folder this is, so that `still_here` notices another one in its place, or none."""
+
+    def still_here(self) -> None:  # noqa: B027
+        """Check that the folder that `hold` remembers is still the one at this path.
+
+        Raises:
+            WriteFailedError: it was moved, removed or replaced.
+        """
+
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:
         """Take the upkeep lock: True if held, False if another process has it, None if the bucket has no locks."""
@@ -260,12 +275,44 @@ class FolderBucket(Bucket):
     tail = 1 << 12
 
     def __init__(self, root: Path, *, durable: bool) -> None:
-        self.root = root
-        self.where = str(root)
+        self.root = root.absolute()
+        self.where = str(self.root)
         self.durable = durable
+        self._held: tuple[int, int] | None = None
+
+    def hold(self) -> None:
+        """Remember which file the root is; it stays open, so that no other one gets its number."""
+        if self._held is None:
+            fd = fs.open_fd(self.root / "zarr.json", os.O_RDONLY)
+            weakref.finalize(self, os.close, fd).atexit = False
+            status = os.fstat(fd)
+            self._held = status.st_dev, status.st_ino
+
+    def still_here(self) -> None:
+        """Check that the root is the one that `hold` remembers: one call of stat."""
+        if self._held is None:
+            return
+        try:
+            status = os.stat(f"{self.where}/zarr.json")
+            found = status.st_dev, status.st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found != self._held:
+            why = (
+                "is gone: it was moved or removed"
+                if found is None
+                else "is another store: it was removed and made again"
+            )
+            raise WriteFailedError(
+                errno.ESTALE,
+                f"the folder that this process opened {why}. Every row that was acknowledged before was written to it. "
+                "Nothing more is; close the store, and open it again where it is",
+                self.where,
+            )
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put a file atomically: a reader sees all of it or nothing."""
+        self.still_here()
         path = self.root / key
         for attempt in range(_FOLDER_TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
@@ -328,7 +375,7 @@ class FolderBucket(Bucket):
 
     def _get(self, key: str) -> bytes:
         with self._opened(key) as fd:
-            return fs.read_all(fd)
+            return fs.read_all(fd, _LARGEST if key.endswith(".zip") or "/c/" in key else _LARGEST_DOCUMENT)
 
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         try:
@@ -427,4 +474,4 @@ class FolderBucket(Bucket):
     def upkeep_lock(self) -> Generator[bool | None]:
         """Take the lock of the store's own metadata file, which the kernel drops when its holder dies."""
         with fs.locked(self.root / "zarr.json") as mine:
-            yield mine
+            yield mine  # None where the file system has no locks: claims are used as in an object store

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import fs
+from trajectory_store import forks, fs
 from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import CATALOG, Entry, Journal, State
@@ -175,6 +175,7 @@ class Catalog:
 
     Args:
         medium: where the store is.
+        store: the `uuid` of the store.
         warn: warn when a segment cannot be opened.
 
     Attributes:
@@ -186,15 +187,15 @@ class Catalog:
         damaged: the segments in which upkeep has found damage.
     """
 
-    def __init__(self, medium: Medium, *, warn: bool = True) -> None:
+    def __init__(self, medium: Medium, store: str, *, warn: bool = True) -> None:
         self.medium = medium
         self._warn = warn
         try:
-            self.journal = Journal(medium.bucket)
+            self.journal = Journal(medium.bucket, store)
         except CorruptionError:
             if not medium.complete_root():
                 raise
-            self.journal = Journal(medium.bucket)
+            self.journal = Journal(medium.bucket, store)
         self.segments: dict[int, Segment] = {}
         self.updates: dict[int, Segment] = {}
         self.generation = 0
@@ -217,6 +218,7 @@ class Catalog:
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
         self._syncing = threading.Lock()
+        forks.guard(self, 1, self._lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
         self._take_state(opening=True)

@@ -6,6 +6,7 @@ chunk file holds the raw little-endian values and nothing else; `storage/FORMAT.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
-from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError
+from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, WriteFailedError
 from trajectory_store.maps import PreadBytes
 from trajectory_store.schema import Fill, Schema
 
@@ -62,6 +63,22 @@ def whole(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{str(value)[:40]!r} is not an integer from {least} to {most}")
     return value
+
+
+def time_after(newest_ns: int) -> int:
+    """Return the time in ns: that of the clock, or later than what was seen, whatever the clock says.
+
+    Raises:
+        WriteFailedError: the clock, or what was seen, is beyond the largest time that a store can hold.
+    """
+    now = max(time.time_ns(), newest_ns + 1)
+    if now >= MAX_TIME_NS:
+        raise WriteFailedError(
+            errno.EOVERFLOW,
+            f"the time is {now} ns, and a store holds times below {MAX_TIME_NS} ns (in the year 2116). Nothing was "
+            "written; set the clock of this machine, then append again",
+        )
+    return now
 
 
 def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
@@ -137,7 +154,7 @@ class SegmentMeta:
     preallocated: bool = False
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
     boot_id: str = field(default_factory=fs.boot_id)
-    created_ns: int = field(default_factory=time.time_ns)
+    created_ns: int = field(default_factory=lambda: time_after(0))
 
     @functools.cached_property
     def internal_rows(self) -> tuple[str, ...]:

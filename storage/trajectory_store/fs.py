@@ -98,18 +98,18 @@ def open_fd(path: Path | str, flags: int) -> int:
     return fd
 
 
-def read_file(path: Path | str) -> bytes:
-    """Read a small regular file."""
+def read_file(path: Path | str, most: int = 1 << 26) -> bytes:
+    """Read a regular file of at most so many bytes."""
     fd = open_fd(path, os.O_RDONLY)
     try:
-        return read_all(fd)
+        return read_all(fd, most)
     finally:
         os.close(fd)
 
 
-def read_all(fd: int) -> bytes:
-    """Read an open file from its start."""
-    size = os.fstat(fd).st_size
+def read_all(fd: int, most: int = 1 << 26) -> bytes:
+    """Read an open file from its start, and no more than `most` bytes: what is longer is none of the store's."""
+    size = min(os.fstat(fd).st_size, most)
     data = os.read(fd, size)
     while len(data) < size and (more := os.read(fd, size - len(data))):
         data += more
@@ -201,8 +201,8 @@ def remove_tree(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def try_lock(fd: int) -> bool:
-    """Try to take the exclusive lock of an open file; return False if another process holds it."""
+def try_lock(fd: int) -> bool | None:
+    """Try to take the exclusive lock of an open file: False if another process holds it, None if there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -210,6 +210,7 @@ def try_lock(fd: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return None
     return True
 
 
@@ -236,8 +237,8 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Generator[bool]:
-    """Hold the exclusive lock of a file; yield False if another process has it."""
+def locked(path: Path) -> Generator[bool | None]:
+    """Hold the exclusive lock of a file; yield False if another process has it, None if there are no locks."""
     fd = open_fd(path, os.O_RDONLY)
     try:
         yield try_lock(fd)

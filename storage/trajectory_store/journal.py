@@ -7,15 +7,15 @@ segment that is not named does not count, whatever the folder holds, and one tha
 
 from __future__ import annotations
 
+import errno
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
-from trajectory_store.errors import CorruptionError
+from trajectory_store.errors import CorruptionError, WriteFailedError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -26,6 +26,7 @@ from trajectory_store.format import (
     Kind,
     crc32c,
     segment_name,
+    time_after,
     whole,
 )
 from trajectory_store.schema import Schema
@@ -76,6 +77,7 @@ class State:
         number: the record's number, from 0.
         nonce: random; identifies the record.
         previous: the nonce of the record before.
+        store: the `uuid` of the store.
         time_ns: later than every commit that its writer had seen.
         next_ordinal: above every ordinal ever used.
         schema: the columns of the store now.
@@ -87,6 +89,7 @@ class State:
     number: int
     nonce: str
     previous: str
+    store: str
     time_ns: int
     next_ordinal: int
     schema: Schema
@@ -114,6 +117,7 @@ class State:
             "number": self.number,
             "nonce": self.nonce,
             "previous": self.previous,
+            "store": self.store,
             "time_ns": self.time_ns,
             "next_ordinal": self.next_ordinal,
             "rows_gone": self.rows_gone,
@@ -125,11 +129,11 @@ class State:
         return b"%08x %s\n" % (crc32c(line), line) * 2
 
     @classmethod
-    def from_bytes(cls, raw: bytes, number: int, where: str) -> tuple[State, bool]:
+    def from_bytes(cls, raw: bytes, number: int, store: str, where: str) -> tuple[State, bool]:
         """Parse a record; return it, and whether both of its lines are good.
 
         Raises:
-            CorruptionError: neither line is good.
+            CorruptionError: neither line is good, or it is a record of another store.
         """
         found: State | None = None
         lines = raw.split(b"\n")
@@ -140,6 +144,8 @@ class State:
                 found, good = state, good + 1
         if found is None:
             raise CorruptionError(f"{where} is damaged: neither of its two lines matches its checksum.")
+        if found.store != store:
+            raise CorruptionError(f"{where} is a record of another store ({found.store}, and this one is {store}).")
         return found, good == 2 and len(lines) == 3 and not lines[2] and lines[0] == lines[1]
 
 
@@ -154,6 +160,7 @@ def _parse_line(line: bytes, number: int) -> State | None:
             number=whole(body["number"], number, number),
             nonce=str(body["nonce"]),
             previous=str(body["previous"]),
+            store=str(body["store"]),
             time_ns=whole(body["time_ns"]),
             next_ordinal=following,
             rows_gone=whole(body["rows_gone"]),
@@ -193,6 +200,7 @@ class Journal:
 
     Args:
         bucket: where the records are.
+        store: the `uuid` of the store; records of another one do not count.
 
     Attributes:
         state: the newest record read so far.
@@ -204,8 +212,9 @@ class Journal:
 
     state: State
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, store: str) -> None:
         self._bucket = bucket
+        self._store = store
         self._top = -1
         self._stamp: int | None = None
         self.problems: list[str] = []
@@ -230,21 +239,31 @@ class Journal:
         return sorted(number for key in keys if (number := number_of(key)) is not None)
 
     def _read_newest(self) -> bool:
+        unreadable: list[int] = []
         for number in reversed(self._numbers(self._top)):
-            raw = self._bucket.get(record_key(number))
-            if raw is None:  # removed since it was listed, so there are newer ones
-                return self._read_newest()
-            self._top = max(self._top, number)
             where = f"{self._bucket.where}/{record_key(number)}"
             try:
-                self.state, whole = State.from_bytes(raw, number, where)
+                raw = self._bucket.get(record_key(number))
+                if raw is None:  # removed since it was listed, so there are newer ones
+                    return self._read_newest()
+                self.state, whole = State.from_bytes(raw, number, self._store, where)
             except CorruptionError as error:
                 self._note(str(error))
+                unreadable.append(number)
                 continue
             if not whole:
                 self._note(f"{where} is damaged: one of its two lines is not good.")
+            self._top = self._after(number, unreadable)
             return True
+        self._top = self._after(self._top, unreadable)
         return False
+
+    def _after(self, top: int, unreadable: Sequence[int]) -> int:
+        """Return the number that is taken last: that of a damaged record counts, but not a stray one's far above."""
+        for number in sorted(unreadable):
+            if number <= top + KEPT:
+                top = max(top, number)
+        return top
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
@@ -271,12 +290,39 @@ class Journal:
             if wanted is None:
                 return None
             number = self._top + 1
-            now = max(time.time_ns(), before.time_ns + 1, newest_ns + 1)
+            if not self._follows(before):
+                continue
+            now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.settle(record_key(number), state.to_bytes()) and self._counts(state):
                 self.state, self._top = state, number
                 self._prune(number)
                 return state
+
+    def _follows(self, before: State) -> bool:
+        """Return whether the record that this process followed is still there; False if a newer one was put since.
+
+        Raises:
+            WriteFailedError: another store, or an older state of this one, is in its place.
+        """
+        self._bucket.still_here()
+        raw, found = self._bucket.get(record_key(before.number)), ""
+        if raw is None:
+            if self.follow():
+                return False
+        else:
+            try:
+                found = State.from_bytes(raw, before.number, self._store, "the record")[0].nonce
+            except CorruptionError as error:
+                found = before.nonce if "another store" not in str(error) else ""
+        if found != before.nonce:
+            raise WriteFailedError(
+                errno.ESTALE,
+                f"record {before.number} of the catalog is not the one that this process followed: the store was "
+                "removed and made again, or restored from a copy. Nothing was written; open it again",
+                self._bucket.where,
+            )
+        return True
 
     def sync(self) -> None:
         """Wait until the newest record is safe; after that, segments that it no longer names may be removed."""
@@ -284,15 +330,16 @@ class Journal:
 
     def _counts(self, state: State) -> bool:
         """Whether the number was free because it was never used, and not because its record was removed long ago."""
-        if not self._numbers(state.number):
-            return True
-        raw = self._bucket.get(record_key(state.number + 1))
-        if raw is not None:
+        for number in self._numbers(state.number):
             try:
-                return State.from_bytes(raw, state.number + 1, "")[0].previous == state.nonce
-            except CorruptionError:
-                return False
-        return False
+                raw = self._bucket.get(record_key(number))
+                if raw is not None:
+                    found = State.from_bytes(raw, number, self._store, "")[0]
+                    return (number, found.previous) == (state.number + 1, state.nonce)
+            except CorruptionError:  # a stray one, or damaged: one that can be read decides
+                if number == state.number + 1:
+                    return False
+        return True
 
     def _prune(self, number: int) -> None:
         """Remove old records; more than `KEPT` are left, because another process may be listing them now."""
@@ -311,7 +358,7 @@ class Journal:
             if raw is None:
                 continue
             try:
-                whole = State.from_bytes(raw, number, "")[1]
+                whole = State.from_bytes(raw, number, self._store, "")[1]
             except CorruptionError:
                 whole = False
             if not whole:

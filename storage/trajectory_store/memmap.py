@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import fs
+from trajectory_store import forks, fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
@@ -98,9 +98,9 @@ class Memmap(Medium):
     """
 
     def __init__(self, folder: Path, *, durable: bool, io: Io | None = None) -> None:
-        self.folder = folder
-        self.where = str(folder)
         self.bucket = FolderBucket(folder, durable=durable)
+        self.folder = folder = self.bucket.root
+        self.where = self.bucket.where
         self.io: Io = choose(folder) if io is None else io
         self.keeps_arrays = self.io == "mmap"
         self._durable = durable
@@ -242,7 +242,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
             fs.mkdir(part)
         fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
         fd = fs.open_fd(commits_path(folder), os.O_RDWR)
-        if not fs.try_lock(fd):
+        if fs.try_lock(fd) is False:
             raise StoreError(f"{folder} was locked by another process while it was made.")
         fs.write_file(mark_path(folder), pack_mark(0))
         fs.write_file(folder / "commits" / "zarr.json", commits_json(meta.rows_cap))
@@ -287,11 +287,13 @@ class LocalWriter(SegmentWriter):
         }
         self._pool: ThreadPoolExecutor | None = None
         self._files = threading.Lock()
-        self._sync = threading.Condition()
+        self._sync = threading.Condition(threading.Lock())
+        self._pid = os.getpid()
         self._synced = 0
         self._failed = False
         self._syncing = False
         self._company = False
+        forks.guard(self, 3, self._files, self._sync)
         self._waits = meta.durability != "process" and not meta.merged
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
@@ -416,8 +418,7 @@ class LocalWriter(SegmentWriter):
         except OSError:
             kind = KIND_END
         try:
-            now = max(time.time_ns(), self.last_time + 1)
-            self._put_record(kind, self.rows, 0, sum(self.ends.values()), now, 0)
+            self._put_record(kind, self.rows, 0, sum(self.ends.values()), self.last_time + 1, 0)
             fs.datasync(self._log_fd)
         except OSError:
             pass
@@ -426,9 +427,9 @@ class LocalWriter(SegmentWriter):
 
     def abandon(self) -> None:
         """Close the files and drop the lock without an end record."""
-        if self._pool is not None:
+        if self._pool is not None and self._pid == os.getpid():  # a fork has none of its threads
             self._pool.shutdown(wait=False)
-            self._pool = None
+        self._pool = None
         with self._files:
             if self._log_fd < 0:
                 return
@@ -641,7 +642,7 @@ class LocalSegment(Segment):
         """Return the values of a file that was cut or is missing, as far as they are there; `gaps` has the others."""
         values = np.zeros(spec.capacity * spec.itemsize, np.uint8)
         try:
-            found = np.frombuffer(fs.read_file(path), np.uint8)[: len(values)]
+            found = np.frombuffer(fs.read_file(path, len(values)), np.uint8)
             values[: len(found)] = found
         except (FileNotFoundError, NotADirectoryError):
             pass

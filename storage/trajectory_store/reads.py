@@ -279,9 +279,10 @@ class StoreReads:
             rows = self.ids()[rows]
         elif getattr(rows, "dtype", None) == np.bool_:
             mask = cast("npt.NDArray[np.bool_]", rows)
-            if mask.shape != (len(self),):
-                raise BatchError(f"a mask of shape {list(mask.shape)}; the store has {len(self)} rows.")
-            rows = self.ids()[mask]
+            every = self.ids()
+            if mask.shape != every.shape:
+                raise BatchError(f"a mask of shape {list(mask.shape)}; the store has {len(every)} rows.")
+            rows = every[mask]
         found = self.read(rows, columns)
         return found[columns] if isinstance(columns, str) else found
 

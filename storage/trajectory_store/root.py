@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from trajectory_store.format import (
     crc32c,
     group_json,
     read_attributes,
+    time_after,
 )
 from trajectory_store.journal import CATALOG, State, record_key
 from trajectory_store.schema import Schema
@@ -61,7 +61,7 @@ class Root:
     backend: Literal["memmap", "zarr"] = "memmap"
     compress: bool = False
     uuid: str = field(default_factory=lambda: fs.token(16))
-    created_ns: int = field(default_factory=time.time_ns)
+    created_ns: int = field(default_factory=lambda: time_after(0))
 
     def to_json(self) -> bytes:
         """Return the content of the store's zarr.json."""
@@ -97,7 +97,7 @@ class Root:
     @property
     def first_state(self) -> State:
         """The first record of the catalog; it follows from the root, so every process puts the same bytes."""
-        return State(0, self.uuid[:16], "", self.created_ns, 0, self.schema)
+        return State(0, self.uuid[:16], "", self.uuid, self.created_ns, 0, self.schema)
 
 
 def _crc(attributes: Mapping[str, Any]) -> int:

@@ -62,7 +62,7 @@ class TrajectoryStore(StoreReads):
     """
 
     def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
-        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium))
+        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium, root.uuid))
         self._address = address
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -71,6 +71,8 @@ class TrajectoryStore(StoreReads):
         self._on_segment: Callable[[int], None] | None = None
         self._background = Background(self._look_in, root)
         self._pid = os.getpid()
+        if mode == "a":
+            medium.bucket.hold()
 
     # Opening and closing
 
@@ -235,7 +237,7 @@ class TrajectoryStore(StoreReads):
     def _look_in(self) -> Generator[Catalog]:
         """Open a second catalog of the store, which shares nothing with the first."""
         medium = self._catalog.medium.fresh()
-        catalog = Catalog(medium, warn=False)
+        catalog = Catalog(medium, self._root.uuid, warn=False)
         try:
             yield catalog
         finally:
@@ -428,7 +430,7 @@ class TrajectoryStore(StoreReads):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target))
+            copy_folder(self.path, Path(target), self._root.uuid)
 
     @property
     def segment(self) -> int | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trajectory_store import fs
+from trajectory_store import forks, fs
 from trajectory_store.batch import Batch
 from trajectory_store.errors import StoreError, UnsyncedError
-from trajectory_store.format import Durability, Kind, SegmentMeta
+from trajectory_store.format import Durability, Kind, SegmentMeta, time_after
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import SealedError, SegmentWriter
 from trajectory_store.root import Root
@@ -51,8 +50,10 @@ class Stream:
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
         self._writer: SegmentWriter | None = None
+        self._ending: tuple[threading.Thread, SegmentWriter] | None = None
         self._finished: tuple[int, int] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        forks.guard(self, 0, self._lock)
         self._pid = os.getpid()
 
     @property
@@ -80,7 +81,7 @@ class Stream:
             while writer is None:
                 writer = self._writer_for(batch, schema, begin)
                 # After every commit that this process has seen, whatever the clock says.
-                now = max(time.time_ns(), self._catalog.newest_ns + 1)
+                now = time_after(self._catalog.newest_ns)
                 try:
                     first = writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
                 except SealedError:  # another process ended the segment: the rows go to a new one
@@ -99,6 +100,7 @@ class Stream:
                 if self._writer is writer:
                     self._give_up()
             raise fs.unsynced(error, self._catalog.medium.where) from error
+        self._catalog.medium.bucket.still_here()  # else the rows are in a folder that nobody reads
         return writer.ordinal, first
 
     def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
@@ -122,9 +124,19 @@ class Stream:
         return self._roll(batch, schema, begin)
 
     def _end_segment(self) -> None:
-        """Finish the current segment, with everything in it safe."""
+        """Finish the current segment, with everything in it safe.
+
+        Where no append waits for the disk, this one does not, either: a thread syncs the segment and ends it.
+        """
         writer = self._writer
         if writer is None:
+            return
+        if self.durability == "process" and self._catalog.medium.bucket.local:
+            self._join()
+            thread = threading.Thread(target=writer.finish, name="trajectory-end")
+            self._ending = thread, writer
+            thread.start()
+            self._finished, self._writer = (writer.ordinal, writer.rows), None
             return
         with fs.explained(self._catalog.medium.where, "syncing"):
             try:
@@ -201,8 +213,17 @@ class Stream:
             self._finished = self._writer.ordinal, self._writer.rows
             self._writer = None
 
+    def _join(self) -> None:
+        """Wait until the segment before is ended."""
+        if self._ending is not None:
+            self._ending[0].join()
+            self._ending = None
+
     def _drop(self) -> None:
-        """After a fork: close the parent's files and leave its segment alone."""
+        """After a fork: close the parent's files and leave its segments alone."""
+        if self._ending is not None:
+            self._ending[1].abandon()
+            self._ending = None
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -213,6 +234,7 @@ class Stream:
             if self._pid != os.getpid():
                 self._drop()
                 return
+            self._join()
             self._give_up()
             if self._finished is not None and not self._catalog.medium.complete:
                 self._note_rows()

@@ -310,8 +310,8 @@ def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
             store.append({"n": [n]})
         with monkeypatch.context() as patches:
             patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
-            medium = open_objects(memory, None, None, 1 << 20)[1]
-            assert medium.seal(Catalog(medium).segments[0])
+            root, medium = open_objects(memory, None, None, 1 << 20)
+            assert medium.seal(Catalog(medium, root.uuid).segments[0])
         with TrajectoryStore.open(memory) as reader:
             assert reader.read_scalars("n").tolist() == list(range(BLOCK - 1))
             assert reader.verify().ok, str(reader.verify())

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_parts
+from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop, Reason
@@ -70,10 +71,20 @@ def learn(
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, run, on_event)
             after = publisher.publish
-            loop = Loop(run, parts.learner, source, stop=stop, on_event=on_event, after=after, started=started)
-            loop.restore()
-            heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
-            reason = loop.run()
+            with open_evaluator(pipeline, models.policy, run=run, seed=seed, on_event=on_event) as evaluator:
+                loop = Loop(
+                    run,
+                    parts.learner,
+                    source,
+                    stop=stop,
+                    on_event=on_event,
+                    after=after,
+                    evaluator=evaluator,
+                    started=started,
+                )
+                loop.restore()
+                heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
+                reason = loop.run()
             parts.buffer.refresh()
             finished = loop.finished(reason, len(parts.buffer.store))
         heartbeat.beat("ended", reason=reason, step=finished.steps)

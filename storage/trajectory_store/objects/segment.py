@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import fs
+from trajectory_store import forks, fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.format import RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
@@ -81,6 +81,9 @@ class Cache:
     def __init__(self, parent: str | os.PathLike[str] | None, max_bytes: int) -> None:
         self._parent = tempfile.gettempdir() if parent is None else parent
         self._max_bytes = max_bytes
+        self.lock = threading.RLock()
+        """Held while a column is fetched and until its file is open, so that it is not evicted in between."""
+        forks.guard(self, 2, self.lock)
         self._used: dict[tuple[ObjectSegment, str], int] = {}
         self.begin()
 
@@ -92,8 +95,6 @@ class Cache:
         self._bytes = 0
         self.folder = Path(self._parent, f"trajectory-store-{fs.token(8)}")
         """Created with its first file."""
-        self.lock = threading.RLock()
-        """Held while a column is fetched and until its file is open, so that it is not evicted in between."""
         self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def add(self, segment: ObjectSegment, name: str, size: int) -> None:

@@ -31,6 +31,8 @@ from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.errors import StopAskedError
+from rlhf_pipeline.run.build import build_learner
+from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column
 
 
@@ -182,6 +184,31 @@ def test_a_failed_trajectory_is_stored_and_counts_for_nothing(tmp_path):
         assert np.asarray(rows["advantage"])[good] == pytest.approx(expected, abs=1e-4)
     for one in (straight, found):
         one.buffer.trajectories.close()
+
+
+def test_weights_are_those_of_a_store_without_the_failed_trajectories(tmp_path):
+    """Two steps on a store with failed calls, and on one that never had these rows: equal bit for bit."""
+
+    def fails(prompt, completion, answer, meta):
+        if unlucky(prompt, completion):
+            raise Timed
+        return token_match(prompt, completion, answer, meta)
+
+    found, _ = collected(tmp_path / "failing", fails)
+    store = found.buffer.store
+    storage = TrajectoryStorage(tmp_path / "without" / "store", extra=FAILURES)
+    good = store.ids()[np.isfinite(store.read_scalars("task_reward"))]
+    assert 0 < len(good) < len(store)
+    storage.store.append_batch(store.read_batch(good, storage.store.schema).fitted(storage.store.schema))
+    storage.refresh()
+    learned = []
+    for buffer in (found.buffer, TrajectoryReplayBuffer(storage=storage)):
+        policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
+        learner = build_learner(tiny(), policy, buffer, ledger=None, seed=0)
+        assert [learner.step(step)["num_trajectories"] for step in (1, 2)] == [len(good)] * 2
+        learned.append(torch.cat([weight.detach().flatten() for weight in policy.parameters()]))
+        buffer.trajectories.close()
+    assert torch.equal(*learned)
 
 
 def test_each_reward_has_a_column_and_figures_that_the_store_gives_again(tmp_path):

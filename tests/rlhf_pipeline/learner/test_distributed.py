@@ -18,10 +18,11 @@ import pytest
 import torch
 from tensordict import lazy_stack
 
-from rlhf_pipeline import Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
+from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.distributed import Shards, shard_policy
+from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.report.check import check_run, check_store
@@ -292,3 +293,23 @@ def test_what_does_not_go_with_shards_is_refused():
     for options in ({"layout": "packed"}, {"offload_optimizer": True}, {"reference_every": 2}):
         with pytest.raises(DefinitionError, match="does not go with several processes"):
             shards.check(Learn(**options))
+
+
+@pytest.mark.parametrize("option", [{"top_entropy_quantile": 0.2}, {"clip_cov": 0.01}])
+def test_a_choice_among_all_tokens_is_refused_with_several_processes(tmp_path, option):
+    """No process sees all tokens of a step; the sentence names the settings."""
+    policy = scratch_policy("01", hidden_size=8, num_layers=1, num_heads=2, seed=0)
+    buffer = TrajectoryReplayBuffer(storage=tmp_path / "store", transform=MCAdvantage(2))
+    with pytest.raises(DefinitionError, match=r"loss\.top_entropy_quantile and loss\.clip_cov"):
+        Learner(
+            policy=policy,
+            loss=GRPOLoss(policy, **option),
+            buffer=buffer,
+            config=Learn(),
+            max_staleness=0,
+            max_completion_tokens=2,
+            ledger=None,
+            seed=0,
+            shards=object.__new__(Shards),
+        )
+    buffer.trajectories.close()

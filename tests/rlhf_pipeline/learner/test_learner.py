@@ -229,6 +229,36 @@ def test_the_figures_are_those_of_all_trajectories_of_the_step(make_learner, bud
     assert metrics["ess_sequence"] < 0.99
 
 
+CHOICES = [{"top_entropy_quantile": 0.3}, {"clip_cov": 0.5, "clip_cov_bounds": (-5.0, 5.0)}]
+
+
+@pytest.mark.parametrize("options", CHOICES, ids=["top entropy", "clip-cov"])
+def test_which_tokens_keep_their_loss_does_not_depend_on_the_split(make_learner, options):
+    """The choice is among all tokens of the step, those without an advantage included; its gradient is one batch's."""
+    weights, figures, kept = [], [], []
+    for budget in (6, 9, 4096):
+        learner = make_learner(budget, **options)
+        learner.policy.double()
+        learner.buffer.extend(lazy_stack(spread_out()))
+        plan = learner._choose_tokens(learner._plan(learner.chosen_rows(1).row_ids), 1)
+        rows = [*plan.batches, *plan.measured]
+        counts = {int(at): k for part in rows for at, k in zip(part, plan.parts[int(part[0])].keep.sum(1), strict=True)}
+        kept.append([int(counts[at]) for at in range(len(counts))])
+        figures.append(learner.step(1))
+        weights.append(torch.cat([p.detach().flatten() for p in learner.policy.parameters()]))
+    # 20 tokens: 6 above the quantile at 0.7 of the way; or all but 10 drawn.
+    assert kept[0] == kept[1] == kept[2]
+    assert sum(kept[0]) == (6 if "top_entropy_quantile" in options else 10)
+    for other, of_other in zip(weights[1:], figures[1:], strict=True):
+        assert of_other["loss"] == pytest.approx(figures[0]["loss"], rel=1e-6)
+        assert of_other["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-5)
+        assert (other - weights[0]).abs().max() < 1e-5
+    plain = make_learner(4096)
+    plain.policy.double()
+    plain.buffer.extend(lazy_stack(spread_out()))
+    assert plain.step(1)["grad_norm"] != pytest.approx(figures[0]["grad_norm"], rel=1e-2)
+
+
 def trained(learner, steps):
     return [learner.step(step) for step in range(1, steps + 1)]
 

@@ -23,6 +23,14 @@ from tests.rlhf_pipeline.small import newest, tiny
 pipeline = functools.partial(tiny, policy__num_layers="2", loss__entropy_coeff="0", learn__steps="4")
 
 
+def unexpected(events: list[Event]) -> list[str]:
+    """Return the notices, but for the one that a model which never hits its target has groups without spread."""
+    said = [event.message for event in events if isinstance(event, Notice)]
+    return [
+        message for message in said if "every advantage is 0, as no group has two rewards that differ" not in message
+    ]
+
+
 @pytest.fixture
 def in_bfloat16(tmp_path) -> Pipeline:
     scratch_policy("0123456789=", hidden_size=16, num_layers=2, num_heads=2, seed=0).save_pretrained(tmp_path / "model")
@@ -34,7 +42,7 @@ def test_a_bfloat16_run_keeps_float32_masters_and_resumes_bit_for_bit(tmp_path, 
     """Weights are saved in bfloat16, masters in float32, each weight is its master rounded, and a resume is exact."""
     events: list[Event] = []
     run(in_bfloat16, run_dir=tmp_path / "straight", on_event=events.append)
-    assert [event for event in events if isinstance(event, Notice)] == []
+    assert unexpected(events) == []
     run(override(in_bfloat16, "learn.steps", "3"), run_dir=tmp_path / "run")
     run(in_bfloat16, run_dir=tmp_path / "run", resume=True)
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -98,7 +106,7 @@ def test_every_loss_runs_from_a_definition(tmp_path, changes):
     run(made, run_dir=tmp_path / "run", on_event=events.append)
     rows = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert [event.message for event in events if isinstance(event, Notice)] == []
+    assert unexpected(events) == []
 
 
 def test_losses_that_cannot_be_are_refused():

@@ -79,6 +79,29 @@ def test_recipes_by_hand(tiny, name):
     assert gradient[1, 2] == 0
 
 
+def kept_tokens(td, s: dict[str, Any], lp_all, h_all):
+    """The tokens that keep their policy loss, by sorting; the draw of Clip-Cov takes every candidate here."""
+    tokens = [(i, t) for i, t in td[MASK].nonzero().tolist()]
+    if not {"top_entropy_quantile", "clip_cov"} & s.keys():
+        return set(tokens)
+    entropy = {(i, t): float(h_all[i, t - 1]) for i, t in tokens}
+    at = (1 - s.get("top_entropy_quantile", 1.0)) * (len(tokens) - 1)
+    below, above = (sorted(entropy.values())[n] for n in (math.floor(at), math.ceil(at)))
+    threshold = below + (at - math.floor(at)) * (above - below)
+    kept = {token for token in tokens if entropy[token] >= threshold}
+    if "clip_cov" in s:
+        lp = {(i, t): float(lp_all[i, t - 1]) for i, t in tokens}
+        a = {(i, t): float(td["advantage"][i, t]) for i, t in tokens}
+        mean_lp, mean_a = (sum(values.values()) / len(tokens) for values in (lp, a))
+        for i, t in tokens:
+            w = math.exp(lp[i, t] - float(td["log_probs", "full"][i, t]))
+            clipped = w > 1.2 if a[i, t] > 0 else w < 0.8
+            low, high = s["clip_cov_bounds"]
+            if not clipped and low < (a[i, t] - mean_a) * (lp[i, t] - mean_lp) < high:
+                kept.discard((i, t))
+    return kept
+
+
 def plain(policy, td, s: dict[str, Any], banned: int | None = None):
     """The loss of a dictionary of options from all logits, token by token, with nothing of the library in it.
 
@@ -92,6 +115,7 @@ def plain(policy, td, s: dict[str, Any], banned: int | None = None):
     rows = [i for i in range(len(td)) if bool(td[MASK][i].any())]
     count = sum(int(td[MASK][i].sum()) for i in rows)
     total = torch.zeros((), dtype=torch.float64)
+    chosen = kept_tokens(td, s, lp_all.detach(), h_all.detach())
     for i in rows:
         length = int(td[MASK][i].sum())
         at = [t for t in td[MASK][i].nonzero()[:, 0].tolist() if td["tokens", "full"][i, t] != banned]
@@ -120,6 +144,7 @@ def plain(policy, td, s: dict[str, Any], banned: int | None = None):
                 if "dual_clip" in s and a < 0 and best < s["dual_clip"] * a:
                     best = s["dual_clip"] * a
                 loss = -best
+            loss = loss * ((i, t) in chosen)
             if "off_policy_threshold" in s and a < 0:
                 loss = loss * float(
                     sum(float(lb[u] - lp[u].detach()) for u in at) / len(at) <= s["off_policy_threshold"]
@@ -161,6 +186,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tis of sequences": {"decoupled": True, "tis_cap": 1.5, "tis_level": "sequence"},
     "icepop": {"decoupled": True, "icepop": (0.9, 1.2)},
     "off-policy mask": {"off_policy_threshold": 0.05},
+    "top entropy": {"top_entropy_quantile": 0.3, "kl_to_ref_coeff": 0.2, "kl_estimator": "k3"},
+    "clip-cov": {"clip_cov": 1.0, "clip_cov_bounds": (0.05, 1.0)},
+    "both choices": {
+        "top_entropy_quantile": 0.6,
+        "clip_cov": 1.0,
+        "clip_cov_bounds": (0.05, 5.0),
+        "entropy_coeff": 0.1,
+    },
     "tis with a floor": {"decoupled": True, "tis_cap": 1.1, "tis_floor": 0.95},
     "mask by product": {"decoupled": True, "icepop": (0.9, 1.2), "icepop_level": "product"},
     "sequence mask": {"decoupled": True, "icepop": (0.95, 1.05), "icepop_level": "sequence"},

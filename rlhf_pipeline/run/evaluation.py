@@ -1,0 +1,239 @@
+"""Evaluation on prompts that are never learned from.
+
+The completions of an evaluation are rows of a store of their own, `evaluations/DIGEST` in the run folder, marked by the
+column `evaluation`. They are not in the run's store because its rows are numbered: the ledger, the watermark of each
+step and the ring of `buffer.max_trajectories` count them, so a run with evaluations would name other rows, and evict
+others, than the same run without. The digest is that of what is evaluated; other prompts or another temperature begin
+another store.
+
+An evaluation is one rollout of a `Collector`, number `step`, in one commit: one that a kill interrupted is done again
+token for token, and one that is stored is read and not sampled again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES
+from rlhf_pipeline.collectors.collector import Collector
+from rlhf_pipeline.config import Evaluate, Pipeline
+from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.rewards import has_columns, rewards_of
+from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
+from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.engines import HandOver
+from rlhf_pipeline.run.events import EvaluationDone, EventHandler
+from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.medium import Address, below, is_url
+from rlhf_pipeline.run.signals import StopRequest
+from trajectory_store import Column, TrajectoryStore
+
+Figures = dict[str, float | int | None]
+
+_PROMPT_SEED: Final = 0
+"""Seeds the choice of prompts, so that runs of other seeds are evaluated on the same ones."""
+_STREAMS: Final = 0x5EED
+"""Added to the run's seed for the random numbers of an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FirstPrompts:
+    """The first prompts of a source, again and again."""
+
+    source: PromptSource
+    count: int
+
+    @property
+    def as_chat(self) -> bool:
+        """As the source says."""
+        return self.source.as_chat
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """As the source says."""
+        return template_options(self.source)
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt `cursor % count`."""
+        del seed
+        return prompt_at(self.source, cursor % self.count, _PROMPT_SEED)
+
+
+def num_prompts(evaluate: Evaluate) -> int:
+    """Return how many prompts are evaluated: `num_prompts`, or all of a source that has fewer."""
+    whole: Any = getattr(evaluate.prompts, "all_prompts", None)
+    return min(evaluate.num_prompts, len(whole()) if whole is not None else evaluate.num_prompts)
+
+
+def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> Address:
+    """Return where the evaluations of a run are stored."""
+    what = {
+        name: to_json(value)
+        for name, value in (
+            ("prompts", evaluate.prompts),
+            ("num_prompts", num_prompts(evaluate)),
+            ("group_size", evaluate.group_size),
+            ("temperature", evaluate.temperature),
+            ("max_new_tokens", evaluate.max_new_tokens or pipeline.collect.max_new_tokens),
+        )
+    }
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return below(run.address, f"{filenames.EVALUATIONS}/{digest}")
+
+
+@contextmanager
+def open_evaluator(
+    pipeline: Pipeline,
+    policy: TokenPolicy,
+    *,
+    run: RunFolder,
+    seed: int,
+    on_event: EventHandler,
+    hand_over: HandOver | None = None,
+) -> Iterator[Evaluator | None]:
+    """Open what evaluates a run's policy, or None if the definition does not ask for it.
+
+    Args:
+        pipeline: the definition.
+        policy: has the weights of the newest step.
+        run: the run folder.
+        seed: the run's seed.
+        on_event: receives each evaluation.
+        hand_over: passes the policy's weights to its engine; from `chosen_engine`.
+    """
+    evaluate = pipeline.evaluate
+    if evaluate is None:
+        yield None
+        return
+    path, rewards = evaluation_store(run, pipeline, evaluate), rewards_of(pipeline.reward)
+    named = [Column(one.column, "float32", fill=math.nan) for one in rewards if has_columns(pipeline.reward)]
+    storage = TrajectoryStorage(
+        path if isinstance(path, str) else str(path),
+        backend="zarr" if is_url(path) else pipeline.buffer.backend,
+        durability=pipeline.buffer.durability,
+        extra=[*FAILURES, EVALUATION, *named],
+    )
+    with closing(storage):
+        count = num_prompts(evaluate)
+        config = dataclasses.replace(
+            pipeline.collect,
+            prompts_per_rollout=count,
+            group_size=evaluate.group_size,
+            max_new_tokens=evaluate.max_new_tokens or pipeline.collect.max_new_tokens,
+            **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} if not evaluate.temperature else {}),
+        )
+        collector = Collector(
+            policy=policy,
+            prompts=FirstPrompts(source=evaluate.prompts, count=count),
+            reward=pipeline.reward,
+            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
+            config=config,
+            seed=seed + _STREAMS,
+            hand_over=hand_over,
+            temperature=evaluate.temperature,
+            marks={EVALUATION.name: True},
+        )
+        yield Evaluator(evaluate, collector, on_event)
+
+
+class Evaluator:
+    """Evaluates the weights of steps, and knows the best ones; made by `open_evaluator`."""
+
+    def __init__(self, evaluate: Evaluate, collector: Collector, on_event: EventHandler) -> None:
+        self.store = collector.buffer.store
+        self._evaluate = evaluate
+        self._collector = collector
+        self._on_event = on_event
+        self._means = {one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate)}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights of a step are to be evaluated."""
+        return self._evaluate.at_start if step == 0 else step % self._evaluate.every == 0
+
+    def evaluate(self, step: int, stop: StopRequest) -> Figures:
+        """Evaluate the policy's weights, or read what was stored of them.
+
+        Raises:
+            StopAskedError: a signal asked to stop while reward calls were running.
+            RewardError: every reward call failed.
+        """
+        done = self._collector.collect(
+            step,
+            policy_version=step,
+            stop=lambda: bool(stop),
+            say=lambda sentence: tell(self._on_event, sentence),
+        )
+        size = self._collector.config.prompts_per_rollout
+        rows = self._collector.stored.rows(step * size, (step + 1) * size - 1)
+        figures = evaluation_figures(self.store, rows, self._evaluate.success_at)
+        self._means[step] = figures["evaluation/reward"]
+        figures["evaluation/seconds"] = done.seconds
+        self._on_event(EvaluationDone(step=step, best=self.best(step) == step, figures=figures))
+        return figures
+
+    def best(self, step: int) -> int | None:
+        """Return the best evaluated step up to this one, if its checkpoint is kept; see `Evaluate.keep_best`."""
+        if not self._evaluate.keep_best:
+            return None
+        known = [(-mean, at) for at, mean in self._means.items() if at <= step and mean is not None]
+        return min(known)[1] if known else None
+
+
+def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: float) -> Figures:
+    """Return the figures of one evaluation.
+
+    Args:
+        store: where its rows are.
+        rows: int64 [n], their ids.
+        success_at: the reward from which on a completion counts as right.
+
+    Returns:
+        `evaluation/reward` (mean over prompts), `evaluation/reward_low` and `_high` (its 95 % interval), `pass@K` for
+        powers of two up to the group's size, `completion_length`, `cut_off` and `failed`.
+    """
+    rewards = store.read_scalars("task_reward", rows).astype(np.float64)
+    _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
+    graded = np.isfinite(rewards)
+    counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
+    sums = np.bincount(prompt[graded], rewards[graded], minlength=len(counts))
+    right = np.bincount(prompt[graded], rewards[graded] >= success_at, minlength=len(counts)).astype(np.int64)
+    means = sums[counts > 0] / counts[counts > 0]
+    mean, low, high = mean_interval(means) if len(means) else (None, None, None)
+    lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
+    reasons = store.read(rows, ["finish_reason"])["finish_reason"]
+    most = int(np.bincount(prompt).max())
+    return {
+        "evaluation/reward": mean,
+        "evaluation/reward_low": low,
+        "evaluation/reward_high": high,
+        **{f"evaluation/pass@{2**i}": pass_at_k(counts, right, 2**i) for i in range(most.bit_length())},
+        "evaluation/completion_length": float(lengths.mean()),
+        "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
+        "evaluation/failed": int((~graded).sum()),
+    }
+
+
+def stored_evaluations(store: TrajectoryStore, evaluate: Evaluate) -> list[dict[str, Any]]:
+    """Return the step and the figures of each evaluation in a store, by step.
+
+    Args:
+        store: of one run's evaluations.
+        evaluate: says when a completion is right.
+    """
+    ids, steps = store.ids(), store.read_scalars("policy_version")
+    return [
+        {"step": step, **evaluation_figures(store, ids[steps == step], evaluate.success_at)}
+        for step in np.unique(steps).tolist()
+    ]

@@ -1,0 +1,66 @@
+"""Forks: a child inherits no lock that another thread of its parent held, and no state that was half-changed."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from typing import Protocol
+
+PATIENCE_S = 60.0
+"""How long a fork waits for calls of other threads to end; after that it goes on as if they had."""
+
+
+class Lock(Protocol):
+    """What `threading` has of locks."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it."""
+        ...
+
+    def release(self) -> None:
+        """Give it back."""
+        ...
+
+
+_locks: weakref.WeakKeyDictionary[object, tuple[int, tuple[Lock, ...]]] = weakref.WeakKeyDictionary()
+_held: list[Lock] = []
+
+
+def guard(owner: object, rank: int, *locks: Lock) -> None:
+    """Hold these locks during every fork, for as long as their owner lives.
+
+    Args:
+        owner: what they belong to.
+        rank: lower than that of the locks that are taken while these are held.
+        locks: the locks.
+    """
+    _locks[owner] = rank, locks
+
+
+def _before() -> None:
+    """Take all locks in the order in which calls take them; if that does not get on, give all back and try again."""
+    until, patience = time.monotonic() + PATIENCE_S, 0.05
+    while time.monotonic() < until:
+        wanted = _wanted()
+        for lock in wanted:
+            if not lock.acquire(timeout=patience):
+                break
+            _held.append(lock)
+        else:
+            if _wanted() == wanted:  # no new one, which another thread may hold
+                return
+        _release()
+        patience *= 1.5
+
+
+def _wanted() -> list[Lock]:
+    return [lock for _, locks in sorted(_locks.values(), key=lambda found: found[0]) for lock in locks]
+
+
+def _release() -> None:
+    while _held:
+        _held.pop().release()
+
+
+os.register_at_fork(before=_before, after_in_parent=_release, after_in_child=_release)

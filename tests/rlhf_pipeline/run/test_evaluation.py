@@ -1,0 +1,192 @@
+"""Evaluations of a run: they change nothing that is learned, are resumed exactly, and name the best checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline import CopyDigits, Evaluate, Pipeline, Prompts, Reward, exact_match, token_match
+from rlhf_pipeline.cli.preflight import check_pipeline
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.run.evaluation import evaluation_figures, evaluation_store, stored_evaluations
+from rlhf_pipeline.run.events import EvaluationDone, Event
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
+from trajectory_store import TrajectoryStore
+
+HELD_OUT = Evaluate(prompts=CopyDigits(num_digits=3), every=2, num_prompts=5, group_size=4, success_at=0.5)
+
+
+def evaluated(evaluate: Evaluate = HELD_OUT, **changes: str) -> Pipeline:
+    return dataclasses.replace(changed(tiny(), **changes), evaluate=evaluate)
+
+
+def rows_of(pipeline: Pipeline, run_dir: Path) -> dict[str, Any]:
+    """The rows of its evaluations, without times."""
+    assert pipeline.evaluate is not None
+    path = evaluation_store(RunFolder(run_dir), pipeline, pipeline.evaluate)
+    with TrajectoryStore.open(path, mode="r") as store:
+        names = ["policy_version", "group_id", "task_reward", "completion", "input_ids", "evaluation", "log_probs"]
+        found = store.read(store.ids(), names)
+    return {name: [np.asarray(one).tolist() for one in values] for name, values in found.items()}
+
+
+def figures_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The figures of evaluations in metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name.startswith("evaluation/") and "seconds" not in name}
+        for line in lines
+    ]
+
+
+def test_an_evaluation_changes_nothing_that_is_learned(tmp_path):
+    """Weights, rows and lines are those of a run without; the figures are in every second line, the start is told."""
+    events: list[Event] = []
+    pipeline = evaluated()
+    run(tiny(), run_dir=tmp_path / "without")
+    run(pipeline, run_dir=tmp_path / "with", on_event=events.append)
+    assert weights(tmp_path / "with") == weights(tmp_path / "without")
+    stored = []
+    for name in ("with", "without"):
+        with TrajectoryStore.open(tmp_path / name / "store", mode="r") as store:
+            stored.append((store.ids().tolist(), store.read(store.ids(), ["completion", "task_reward"])["completion"]))
+    assert stored[0] == stored[1]
+    assert not (tmp_path / "without" / "evaluations").exists()
+    told = [event for event in events if isinstance(event, EvaluationDone)]
+    assert [event.step for event in told] == [0, 2, 4, 6]
+    assert [bool(line) for line in figures_of(tmp_path / "with")] == [False, True] * 3
+    rows = rows_of(pipeline, tmp_path / "with")
+    assert set(rows["evaluation"]) == {True}
+    assert len(rows["completion"]) == 4 * 5 * 4
+    first = np.array(rows["task_reward"][20:40]).reshape(5, 4)
+    line = figures_of(tmp_path / "with")[1]
+    assert line["evaluation/reward"] == pytest.approx(first.mean())
+    half = 1.959964 * first.mean(1).std(ddof=1) / 5**0.5
+    assert line["evaluation/reward_high"] - line["evaluation/reward"] == pytest.approx(half, rel=1e-5)
+    assert line["evaluation/pass@4"] == pytest.approx((first >= 0.5).any(1).mean())
+    assert line["evaluation/pass@1"] == pytest.approx((first >= 0.5).mean())
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+    """The one with the highest mean, the earliest of equal ones, though newer ones are kept; none without the rule."""
+    events: list[Event] = []
+    pipeline = evaluated(learn__keep_checkpoints="1", learn__checkpoint_every="1", learn__lr="1e-9")
+    run(pipeline, run_dir=tmp_path / "run", on_event=events.append)
+    means = {one.step: one.figures["evaluation/reward"] for one in events if isinstance(one, EvaluationDone)}
+    best = min(means, key=lambda step: (-float(means[step] or 0), step))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+    assert [one.step for one in events if isinstance(one, EvaluationDone) and one.best][-1] == best
+    other = dataclasses.replace(pipeline, evaluate=dataclasses.replace(HELD_OUT, keep_best=False))
+    run(other, run_dir=tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other" / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_run_of_stores_is_evaluated_with_the_most_probable_tokens(tmp_path):
+    """Offline learning samples nothing else; at temperature 0 the members of a group are one completion."""
+    evaluate = dataclasses.replace(HELD_OUT, temperature=0.0)
+    pipeline = dataclasses.replace(offline(make_store(tmp_path / "store", groups=(4,) * 6)), evaluate=evaluate)
+    run(pipeline, run_dir=tmp_path / "run")
+    said = np.array(rows_of(pipeline, tmp_path / "run")["completion"]).reshape(-1, 4)
+    assert (said == said[:, :1]).all()
+    assert [bool(line) for line in figures_of(tmp_path / "run")] == [False, True, False, True]
+
+
+def test_rows_of_evaluations_are_not_learned_from(tmp_path):
+    """A replay of their store finds nothing to choose."""
+    pipeline = evaluated()
+    run(pipeline, run_dir=tmp_path / "run")
+    assert pipeline.evaluate is not None
+    path = evaluation_store(RunFolder(tmp_path / "run"), pipeline, pipeline.evaluate)
+    with pytest.raises(Exception, match="nothing to learn from"):
+        run(offline(Path(str(path))), run_dir=tmp_path / "again")
+
+
+def test_prompts_that_are_learned_from_are_refused(tmp_path):
+    """Two files that share a question, and a reward that cannot grade the held-out prompts."""
+    for name, first in (("train", 0), ("test", 2)):
+        lines = [json.dumps({"question": f"{first + i}=", "answer": "1"}) for i in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    train, test = (Prompts(path=str(tmp_path / f"{name}.jsonl")) for name in ("train", "test"))
+    shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
+    with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from, the first is '2='"):
+        check_pipeline(shared, seed=0)
+    with pytest.raises(DefinitionError, match="it needs prompts that the run does not learn from"):
+        Evaluate()
+
+
+def in_a_fork(pipeline: Pipeline, run_dir: Path) -> int:
+    """Run in a process of its own; return its wait status."""
+    child = os.fork()
+    if not child:
+        try:
+            run(pipeline, run_dir=run_dir, resume=run_dir.exists())
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_kills_during_rollouts_and_evaluations_change_nothing(tmp_path):
+    """Killed ten times by a reward: the rows, figures and weights of two weighted rewards are the straight run's."""
+    calls = tmp_path / "calls"
+
+    def deadly(prompt, completion, answer):
+        count = int(calls.read_text()) + 1 if calls.exists() else 1
+        calls.write_text(str(count))
+        if count % 14 == 0 and count <= 140:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return token_match(prompt, completion, answer, {})
+
+    def gentle(prompt, completion, answer):
+        return token_match(prompt, completion, answer, {})
+
+    def of(function: Any) -> Pipeline:
+        rewards = (Reward(function, weight=2.0, name="digits"), Reward(exact_match, weight=0.5))
+        pipeline = changed(evaluated(), collect__reward_concurrency="1")
+        return dataclasses.replace(pipeline, reward=rewards)
+
+    run(of(gentle), run_dir=tmp_path / "straight")
+    kills = 0
+    while os.WIFSIGNALED(in_a_fork(of(deadly), tmp_path / "killed")):
+        kills += 1
+    assert kills == 10
+    assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
+    assert figures_of(tmp_path / "killed") == figures_of(tmp_path / "straight")
+    killed, straight = (rows_of(of(gentle), tmp_path / name) for name in ("killed", "straight"))
+    assert repr(killed) == repr(straight)
+    found = []
+    for name in ("killed", "straight"):
+        with TrajectoryStore.open(tmp_path / name / "store", mode="r") as store:
+            found.append(store.read(store.ids(), ["completion", "reward_digits", "reward_exact_match", "advantage"]))
+    for column in ("completion", "reward_digits", "advantage"):
+        assert np.asarray(found[0][column]).tolist() == np.asarray(found[1][column]).tolist()
+
+
+def test_figures_of_a_store_are_those_of_the_run(tmp_path):
+    """What `rlhf-pipeline evaluate` reads from the store is what the lines said; failed calls are left out."""
+    pipeline = dataclasses.replace(
+        evaluated(), reward=lambda completion, answer: 1.0 if completion[:1] < "5" else 1 / 0
+    )
+    run(pipeline, run_dir=tmp_path / "run")
+    assert pipeline.evaluate is not None
+    path = evaluation_store(RunFolder(tmp_path / "run"), pipeline, pipeline.evaluate)
+    with TrajectoryStore.open(path, mode="r") as store:
+        found = stored_evaluations(store, pipeline.evaluate)
+        last = evaluation_figures(store, store.ids()[-20:], 0.5)
+    assert [one["step"] for one in found] == [0, 2, 4, 6]
+    assert {**last, "step": 6} == found[-1]
+    lines = figures_of(tmp_path / "run")
+    assert [one["evaluation/failed"] for one in found[1:]] == [line["evaluation/failed"] for line in lines[1::2]]
+    assert found[0]["evaluation/failed"] > 0
+    assert found[0]["evaluation/reward"] == 1.0
