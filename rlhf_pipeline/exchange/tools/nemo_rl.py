@@ -26,14 +26,16 @@ _FIELDS = (
 
 
 def _read(fields: Fields) -> Iterator[Rollout | None]:
-    row = {name: _one(name, value) for name, value in fields.row.items()}
+    wrapped = isinstance(fields.row["input_lengths"], list)
+    row = {name: _one(name, value) if wrapped else value for name, value in fields.row.items()}
     whole = {"tokens": row["token_ids"], "completion_mask": row["token_loss_mask"]}
     whole |= {"log_probs": row["generation_logprobs"], "advantage": row["advantages"]}
     found = cut(whole, length=as_int(row["input_lengths"], "input_lengths"))
     if found is None:
         yield None
         return
-    texts = [str(text) for text in row.get("content") or ()]
+    content = row.get("content") or []
+    texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
     found |= {"prompt": "".join(texts[:-1]), "completion": texts[-1] if texts else ""}
     found |= {"reward": row.get("filtered_rewards", row["rewards"])}
     found |= {"policy_version": max((number_in(fields.path, r"train_data_step(\d+)") or 1) - 1, 0)}

@@ -151,7 +151,7 @@ def test_rewards_that_are_all_equal_are_said_at_once(tmp_path):
 
 
 def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
-    """Nothing of a row without a mask is learned; its reward is in the mean of its group, and a step of it alone runs."""
+    """Nothing of a row without a mask is learned; its reward is in its group's mean, and a step of it alone runs."""
     rows = [{"prompt_ids": [1, 2], "completion_ids": [3, i], "reward": float(i == 4)} for i in (4, 5, 6)]
     rows[2] |= {"completion_mask": [0, 0]}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
