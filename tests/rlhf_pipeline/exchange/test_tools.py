@@ -244,19 +244,23 @@ def test_values_beside_the_tokens(tmp_path: Path, chat_tokenizer: Any):
         import_files([dump(name, tmp_path)], tmp_path / name.partition("/")[0], tokenizer=chat_tokenizer)
     same = {"equal_nan": True}
     nemo = column(tmp_path / "nemo_rl", "log_probs")
-    assert np.array_equal(nemo[0], np.float32([NAN, NAN, -0.5, NAN, -0.25]), **same)
-    assert column(tmp_path / "nemo_rl", "advantage").tolist() == np.float32([0.7, -0.7, 0, 0]).tolist()
+    assert np.array_equal(nemo[0], np.array([NAN, NAN, -0.5, NAN, -0.25], np.float32), **same)
+    assert column(tmp_path / "nemo_rl", "advantage").tolist() == np.array([0.7, -0.7, 0, 0], np.float32).tolist()
     assert column(tmp_path / "nemo_rl", "policy_version").tolist() == [3] * 4
     prime = column(tmp_path / "prime_rl", "log_probs")
-    assert np.array_equal(prime[0], np.float32([NAN] * 4 + [-0.5, NAN, -1.5, -0.25]), **same)
+    assert np.array_equal(prime[0], np.array([NAN] * 4 + [-0.5, NAN, -1.5, -0.25], np.float32), **same)
     assert column(tmp_path / "prime_rl", "advantage")[:3].tolist() == [0.5, 0.0, -0.5]
     assert column(tmp_path / "prime_rl", "policy_version").tolist() == [8] * 5
-    assert np.array_equal(column(tmp_path / "slime", "log_probs")[0], np.float32([NAN, NAN, -0.5, NAN, -0.25]), **same)
+    assert np.array_equal(
+        column(tmp_path / "slime", "log_probs")[0], np.array([NAN, NAN, -0.5, NAN, -0.25], np.float32), **same
+    )
     assert column(tmp_path / "slime", "policy_version").tolist() == [3] * 5
     assert column(tmp_path / "trl", "policy_version").tolist() == [3] * 4
     assert column(tmp_path / "trl", "advantage").tolist() == [0.5, -0.5, 0.0, 0.0]
     scores = column(tmp_path / "open_instruct", "log_probs")
-    assert np.array_equal(scores[1], np.float32([NAN, NAN, -0.3, NAN]), **same)  # NaN: an end token that was added
+    assert np.array_equal(
+        scores[1], np.array([NAN, NAN, -0.3, NAN], np.float32), **same
+    )  # NaN: an end token that was added
     assert json.loads(column(tmp_path / "open_instruct", "meta")[0])["answer"] == "2"
 
 
