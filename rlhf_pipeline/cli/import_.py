@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.parser import natural
 from rlhf_pipeline.errors import DefinitionError, typed
 from rlhf_pipeline.report.words import count, duration, number
 
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
 
 HELP = "bring other tools' rollouts into a store"
 DETAILS = """\
-Reads (prompt, completion, reward) groups from JSONL, Parquet and Hugging Face datasets (save_to_disk),
-and the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), open-instruct
-(--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl, nemo-rl, openrlhf, tinker
-(capture/sample.jsonl with its rollout summaries), gsm8k-solutions; and what `export` wrote. The format
-is recognised by the field names. Where several columns may be the reward, it asks which.
+Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
+(--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers,
+skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; what `export`
+wrote; and any rows of a prompt, a completion and a reward. A dump is recognised by the fields that its tool's
+current writer writes, and each is believed for that alone.
 
-Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. An import that
-was stopped continues when the command is typed again; nothing is imported twice, and a broken line is named.
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. What a file does not hold
+stays unknown, is said, or is asked for. An import that was stopped continues when the command is typed again;
+nothing is imported twice, and a broken line is named.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -39,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--format",
         default="auto",
         metavar="NAME",
-        help="auto, jsonl, parquet, hf, trl, verl, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
+        help="auto, rows, jsonl, trl, verl, slime, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
         "verifiers, tinker, gsm8k-solutions, store (default: auto)",
     )
     command.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
@@ -50,11 +52,23 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WHAT=NAME",
-        help="the field that holds the prompt, completion, reward, group, ...; none leaves it out, and reward may be "
-        "a sum: accuracy+0.5*format; may be given several times",
+        help="the field that holds the prompt, completion, reward, ..., as a dotted path into nested ones; none leaves "
+        "it out, and reward may be a sum: accuracy+0.5*format; may be given several times",
+    )
+    command.add_argument(
+        "--group",
+        metavar="FIELD|N|none",
+        help="the field that tells groups apart, or how many rows in turn are one; none: groups of one are meant",
+    )
+    command.add_argument("--one-turn", action="store_true", help="texts of completions hold no words of an environment")
+    command.add_argument(
+        "--skip-bad",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="pass over up to N rows that cannot be read, and name them",
     )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
-    command.add_argument("--no-eos", action="store_true", help="do not end encoded completions with the EOS token")
     command.add_argument(
         "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
     )
@@ -81,8 +95,10 @@ def execute(args: argparse.Namespace) -> int:
         format=args.format,
         tokenizer=args.tokenizer,
         fields=dict(args.fields),
+        group=args.group,
         chat_template=not args.no_chat_template,
-        eos=not args.no_eos,
+        one_turn=args.one_turn,
+        skip_bad=args.skip_bad,
         durability=args.durability,
         on_file=_say_file,
         on_commit=lambda report: ticker(report.num_imported),
@@ -93,13 +109,16 @@ def execute(args: argparse.Namespace) -> int:
 
 def _say_file(file: FileReport) -> None:
     say(f"{file.path}: {file.format}; {file.about}")
+    if file.lacks:
+        say(f"  not in the file: {'; '.join(file.lacks)}")
 
 
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
     store = typed(report.store)
     left_out = sum(file.num_left_out for file in report.files)
-    reasons = "failed, not trained, without sampled tokens, or in the table before already"
+    reasons = "not the policy's, without sampled tokens, or in the table before already"
     passed_over = [f"  {left_out:,} left out: {reasons}"] if left_out else []
+    passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [
             f"nothing new: {count(report.num_skipped, 'trajectory')} in {report.store} already.",
@@ -120,8 +139,19 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
             f"  {count(report.num_without_log_probs, 'trajectory')} without behaviour log-probs; "
             "`replay` computes them when it learns from the store"
         )
-    if report.num_without_reward:
-        made.append(f"  {count(report.num_without_reward, 'trajectory')} without a reward")
+    for num, what in (
+        (report.num_without_reward, "without a reward"),
+        (report.num_failed, "failed, as their rows say: their rewards are not trusted"),
+        (report.num_masked, "out of the loss, as which of their tokens were sampled is not in the file"),
+        (report.num_unended, "of which the file does not say why they ended"),
+    ):
+        if num:
+            made.append(f"  {count(num, 'trajectory')} {what}")
+    if not report.num_groups_with_spread and report.num_imported > report.num_without_reward + 1:
+        made.append(
+            "  NOTICE: in no group do two rewards differ, so GRPO learns nothing from them. See that --field reward "
+            "and --group name the right fields."
+        )
     made.append(f"look at them:    rlhf-pipeline inspect {store}")
     made.append(f"the newest one:  rlhf-pipeline show {store}")
     model = f" --set policy.path={typed(tokenizer)}" if tokenizer else " --set policy.path=MODEL"

@@ -71,7 +71,15 @@ def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
     kinds = ("ids", None), ("characters", _Characters())
     for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
         try:
-            report = import_files([file], folder / name, tokenizer=encoder, durability="process")
+            report = import_files(
+                [file],
+                folder / name,
+                tokenizer=encoder,
+                group="none",
+                one_turn=True,
+                chat_template=tokenizer is not None,
+                durability="process",
+            )
         except DefinitionError:
             if name != "ids":
                 raise
@@ -85,7 +93,12 @@ class _Characters:
     """Encodes text by its characters: each is shown as one token."""
 
     name_or_path = "characters"
+    chat_template = "of messages only"
     eos_token_id = None
+
+    def apply_chat_template(self, messages: Sequence[dict[str, object]], **_options: object) -> list[int]:
+        """Return the code points of messages, of each its role and its text."""
+        return self.encode("\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in messages))
 
     def encode(self, text: str, **_options: object) -> list[int]:
         """Return the code points."""

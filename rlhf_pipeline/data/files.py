@@ -23,7 +23,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,18 +72,21 @@ class Source:
     path: Path
     container: Container
 
-    def rows(self, *, arrays: bool = False) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    def rows(
+        self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
+    ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0.
 
         Args:
             arrays: a list of numbers in Arrow or Parquet is a NumPy array, which takes a fraction of the time of a
                 list.
+            on_bad: called with the error of a line that is not JSON, which is then passed over; None raises it.
 
         Raises:
             DataError: the file, or a row of it, cannot be read; the message names the row.
         """
         if self.container == "jsonl":
-            yield from _json_rows(self)
+            yield from _json_rows(self, on_bad)
         elif self.container == "csv":
             yield from _csv_rows(self)
         else:
@@ -141,7 +144,7 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
             found += _in_folder(path)
         elif path.exists():
             found.append(Source(path, _container_of(path, container)))
-        elif matching := sorted(map(Path, glob.glob(str(path), recursive=True)), key=_natural):
+        elif matching := sorted(map(Path, glob.glob(str(path), recursive=True)), key=natural):
             found += [Source(file, _container_of(file, container)) for file in matching if file.is_file()]
         else:
             near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
@@ -232,10 +235,11 @@ def _in_folder(folder: Path) -> list[Source]:
             f"{folder} is no saved data set, and holds no .jsonl, .csv, .parquet or .arrow files. Name the files "
             "themselves."
         )
-    return [Source(path, _container_of(path, None)) for path in sorted(files, key=_natural)]
+    return [Source(path, _container_of(path, None)) for path in sorted(files, key=natural)]
 
 
-def _natural(path: Path) -> list[tuple[int, int, str]]:
+def natural(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key by which `10.jsonl` comes after `9.jsonl`."""
     parts = re.split(r"(\d+)", str(path))
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
@@ -268,14 +272,20 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _json_rows(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(source: Source, on_bad: Callable[[DataError], None] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     path = source.path
     array = _is_array(path)
     for number, value in _array_items(path) if array else _json_lines(path):
-        if not isinstance(value, dict):
+        error = value if isinstance(value, DataError) else None
+        if error is None and not isinstance(value, dict):
             place = f"{path}, row {number}" if array else f"{path}:{number}"
-            raise DataError(f"{place}: expected a JSON object, got {type(value).__name__}.")
-        yield number, cast("dict[str, Any]", value)
+            error = DataError(f"{place}: expected a JSON object, got {type(value).__name__}.")
+        if error is None:
+            yield number, cast("dict[str, Any]", value)
+        elif on_bad is None:
+            raise error
+        else:
+            on_bad(error)
 
 
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
@@ -286,6 +296,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield what each line holds, or the error of one that holds no JSON."""
     with _readable(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -293,15 +304,18 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except RecursionError:
-                raise DataError(f"{path}:{number}: this line is nested too deeply to be read.") from None
+                yield number, DataError(f"{path}:{number}: this line is nested too deeply to be read.")
             except ValueError as error:
                 torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
                 shown = line.strip()[:60].decode("utf-8", "replace")
                 show = f"sed -n {number}p {typed(path)}"
-                raise DataError(
-                    f"{path}:{number}: this line is not JSON ({error}): {shown!r}.{torn} Fix or delete it; "
-                    f"`{show}` shows it whole."
-                ) from error
+                yield (
+                    number,
+                    DataError(
+                        f"{path}:{number}: this line is not JSON ({error}): {shown!r}.{torn} Fix or delete it; "
+                        f"`{show}` shows it whole."
+                    ),
+                )
 
 
 def _csv_rows(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -6,18 +6,50 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.data.files import need
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.exchange._tables import SCHEMA_KEY
-from trajectory_store import Column, RaggedArray, Schema
+from trajectory_store import Column, RaggedArray, Schema, StoreError
 from trajectory_store.batch import Batch, prepare
+
+SCHEMA_FILE = "trajectory_schema.json"
+"""Beside an exported data set: the columns of the store, which Arrow alone does not tell."""
+SCHEMA_KEY = b"trajectory_schema"
+"""The same in the metadata of an exported Parquet file."""
 
 _FLOATS = {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """What JSON writes for the floats that it does not have."""
+
+
+def schema_beside(path: Path, container: str) -> Path:
+    """Return where the columns of an export are written down."""
+    return path / SCHEMA_FILE if container == "hf" else path.with_name(f"{path.name}.schema.json")
+
+
+def schema_of(source: Any) -> Schema | None:
+    """Return the store's columns that an export wrote down, or None.
+
+    Raises:
+        DataError: they are damaged.
+    """
+    if source.container == "parquet":
+        found = need("pyarrow.parquet").read_schema(source.path).metadata or {}
+        written = found[SCHEMA_KEY].decode() if SCHEMA_KEY in found else None
+    else:
+        beside = schema_beside(source.path, source.container)
+        written = beside.read_text(encoding="utf-8") if beside.is_file() else None
+    try:
+        return None if written is None else Schema.from_json(json.loads(written))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StoreError) as error:
+        raise DataError(
+            f"{source.path}: the list of its columns, which `export` wrote, cannot be read ({type(error).__name__}: "
+            f"{error}). Export the store again."
+        ) from error
 
 
 def arrow_schema(pyarrow: Any, schema: Schema) -> Any:

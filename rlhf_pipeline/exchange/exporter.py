@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.buffer.filters import Ids, select
+from rlhf_pipeline.data.files import Container, need
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._tables import Container, need, schema_beside
-from rlhf_pipeline.exchange._values import arrow_schema, to_json
+from rlhf_pipeline.exchange._values import arrow_schema, schema_beside, to_json
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 

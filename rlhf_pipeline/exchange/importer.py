@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._completion import Encoder, Rollout
-from rlhf_pipeline.exchange._reader import ONE_ROW, Reader
-from rlhf_pipeline.exchange._tables import Container, Source, find_sources
-from rlhf_pipeline.exchange._values import batch_of, from_row
-from rlhf_pipeline.exchange.formats import (
-    CONTAINERS,
-    Rewards,
-    check_format,
-    find_format,
-    is_tinker_summary,
-    tinker_reward,
-    tinker_samples,
-)
+from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
+from rlhf_pipeline.exchange.encoder import Encoder
+from rlhf_pipeline.exchange.fields import NONE, Fields, Rollout, Row, check_targets
 from rlhf_pipeline.exchange.target import NAME, There, check_columns, open_target
-from trajectory_store import Schema, StoreError
+from rlhf_pipeline.exchange.tool import Tool
+from rlhf_pipeline.exchange.tools import check_format, find_tool, open_instruct, tinker
+from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
+from trajectory_store import Schema
 
 BATCH_ROWS = 512
 BATCH_TOKENS = 1 << 20
@@ -47,12 +39,15 @@ class FileReport:
     format: str
     about: str = ""
     """Which field was read as what."""
+    lacks: tuple[str, ...] = ()
+    """What the file does not hold; nothing takes its place."""
     num_imported: int = 0
     num_skipped: int = 0
     """Trajectories that the store had already."""
     num_left_out: int = 0
-    """Rows that are not finished trajectories (failed calls, agents that are not trained), or that repeat an earlier
-    file."""
+    """Rows without anything that a policy sampled, or that repeat an earlier file."""
+    bad: list[str] = field(default_factory=list[str])
+    """Rows that could not be read, each with its place and the reason (`skip_bad`)."""
 
 
 @dataclass(kw_only=True)
@@ -62,22 +57,29 @@ class ImportReport:
     Attributes:
         store: the folder.
         files: one report per file, in order.
-        num_groups: groups among the imported trajectories.
-        num_tokens: their tokens, prompts included.
+        num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
+        num_failed: trajectories whose rows say that they failed; they have no reward.
+        num_masked: trajectories of which the file does not tell what was sampled, or which their tool kept out of its
+            loss; they count for their group, and nothing is learned from them.
+        num_unended: trajectories of which nobody knows why they ended.
         num_without_log_probs: trajectories without behaviour log-probs.
         num_without_reward: trajectories whose reward is not finite.
         reward_sum: of the others.
+        groups: the first reward of each group; None where it has two different ones.
     """
 
     store: Path
     files: list[FileReport] = field(default_factory=list[FileReport])
-    num_groups: int = 0
     num_tokens: int = 0
     num_encoded: int = 0
+    num_failed: int = 0
+    num_masked: int = 0
+    num_unended: int = 0
     num_without_log_probs: int = 0
     num_without_reward: int = 0
     reward_sum: float = 0.0
+    groups: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
 
     @property
     def num_imported(self) -> int:
@@ -90,6 +92,16 @@ class ImportReport:
         return sum(file.num_skipped for file in self.files)
 
     @property
+    def num_groups(self) -> int:
+        """Groups among the imported trajectories."""
+        return len(self.groups)
+
+    @property
+    def num_groups_with_spread(self) -> int:
+        """Groups that have two different rewards; the others teach GRPO nothing."""
+        return sum(first is None for first in self.groups.values())
+
+    @property
     def mean_reward(self) -> float | None:
         """The mean reward of the imported trajectories that have one."""
         graded = self.num_imported - self.num_without_reward
@@ -99,12 +111,18 @@ class ImportReport:
         """Count one trajectory."""
         self.num_encoded += encoded
         self.num_tokens += len(row.get("input_ids", ()))
-        scores = row.get("log_probs")
-        scored = scores is not None and not np.isnan(scores[row.get("assistant_mask", ...)]).all()
+        mask, scores = row.get("assistant_mask"), row.get("log_probs")
+        scored = scores is not None and not np.isnan(scores[... if mask is None else mask]).all()
+        self.num_masked += mask is not None and not np.any(mask)
+        self.num_failed += not row.get("reward_trusted", True)
+        self.num_unended += not row.get("finish_reason", "")
         self.num_without_log_probs += not scored
-        reward = float(row.get("task_reward", math.nan))
+        reward, group = float(row.get("task_reward", math.nan)), int(row.get("group_id", -1))
+        first = self.groups.setdefault(group, reward) if group != -1 else None
         if math.isfinite(reward):  # as for the learner, which passes over the others
             self.reward_sum += reward
+            if first is not None and first != reward:
+                self.groups[group] = None if math.isfinite(first) else reward
         else:
             self.num_without_reward += 1
 
@@ -116,8 +134,10 @@ def import_files(
     format: str = "auto",
     tokenizer: Any | None = None,
     fields: Mapping[str, str] | None = None,
+    group: str | int | None = None,
     chat_template: bool = True,
-    eos: bool = True,
+    one_turn: bool = False,
+    skip_bad: int = 0,
     durability: Literal["process", "power", "group"] | None = None,
     batch_rows: int = BATCH_ROWS,
     on_file: Callable[[FileReport], None] | None = None,
@@ -125,21 +145,25 @@ def import_files(
 ) -> ImportReport:
     """Import rollouts into a store, which is made if it is not there.
 
-    Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so; behaviour
-    log-probs that are not known are NaN, and `RetrieveLogProb` fills them in when the store is trained on. Trajectory
-    and group ids follow from the place in the file, so an import that was killed and is called again continues where it
-    stopped, and a file that has grown gives its new rows only. TRL writes a generation into one table per step that it
-    takes on it: of tables in turn that differ only in `step`, the first is imported.
+    Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so. What a file does
+    not hold stays unknown: behaviour log-probs are NaN (`RetrieveLogProb` fills them in when the store is trained on),
+    no end token is added, no reason of an end is made up. Trajectory and group ids follow from the place in the file,
+    so an import that was killed and is called again continues where it stopped, and a file that has grown gives its new
+    rows only. TRL writes a generation into one table per step that it takes on it: of tables in turn that differ only
+    in `step`, the first is imported.
 
     Args:
-        files: JSONL and Parquet files, saved Hugging Face datasets, or folders of files.
+        files: files, saved Hugging Face data sets, folders; see `rlhf_pipeline.data.files`, and `.pt` dumps.
         into: folder of the store.
-        format: one of `rlhf_pipeline.exchange.formats.NAMES`; `auto` looks at the names of the fields.
+        format: one of `rlhf_pipeline.exchange.tools.NAMES`; `auto` goes by the fields of the first row.
         tokenizer: of transformers, or the folder or hub name of one; only needed for text without token ids.
-        fields: target to field name, for example `{"prompt": "question"}`; `none` leaves a target out. `reward` may
-            be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
+        fields: target to field name or dotted path, for example `{"prompt": "question"}`; `none` leaves a target out.
+            `reward` may be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
+        group: the field that tells groups apart; or how many rows in turn are a group; or `none`: groups of one
+            trajectory each, which an import otherwise refuses, are meant.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
-        eos: end an encoded completion with the EOS token, unless it was cut off by a length limit.
+        one_turn: completions without token ids hold no words of an environment, whatever they look like.
+        skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
         durability: of the store; see `TrajectoryStore.create`.
         batch_rows: at most so many trajectories per commit.
         on_file: called when a file's format is known.
@@ -147,27 +171,33 @@ def import_files(
 
     Raises:
         MissingPathError: a file or the tokenizer is not there.
-        DefinitionError: the format, a field or the tokenizer is missing or wrong.
+        DefinitionError: the format, a field or the tokenizer is missing or wrong, or each group has one trajectory.
         DataError: a row is broken; it is named, and what was read before it is in the store.
         RunExistsError: another import writes to the store.
         StoreError: the store cannot be written.
     """
     check_format(format)
-    sources = find_sources(files, cast(Container, format) if format in CONTAINERS else None)
-    encoder = Encoder(tokenizer, chat=chat_template, eos=eos)
+    given = dict(fields or {})
+    group = given.pop("group", None) if group is None else group
+    check_targets(given)
+    made = _Made(given=given, group=group, one_turn=one_turn, skip_bad=skip_bad)
+    sources = find_dumps(files, "jsonl" if format == "jsonl" else None)
+    encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
-    plan = _recognise(sources, format, fields or {})
+    plan = _recognise(sources, format, made)
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
     if exported and len(exported) != len(plan):
         raise DefinitionError("exports of a store and other files cannot be imported in one command.")
     columns = {column.name: column for schema in exported[::-1] for column in schema}
-    with open_target(
-        report.store, Schema(columns.values()) if exported else trajectory_schema(), durability=durability
-    ) as store:
-        there, groups = There(store), set[int]()
-        for item, before in zip(plan, [None, *plan], strict=False):
+    schema = Schema(columns.values()) if exported else trajectory_schema(FAILURES)
+    repeats = [before is not None and _repeats(item, before) for item, before in zip(plan, [None, *plan], strict=False)]
+    for item, repeated in zip(plan, repeats, strict=True):
+        if isinstance(item.reader, Tool) and not repeated:
+            _check_groups(item.source, item.reader, item.made)
+    with open_target(report.store, schema, durability=durability) as store:
+        there = There(store)
+        for item, repeated in zip(plan, repeats, strict=True):
             report.files.append(item.report)
-            repeated = before is not None and _repeats(item, before)
             if on_file is not None:
                 on_file(item.report)
             if repeated:
@@ -178,7 +208,7 @@ def import_files(
                     there = There(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
-                rows = _converted(item.source, item.reader, item.report, there.begin(item.source.path), encoder)
+                rows = _converted(item, item.reader, there.begin(item.source.path), encoder)
             for batch in _batches(rows, batch_rows):
                 found = there.find([where for where, _, _ in batch], [row for _, row, _ in batch])
                 new = [(row, encoded) for (_, row, encoded), old in zip(batch, found, strict=True) if not old]
@@ -189,11 +219,33 @@ def import_files(
                 item.report.num_imported += len(new)
                 for row, encoded in new:
                     report.tally(row, encoded=encoded)
-                    groups.add(int(row.get("group_id", -1)))
-                report.num_groups = len(groups) - (-1 in groups)
                 if on_commit is not None:
                     on_commit(report)
     return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """How the user says that rows become rollouts."""
+
+    given: Mapping[str, str]
+    group: str | int | None
+    one_turn: bool
+    skip_bad: int
+
+    def rollouts(self, source: Dump, tool: Tool, number: int, row: Row) -> Iterator[Rollout | None]:
+        """Yield what a row holds, each group as the user names it."""
+        fields = Fields(row, self.given, path=source.path, number=number, one_turn=self.one_turn)
+        key = None
+        if isinstance(self.group, str) and self.group != NONE and not self.group.isdecimal():
+            key = ("group", str(fields.value(self.group)))
+        for rollout in tool.read(fields):
+            yield rollout if rollout is None or key is None else replace(rollout, group=key)
+
+    @property
+    def in_turn(self) -> int | None:
+        """How many rollouts in turn are a group, where the user says so."""
+        return int(self.group) if self.group is not None and str(self.group).isdecimal() else None
 
 
 def _batches(rows: Rows, size: int) -> Iterator[list[tuple[str, Mapping[str, Any], bool]]]:
@@ -219,65 +271,71 @@ def _batches(rows: Rows, size: int) -> Iterator[list[tuple[str, Mapping[str, Any
 
 @dataclass(kw_only=True)
 class _Item:
-    source: Source
+    source: Dump
     report: FileReport
-    reader: Reader | Schema
-    """The columns of an export of a store need no reader."""
+    reader: Tool | Schema
+    """The columns of an export of a store need no tool."""
+    made: _Made
 
 
-def _recognise(sources: Sequence[Source], format: str, fields: Mapping[str, str]) -> list[_Item]:
+def _recognise(sources: Sequence[Dump], format: str, made: _Made) -> list[_Item]:
     plan: list[_Item] = []
-    summaries: list[Source] = []
-    rewards: Rewards = {}
+    summaries: list[Dump] = []
+    rewards: tinker.Rewards = {}
     for source in sources:
         with contextlib.closing(source.rows()) as rows:
-            row = next((row for _, row in rows), None)
-        if row is None:
+            number, row = next(rows, (0, None))
+        if row is None or open_instruct.is_metadata(row):
             continue
-        written = source.schema_json()
+        if tinker.is_summary(row):
+            summaries.append(source)
+            continue
+        schema, mine, told = schema_of(source), made, dict[str, str]()
         try:
-            found = find_format(format, row, is_export=written is not None)
-            if found is None:
-                if fields:
-                    raise DefinitionError("an export of a store names its own fields; leave out --field.")
-                schema = trajectory_schema() if written is None else _schema(source, written)
-                about = "all columns as they were exported"
-                if written is None:
-                    about = "the columns that this version knows; the export's own list of columns is not beside it"
-                report = FileReport(path=source.path, format="store", about=about)
-                plan.append(_Item(source=source, report=report, reader=schema))
-                continue
-            if found.name == "tinker":
-                if is_tinker_summary(row):
-                    summaries.append(source)
-                    continue
-                found = replace(found, parts=partial(tinker_samples, rewards))
-            reader = Reader(found, row, fields, source.path)
+            tool = find_tool(format, row, is_export=schema is not None)
+            if tool is None and made.given:
+                raise DefinitionError("an export of a store names its own fields; leave out --field.")
+            if tool is not None:
+                told = tool.settle(Fields(row, made.given))
+                mine = replace(made, given={**told, **made.given})
+                with contextlib.suppress(DataError):  # a bad row is named when its turn comes
+                    next(mine.rollouts(source, tool, number, row), None)
         except DefinitionError as error:
             raise DefinitionError(f"{source.path}: {error}") from None
-        plan.append(_Item(source=source, reader=reader, report=FileReport(path=source.path, format=found.name)))
+        if tool is None:
+            about = "all columns as they were exported"
+            if schema is None:
+                about = "the columns that this version knows; the export's own list of columns is not beside it"
+            report = FileReport(path=source.path, format="store", about=about)
+            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(FAILURES), made=made))
+            continue
+        if tool is tinker.TOOL:
+            tool = replace(tool, read=partial(tinker.read_samples, rewards))
+        said = [f"{target}={path}" for target, path in made.given.items()]
+        said += [] if made.group is None else [f"group={made.group}"]
+        about = ", ".join([tool.about, *(f"{target}={path}" for target, path in told.items())])
+        about = f"{about}; as asked: {', '.join(said)}" if said else about
+        report = FileReport(path=source.path, format=tool.name, about=about, lacks=tool.lacks)
+        plan.append(_Item(source=source, report=report, reader=tool, made=mine))
     for source in summaries:
         for number, row in source.rows():
             with _naming(source, number):
-                tinker_reward(rewards, row)
+                tinker.add_reward(rewards, row)
     if not plan:
         if summaries:
             raise DefinitionError(
                 f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
             )
         raise DataError(f"{', '.join(str(source.path) for source in sources)}: there are no rows to import.")
-    known = (
-        f"reward=total_reward of {sum(map(len, rewards.values())):,} summaries" if rewards else "no rollout summaries"
-    )
     for item in plan:
-        if isinstance(item.reader, Reader):
-            item.report.about = item.reader.about() + (f", {known}" if item.report.format == "tinker" else "")
+        if item.report.format == "tinker":
+            item.report.about += f", reward=total_reward of {sum(map(len, rewards.values())):,} summaries"
     return plan
 
 
 def _repeats(item: _Item, before: _Item) -> bool:
     """Return True, and say so in its report, if a file's rows are those of the one before it, apart from one field."""
-    but = item.reader.layout.repeated_but if isinstance(item.reader, Reader) else ""
+    but = item.reader.repeated_but if isinstance(item.reader, Tool) else ""
     if not but or (item.report.format, item.source.path.parent) != (before.report.format, before.source.path.parent):
         return False
     num = 0
@@ -292,18 +350,32 @@ def _repeats(item: _Item, before: _Item) -> bool:
     return True
 
 
-def _schema(source: Source, written: str) -> Schema:
-    try:
-        return Schema.from_json(json.loads(written))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StoreError) as error:
-        raise DataError(
-            f"{source.path}: the list of its columns, which `export` wrote, cannot be read ({type(error).__name__}: "
-            f"{error}). Export the store again."
-        ) from error
+def _check_groups(source: Dump, tool: Tool, made: _Made) -> None:
+    """Refuse a file whose trajectories are each a group of one: GRPO learns nothing from it, and would not say so."""
+    if made.group == NONE:
+        return
+    groups, graded = _Groups(made.in_turn), 0
+    with contextlib.closing(source.rows(on_bad=lambda error: None)) as rows, contextlib.suppress(DataError):
+        for number, row in rows:
+            try:
+                for rollout in made.rollouts(source, tool, number, row):
+                    if rollout is not None:
+                        groups.number(rollout, number)
+                        graded += math.isfinite(rollout.reward)
+            except (DataError, DefinitionError):
+                continue  # named when its turn comes
+            if groups.num < groups.num_members:
+                return
+    if graded > 1:
+        raise DefinitionError(
+            f"{source.path}: each of its {groups.num_members:,} trajectories is a group of its own, so none has "
+            "another to be better than, and GRPO learns nothing. Name the field that tells groups apart: --group FIELD "
+            "(of the prompt, as a dotted path), or how many in turn are one: --group 8. Or keep them so: --group none"
+        )
 
 
 @contextlib.contextmanager
-def _naming(source: Source, number: int) -> Iterator[None]:
+def _naming(source: Dump, number: int) -> Iterator[None]:
     """Prefix errors with the file and the row."""
     try:
         yield
@@ -313,7 +385,7 @@ def _naming(source: Source, number: int) -> Iterator[None]:
         raise DataError(f"{source.where(number)}: a value is nested too deeply to be kept.") from None
 
 
-def _exported(source: Source, schema: Schema) -> Rows:
+def _exported(source: Dump, schema: Schema) -> Rows:
     for number, row in source.rows(arrays=True):
         with _naming(source, number):
             # In Arrow what the store was not given is null; in JSON it is not there, and null is NaN.
@@ -323,42 +395,66 @@ def _exported(source: Source, schema: Schema) -> Rows:
         yield source.where(number), made, False
 
 
-def _converted(source: Source, reader: Reader, report: FileReport, base: int, encoder: Encoder) -> Rows:
+def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder) -> Rows:
     """Yield the rows of another tool's file; their ids follow from their places in it, counted from `base`."""
-    groups, place = _Groups(), base
-    for number, given in source.rows():
-        made: list[tuple[Mapping[str, Any], bool]] = []
-        with _naming(source, number):
-            for rollout in reader.read(given):
-                if rollout is None:
-                    report.num_left_out += 1
-                    continue
-                ids = {NAME: place, "group_id": base + groups.number(rollout, number)}
-                said = {"file": str(source.path), "row": number, "format": report.format}
-                encoded = rollout.prompt_ids is None or rollout.completion_ids is None
-                made.append((encoder.row(rollout, said) | ids, encoded))
-                place += 1
-        for row, encoded in made:
+    source, report, how = item.source, item.report, item.made
+    groups, place = _Groups(how.in_turn), base
+
+    def bad(error: DataError) -> None:
+        if len(report.bad) >= how.skip_bad:
+            raise error
+        report.bad.append(str(error))
+
+    for number, given in source.rows(on_bad=bad):
+        rows: list[tuple[Mapping[str, Any], bool]] = []
+        left_out = 0
+        try:
+            with _naming(source, number):
+                for rollout in how.rollouts(source, tool, number, given):
+                    if rollout is None:
+                        left_out += 1
+                        continue
+                    said = {"file": str(source.path), "row": number, "format": report.format}
+                    encoded = rollout.prompt_ids is None or rollout.completion_ids is None
+                    row = encoder.row(rollout, said)
+                    rows.append(
+                        (row | {NAME: place + len(rows), "group_id": base + groups.number(rollout, number)}, encoded)
+                    )
+        except DataError as error:
+            bad(error)
+            place += 1  # so that a row that is mended later does not move the others
+            continue
+        report.num_left_out += left_out
+        place += len(rows)
+        for row, encoded in rows:
             yield source.where(number), row, encoded
 
 
 class _Groups:
     """Numbers the groups of a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_turn: int | None) -> None:
         self._numbers: dict[bytes, int] = {}
         self._last: Any = None
+        self._in_turn = in_turn
+        self.num_members = 0
+
+    @property
+    def num(self) -> int:
+        """The number of groups so far."""
+        return len(self._numbers)
 
     def number(self, rollout: Rollout, row: int) -> int:
         """Return the number of a rollout's group; `row` is its row in the file."""
         key = rollout.group
-        if key is None:  # rows in turn with one prompt: called after the first of them
+        if self._in_turn is not None:
+            key = ("in turn", self.num_members // self._in_turn)
+        elif key is None:  # rows in turn with one prompt: called after the first of them
             prompt = rollout.prompt if rollout.prompt_ids is None else rollout.prompt_ids
             if self._last is None or self._last[:2] != (rollout.policy_version, prompt):
                 self._last = (rollout.policy_version, prompt, row)
             key = self._last
-        elif key[0] == ONE_ROW:
-            key = (*key, row)
+        self.num_members += 1
         # A digest, so that the groups of a file cost little memory whatever names them.
         digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return self._numbers.setdefault(digest, len(self._numbers))

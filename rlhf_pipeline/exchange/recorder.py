@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._completion import Encoder, Messages, Rollout, Row, as_int, values_of
 from rlhf_pipeline.exchange._values import batch_of
+from rlhf_pipeline.exchange.encoder import Encoder
+from rlhf_pipeline.exchange.fields import Messages, Rollout, Row, as_int, values_of
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
 from trajectory_store import StoreError
 

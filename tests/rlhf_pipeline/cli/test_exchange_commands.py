@@ -16,7 +16,7 @@ from .conftest import Cli
 def rollouts(tmp_path: Path) -> Path:
     """A JSONL file of two groups of two, with token ids."""
     file = tmp_path / "rollouts.jsonl"
-    rows = [{"prompt_ids": [i], "completion_ids": [[1], [2, 3]], "rewards": [1, 0]} for i in range(2)]
+    rows = [{"prompt_ids": [i], "completion_ids": [[1], [2, 3]], "reward": [1, 0]} for i in range(2)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -25,7 +25,7 @@ def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
     """The format and its fields are said, what was made, what is missing, and what to type next."""
     shown = cli("import", rollouts, "--into", tmp_path / "a store")
     assert shown.code == 0
-    assert f"{rollouts}: groups; reward=rewards, prompt_ids=prompt_ids, completion_ids=completion_ids" in shown.out
+    assert f"{rollouts}: rows; each field by its name" in shown.out
     assert "4 trajectories in 2 groups, 10 tokens, mean reward 0.500" in shown.out
     assert "4 trajectories without behaviour log-probs" in shown.out
     assert f"rlhf-pipeline inspect '{tmp_path / 'a store'}'" in shown.out
@@ -38,10 +38,10 @@ def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
 def test_import_that_leaves_all_out(cli: Cli, tmp_path: Path):
     """Rows that are no trajectories are not said to be in the store."""
     file = tmp_path / "traces.jsonl"
-    file.write_text(json.dumps({"task": {}, "traces": [{"ok": False, "nodes": []}]}) + "\n")
+    file.write_text(json.dumps({"env": {}, "task": {}, "ok": False, "traces": [{"ok": False, "nodes": []}]}) + "\n")
     shown = cli("import", file, "--into", tmp_path / "store")
     assert "nothing new: 0 trajectories in" in shown.out
-    assert "1 left out: failed, not trained" in shown.out
+    assert "1 left out: not the policy's" in shown.out
 
 
 def test_export_and_back(cli: Cli, rollouts: Path, tmp_path: Path):

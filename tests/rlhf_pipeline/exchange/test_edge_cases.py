@@ -21,7 +21,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-GROUP = {"prompt_ids": [1], "completion_ids": [[2], [3]], "rewards": [0.0, 1.0]}
+GROUP = {"prompt_ids": [1], "completion_ids": [[2], [3]], "reward": [0.0, 1.0]}
 
 
 def test_a_file_that_is_named_twice(tmp_path: Path):
@@ -40,13 +40,17 @@ def test_a_file_that_is_named_twice(tmp_path: Path):
 @pytest.mark.parametrize("step", [math.nan, math.inf, "v3", 2**63, 1.5, None])
 def test_a_version_that_is_no_number(tmp_path: Path, step: object):
     """NaN and infinity, as data frames write them, are named like any other value that is no whole number."""
-    for name, first in (("a", GROUP), ("b", GROUP | {"step": 1})):  # also where the first row has no such field
-        file = write(tmp_path / f"{name}.jsonl", first, GROUP | {"step": step})
+    for name, first in (
+        ("a", GROUP),
+        ("b", GROUP | {"policy_version": 1}),
+    ):  # also where the first row has no such field
+        file = write(tmp_path / f"{name}.jsonl", first, GROUP | {"policy_version": step})
         if step is None:
             assert import_files([file], tmp_path / name).num_imported == 4
             continue
         with pytest.raises(
-            DataError, match=r"\.jsonl:2: field 'step' must be a whole number( of at most \d+)?, got (float|str|int) "
+            DataError,
+            match=r"\.jsonl:2: field 'policy_version' must be a whole number( of at most \d+)?, got (float|str|int) ",
         ):
             import_files([file], tmp_path / name)
 

@@ -49,7 +49,7 @@ def test_a_broken_line_loses_nothing(tmp_path: Path, jsonl: Write):
     whole = file.read_text()
     lines = whole.splitlines(keepends=True)
     file.write_text("".join([*lines[:5], lines[5][:20] + "\n", *lines[6:]]))
-    with pytest.raises(DataError, match=r"rollouts\.jsonl:6: this line is not JSON.*not imported twice"):
+    with pytest.raises(DataError, match=r"rollouts\.jsonl:6: this line is not JSON"):
         import_files([file], tmp_path / "store", batch_rows=2)
     assert num_rows(tmp_path / "store") == 5
     file.write_text(whole)
@@ -70,11 +70,17 @@ def test_a_torn_last_line_may_be_at_work(tmp_path: Path, jsonl: Write):
 
 @pytest.mark.parametrize(
     "change",
-    [{"reward": 9.0}, {"completion_ids": [5, 5]}, {"prompt_ids": [9]}, {"log_probs": [-1.0, -2.5]}, {"step": 4}],
+    [
+        {"reward": 9.0},
+        {"completion_ids": [5, 5]},
+        {"prompt_ids": [9]},
+        {"log_probs": [-1.0, -2.5]},
+        {"policy_version": 4},
+    ],
 )
 def test_a_changed_file_is_refused(tmp_path: Path, jsonl: Write, change: dict[str, Any]):
     """A file with other content under the old name is not taken for the old one, and nothing is added."""
-    rows = [row(i, log_probs=[-1.0, -2.0], step=3) for i in range(5)]
+    rows = [row(i, log_probs=[-1.0, -2.0], policy_version=3) for i in range(5)]
     import_files([jsonl(rows[:4])], tmp_path / "store")
     file = jsonl([rows[0], rows[1] | change, *rows[2:]])
     with pytest.raises(DataError, match=r"rollouts\.jsonl:2: this trajectory is in .* already, with another "):
@@ -108,7 +114,7 @@ def test_into_a_store_that_holds_others(tmp_path: Path, jsonl: Write):
 def test_groups_by_a_field(tmp_path: Path, jsonl: Write):
     """Rows in any order are groups by what a named field holds, which may be the prompt itself."""
     file = jsonl([row(i) for i in (0, 2, 1, 3)])
-    import_files([file], tmp_path / "store", fields={"group": "prompt_ids"})
+    import_files([file], tmp_path / "store", group="prompt_ids")
     with TrajectoryStore.open(tmp_path / "store") as store:
         assert store.read_scalars("group_id").tolist() == [0, 1, 0, 1]
 
@@ -116,7 +122,7 @@ def test_groups_by_a_field(tmp_path: Path, jsonl: Write):
 def test_a_group_that_is_nan(tmp_path: Path, jsonl: Write):
     """A missing number names no group: rows that have it are grouped by their prompts, not all together."""
     groups = [math.nan, math.nan, math.nan, math.nan, 1.0]
-    rows = [row(i, group_id=group, finish_reason=math.nan) for i, group in enumerate(groups)]
+    rows = [row(i, group=group, finish_reason=math.nan) for i, group in enumerate(groups)]
     import_files([jsonl(rows)], tmp_path / "store")
     with TrajectoryStore.open(tmp_path / "store") as store:
         assert store.read_scalars("group_id").tolist() == [0, 0, 1, 1, 2]
@@ -128,7 +134,7 @@ def test_fields_by_name(tmp_path: Path, jsonl: Write):
     file = jsonl([row(0, quality=0.75), row(1, quality=0.5)])
     report = import_files([file], tmp_path / "store", fields={"reward": "quality"})
     assert report.mean_reward == 0.625
-    with pytest.raises(DefinitionError, match=r"no field 'qualty'. Did you mean 'quality'"):
+    with pytest.raises(DataError, match=r":1: there is no field 'qualty'. Did you mean 'quality'"):
         import_files([file], tmp_path / "other", fields={"reward": "qualty"})
     with pytest.raises(DefinitionError, match=r"there is no target 'rewards'. Did you mean 'reward'"):
         import_files([file], tmp_path / "other", fields={"rewards": "quality"})
@@ -138,7 +144,7 @@ def test_a_field_that_is_missing_later_is_named(tmp_path: Path, jsonl: Write):
     """A row without a field that the first row has is named with its line."""
     broken = row(1)
     del broken["reward"]
-    with pytest.raises(DataError, match=r":2: there is no field 'reward'"):
+    with pytest.raises(DefinitionError, match=r":2: no field for reward"):
         import_files([jsonl([row(0), broken])], tmp_path / "store")
 
 
@@ -156,7 +162,7 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     ):
         import_files([tmp_path / "rollout.jsonl"], tmp_path / "store")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DefinitionError, match=r"holds no \.jsonl or \.parquet"):
+    with pytest.raises(DefinitionError, match=r"holds no \.jsonl"):
         import_files([tmp_path / "empty"], tmp_path / "store")
     odd = tmp_path / "rollouts.txt"
     odd.write_text(json.dumps(row(0)))
@@ -165,8 +171,7 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     assert import_files([odd], tmp_path / "odd", format="jsonl").num_imported == 1
     array = tmp_path / "array.json"
     array.write_text(json.dumps([row(0)], indent=1))
-    with pytest.raises(DataError, match=r"one JSON array.*jq -c"):
-        import_files([array], tmp_path / "store")
+    assert import_files([array], tmp_path / "array").num_imported == 1
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text("\n")
     with pytest.raises(DataError, match=r"no rows to import"):
@@ -208,22 +213,20 @@ def test_rows_of_a_saved_dataset(tmp_path: Path):
         import_files([tmp_path / "splits"], tmp_path / "store")
 
 
-def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: Write, tokenizer: Any):
+def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
     """A store never holds one file encoded in two ways."""
-    from copy import deepcopy
-
-    other = deepcopy(tokenizer)
-    other.eos_token = "<unk>"
     rows = [{"prompt": "a", "completion": text, "reward": 1} for text in "bc"]
-    import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=tokenizer)
+    import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=chat_tokenizer)
     with pytest.raises(DataError, match=r":1: this trajectory is in .* with another input_ids.*read in another way"):
-        import_files([jsonl(rows)], tmp_path / "store", tokenizer=other)
+        import_files([jsonl(rows)], tmp_path / "store", tokenizer=chat_tokenizer, chat_template=False)
     assert num_rows(tmp_path / "store") == 1
 
 
 def test_what_is_left_out_is_counted_in_every_file(tmp_path: Path, jsonl: Write):
     """Each file has its own count."""
-    export = {"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0.0, -1.0]}
+    export = {"schema_version": 1, "step": 0, "rank": 0, "env_name": "a", "export_sequence_idx": 0, "token_ids": [1, 2]}
+    scores = {name: [0.0, -1.0] for name in ("advantages", "inference_logprobs", "trainer_logprobs")}
+    export |= {"loss_mask": [0, 1], **scores}
     empty = export | {"loss_mask": [0, 0]}
     files = [jsonl([export, empty], "a.jsonl"), jsonl([empty, export, empty], "b.jsonl")]
     report = import_files(files, tmp_path / "store")

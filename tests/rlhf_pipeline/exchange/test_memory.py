@@ -36,9 +36,9 @@ for step in steps():
 def test_memory_does_not_grow_with_the_file(tmp_path: Path):
     """In the second half of 5,000 long rows, 32 MB of values, nothing has grown by more than 12 MB."""
     kinds = ["jsonl", "parquet"] if find_spec("pyarrow") else ["jsonl"]
-    row = {"prompt_ids": [7] * 200, "completion_ids": [8] * 800, "logprobs": [-0.125] * 800, "reward": 1.0}
+    row = {"prompt_ids": [7] * 200, "completion_ids": [8] * 800, "log_probs": [-0.125] * 800, "reward": 1.0}
     with (tmp_path / "rows.jsonl").open("w") as file:
-        file.writelines(json.dumps(row | {"group_id": i // 8}) + "\n" for i in range(5000))
+        file.writelines(json.dumps(row | {"group": i // 8}) + "\n" for i in range(5000))
     path = f"{ROOT}:{ROOT / 'storage'}"
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(tmp_path), *kinds],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_pipeline.exchange.formats import NAMES
+from rlhf_pipeline.exchange.tools import NAMES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "exchange.md"
 

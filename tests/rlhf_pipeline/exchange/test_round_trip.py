@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.data.files import Source
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange import copy_store, export_store, import_files, select
-from rlhf_pipeline.exchange._tables import Source
 from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
 
 NEEDS = {"parquet": "pyarrow", "hf": "datasets", "jsonl": "json"}

@@ -15,6 +15,7 @@ import pytest
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
+from rlhf_pipeline.exchange import import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
@@ -137,6 +138,32 @@ def test_what_was_gathered_is_said_and_recorded(tmp_path):
     assert (source["path"], source["num_stored"], source["num_chosen"]) == (str(store), 4, 3)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["inputs"]["replay.stores"] == {str(store): str(store)}
+
+
+def test_rewards_that_are_all_equal_are_said_at_once(tmp_path):
+    """At the first step: nothing can be learned from rewards that do not differ within a group."""
+    for name, rewards in (("flat", [1.0] * 4), ("spread", [0.0, 1.0, 1.0, 1.0])):
+        store = make_store(tmp_path / name, groups=(4,), lacks=("advantage",), rewards=rewards)
+        events: list[Event] = []
+        run(offline(store, steps=1), run_dir=tmp_path / f"{name}-run", on_event=events.append)
+        said = [event.message for event in events if isinstance(event, Notice) and event.level == "warning"]
+        assert [message.partition(",")[0] for message in said] == ["step 1: every advantage is 0"] * (name == "flat")
+
+
+def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
+    """Nothing of a row without a mask is learned; its reward is in its group's mean, and a step of it alone runs."""
+    rows = [{"prompt_ids": [1, 2], "completion_ids": [3, i], "reward": float(i == 4)} for i in (4, 5, 6)]
+    rows[2] |= {"completion_mask": [0, 0]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import_files([tmp_path / "rows.jsonl"], tmp_path / "store")
+    for size in (3, 1):
+        events: list[Event] = []
+        pipeline = changed(offline(tmp_path / "store", steps=3), sample__batch_size=str(size))
+        run(pipeline, run_dir=tmp_path / f"run{size}", on_event=events.append)
+        assert len([event for event in events if isinstance(event, StepDone)]) == 3
+    with TrajectoryStore.open(tmp_path / "run3" / "store") as store:
+        advantages = store.read_scalars("advantage")
+    assert advantages[0] > 0 > advantages[1] == advantages[2]
 
 
 @pytest.mark.parametrize("name", ["gather.json", "gather.npy"])

@@ -1,33 +1,43 @@
-"""One completion as another tool gives it, checked; and the row of a store that it becomes, with its text encoded."""
+"""One completion of another tool, checked, and the fields of a file's row that it is made of."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
-
 from rlhf_pipeline.buffer.filters import seconds_of
+from rlhf_pipeline.data.files import field_of
 from rlhf_pipeline.data.rewards import LARGEST
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
+from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 
 Row = Mapping[str, Any]
 """One row of a file, as JSON or Arrow gives it."""
 Messages = Sequence[Mapping[str, Any]]
 
+NONE = "none"
+"""What the user writes to leave out a target that the rows have."""
 ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
+_LAST_SECOND = 253_402_300_799
+_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message, beside its content, of what the policy produced."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One completion of one prompt. Where token ids are given they are kept."""
+    """One completion of one prompt: what a file's row becomes, whichever tool wrote it.
+
+    Only what the file holds is given; an empty field is unknown, and nothing takes its place.
+
+    >>> Rollout(prompt_ids=[1, 2], completion_ids=[3], reward=1.0).finish_reason
+    ''
+    """
 
     prompt: str | Messages = ""
     """Text or chat messages; empty where only token ids are known."""
@@ -35,16 +45,22 @@ class Rollout:
     prompt_ids: Sequence[int] | None = None
     completion_ids: Sequence[int] | None = None
     completion_mask: Sequence[bool] | None = None
-    """Which completion tokens the policy produced; None for all of them."""
+    """Which completion tokens the policy sampled; None for all of them."""
+    mask_known: bool = True
+    """False where the completion holds words of an environment and the file does not tell which: it stays out of the
+    loss, and its reward counts for its group."""
     log_probs: Sequence[float | None] | None = None
     """Behaviour log-probs, one per completion token; None where unknown."""
     ref_log_probs: Sequence[float | None] | None = None
     reward: float = math.nan
     advantage: float = math.nan
-    group: tuple[Any, ...] | None = None
-    """Names the instance of the prompt within its file; None groups consecutive rows with equal prompts."""
+    group: Hashable | None = None
+    """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
     policy_version: int = 0
     finish_reason: str = ""
+    failure: str = ""
+    """The kind of failure that the row says: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`. Its
+    reward is not trusted and not learned from."""
     answer: str | None = None
     created_at: float = math.nan
     as_chat: bool = True
@@ -101,23 +117,6 @@ def check_text(text: str, name: str) -> str:
     return text
 
 
-def as_prompt(value: Any, name: str) -> str | Messages:
-    """Return text, or chat messages as they are."""
-    if not isinstance(value, str) and not is_messages(value):
-        raise DataError(f"field '{name}' must be text or chat messages, got {shown(value)}.")
-    check_text(text_of(value), name)
-    return value
-
-
-def as_text(value: Any, name: str) -> str:
-    """Return text, or what the chat messages of one completion say."""
-    return text_of(as_prompt(value, name))
-
-
-_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message, beside its content, of what the policy produced."""
-
-
 def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
     """Refuse messages that say more than their text: without token ids, the rest would be lost."""
     roles = ", ".join(str(message.get("role")) for message in messages)
@@ -138,22 +137,40 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
             )
 
 
+def as_prompt(value: Any, name: str) -> str | Messages:
+    """Return text, or chat messages, of each the content as one text where it comes in parts."""
+    if not isinstance(value, str) and not is_messages(value):
+        raise DataError(f"field '{name}' must be text or chat messages, got {shown(value)}.")
+    check_text(text_of(value), name)
+    if isinstance(value, str):
+        return value
+    parts = any(isinstance(message.get("content"), list) for message in value)
+    return [{**message, "content": message_text(message)} for message in value] if parts else value
+
+
+def as_text(value: Any, name: str) -> str:
+    """Return text, or what the chat messages of one completion say."""
+    return text_of(as_prompt(value, name))
+
+
 def as_number(value: Any, name: str) -> float:
-    """Return a float; True is 1.0 and null is NaN."""
+    """Return a float; True is 1.0, null is NaN, and a number in quotes is that number."""
     if value is None:
         return math.nan
-    if isinstance(value, str) and value.strip().lower() in ("nan", "infinity", "-infinity", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, str)):
         try:
-            return float(value)
+            return float({"true": 1, "false": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value)
         except OverflowError:
             raise DataError(f"field '{name}' must be a number of reasonable size, got {shown(value)}.") from None
+        except ValueError:
+            pass
     raise DataError(f"field '{name}' must be a number, got {shown(value)}.")
 
 
 def as_reward(value: Any, name: str) -> float:
     """Return a reward or an advantage: a finite float32, or NaN where there is none."""
+    if isinstance(value, list):
+        raise DataError(f"field '{name}' must be one reward, got a list of {len(value)}: {shown(value)}.")
     reward = as_number(value, name)
     if not (abs(reward) <= LARGEST or reward != reward):
         raise DataError(
@@ -178,7 +195,7 @@ def as_advantage(value: Any, name: str) -> float:
 
 def as_int(value: Any, name: str) -> int:
     """Return an int of 64 bits; digits in quotes are taken as the number that they spell."""
-    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 30:
+    if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,29}\s*", value):
         value = int(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -189,19 +206,12 @@ def as_int(value: Any, name: str) -> int:
     return value
 
 
-_LAST_SECOND = 253_402_300_799
-
-
 def as_time(value: Any, name: str) -> float:
     """Return seconds since 1970: a number, a date and time of Arrow's, or one in text."""
-    if isinstance(value, (str, datetime.datetime)):
-        try:
-            return seconds_of(value)
-        except ValueError:
-            raise DataError(
-                f"field '{name}' must be seconds or a date such as 2026-01-31, got {shown(value)}."
-            ) from None
-    seconds = as_number(value, name)
+    try:
+        seconds = seconds_of(value) if isinstance(value, (str, datetime.datetime)) else as_number(value, name)
+    except ValueError:
+        raise DataError(f"field '{name}' must be seconds or a date such as 2026-01-31, got {shown(value)}.") from None
     if abs(seconds) > _LAST_SECOND:
         raise DataError(
             f"field '{name}' must be seconds since 1970, got {shown(value)}, which is no date before the year 10000. "
@@ -280,13 +290,15 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
 """How the value of a field becomes what a rollout has under that name."""
 
 
-_BESIDE_TOKENS = ("log_probs", "ref_log_probs", "advantage")
-
-
 def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return what is given of a rollout, checked; what stands beside other tokens than the policy's means nothing.
 
-    `given` is by target, with values per token of the completion; `names` are those of the fields, for errors.
+    Args:
+        given: by target, with values per token of the completion; null is nothing.
+        names: those of the fields, for errors.
+
+    Raises:
+        DataError: a value is not what its target holds; the message names the field.
     """
     raw = {target: value for target, value in given.items() if value is not None}
     names = names or {}
@@ -296,165 +308,107 @@ def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) 
             check_is_text(messages, names.get(target, target), sampled=target == "completion")
     if "completion_mask" in raw:
         mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))
-        for target in _BESIDE_TOKENS:
+        for target in ("log_probs", "ref_log_probs", "advantage"):
             if isinstance(values := raw.get(target), list) and len(values) == len(mask):
                 raw[target] = [value if on else None for value, on in zip(values, mask, strict=True)]
     return {name: made(raw[name], names.get(name, name)) for name, made in VALUES.items() if name in raw}
 
 
-# -- rows of a store ---------------------------------------------------------------------------------------------------
+# -- the fields of a row -----------------------------------------------------------------------------------------------
+
+_TERM = re.compile(r"\s*(?:(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*\*\s*)?(.+?)\s*\Z")
 
 
-class Encoder:
-    """Makes rows of a store of rollouts, and token ids of their text.
+class Fields:
+    """The fields of one row, as a tool reads them: what the user names with `--field` wins.
 
-    `tokenizer` is one of transformers, or its folder or hub name; without it every rollout must bring its token ids.
-    `chat` puts text prompts through its template, and `eos` ends a completion that was not cut off with the EOS token.
+    >>> row = {"output": "2", "score": {"right": "1", "brief": True}}
+    >>> Fields(row, {"reward": "score.right+0.5*score.brief"}).take(completion="output", reward="score")
+    {'completion': '2', 'reward': 1.5}
     """
 
-    def __init__(self, tokenizer: Any | None, *, chat: bool = True, eos: bool = True) -> None:
-        named = isinstance(tokenizer, (str, Path))
-        self.name = str(tokenizer if named else getattr(tokenizer, "name_or_path", "")) or "given"
-        self.tokenizer = _load(self.name) if named else tokenizer
-        self.chat, self.eos = chat, eos
-        self._last: tuple[Any, tuple[list[int], bool]] | None = None
+    def __init__(
+        self,
+        row: Row,
+        given: Mapping[str, str] | None = None,
+        *,
+        path: Path = Path(),
+        number: int = 0,
+        one_turn: bool = False,
+    ) -> None:
+        self.row, self.given = row, given or {}
+        self.path, self.number = path, number
+        """The file, and the row's place in it."""
+        self.one_turn = one_turn
+        """The user says that completions hold no words of an environment."""
+        self.used: set[str] = set()
+        """The fields that were taken; the others are kept in `meta`."""
 
-    def row(self, rollout: Rollout, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a rollout, apart from its ids; `meta` says what was encoded, and `source`.
+    def of(self, row: Row) -> Fields:
+        """Return the fields of another row in the place of this one."""
+        return Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn)
+
+    def value(self, path: str) -> Any:
+        """Return the value at a dotted path, which must be there.
 
         Raises:
-            DataError: the text has no tokens or an unknown character; or values per token are not one per token.
-            DefinitionError: there is no tokenizer.
+            DataError: it is not.
         """
-        encoded: dict[str, Any] = {}
-        prompt_ids, completion_ids = rollout.prompt_ids, rollout.completion_ids
-        prompt, completion, finish_reason = text_of(rollout.prompt), rollout.completion, rollout.finish_reason
-        if completion_ids is None:
-            for name in ("completion_mask", "log_probs", "ref_log_probs"):
-                if getattr(rollout, name) is not None:
-                    raise DataError(
-                        f"there are values per token ({name}) and no token ids of the completion. Its text may be "
-                        f"encoded as other tokens. Export the ids too, or leave the values out: --field {name}=none"
-                    )
-        if prompt_ids is None:
-            prompt_ids, templated = self._prompt(rollout)
-            encoded["prompt"] = "chat template" if templated else "text"
-        if completion_ids is None:
-            completion_ids, finish_reason, ended = self._completion(completion, finish_reason)
-            encoded["completion"] = "text + eos" if ended else "text"
-        if self.tokenizer is not None and not encoded:
-            prompt, completion = prompt or self._decode(prompt_ids), completion or self._decode(completion_ids)
-        if not len(prompt_ids) and not len(completion_ids):
-            raise DataError("neither the prompt nor the completion has a token.")
-        start = len(prompt_ids)
-        ids = np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(completion_ids, np.int64)])
-        mask = np.zeros(len(ids), bool)
-        mask[start:] = _per_token(rollout.completion_mask, [True] * len(completion_ids), "completion_mask")
-        row = {
-            "input_ids": ids,
-            "assistant_mask": mask,
-            "log_probs": _scores(rollout.log_probs, mask, start, "log_probs"),
-            "task_reward": rollout.reward,
-            "policy_version": rollout.policy_version,
-            "num_prompt_tokens": start,
-            "created_at": rollout.created_at,
-            "finish_reason": finish_reason,
-            "prompt": prompt,
-            "completion": completion,
-            "meta": _meta(rollout, source, {"tokenizer": self.name, **encoded} if encoded else None),
-        }
-        if rollout.ref_log_probs is not None:
-            row["ref_log_probs"] = _scores(rollout.ref_log_probs, mask, start, "ref_log_probs")
-        if rollout.advantage == rollout.advantage:
-            row["advantage"] = rollout.advantage
-        return row
+        self.used |= {path, path.partition(".")[0] if path not in self.row else path}
+        try:
+            return field_of(self.row, path)
+        except KeyError:
+            raise DataError(
+                f"there is no field '{path}'.{did_you_mean(path, map(str, self.row))} {self.there()}"
+            ) from None
 
-    def _need(self) -> Any:
-        if self.tokenizer is None:
+    def there(self) -> str:
+        """Say which fields the row has."""
+        return f"The row has: {', '.join(sorted(map(str, self.row)))}."
+
+    def take(self, **paths: str) -> dict[str, Any]:
+        """Return values by target, checked; those that the user names, too, and none that the user leaves out.
+
+        Raises:
+            DataError: a field is not there, or holds something else.
+        """
+        wanted = {**paths, **{target: path for target, path in self.given.items() if target in VALUES}}
+        wanted = {target: path for target, path in wanted.items() if path != NONE}
+        found = {target: self.value(path) for target, path in wanted.items() if target != "reward"}
+        made = values_of(found, wanted)
+        return made | ({"reward": self.reward(wanted["reward"])} if "reward" in wanted else {})
+
+    def reward(self, text: str) -> float:
+        """Return the reward that a field, or a sum such as `A+0.5*B`, holds; NaN where no part has a value."""
+        if text in self.row:
+            return as_reward(self.value(text), text)
+        terms = [_TERM.match(part) for part in text.split("+")]
+        values = [float(term[1] or 1) * as_reward(self.value(term[2]), term[2]) for term in terms if term is not None]
+        known = [value for value in values if value == value]
+        return as_reward(sum(known), text) if known else math.nan
+
+    def meta(self, *names: str) -> dict[str, Any]:
+        """Return the named fields that are there; without names, those that were not taken."""
+        kept = names or [name for name in self.row if name not in self.used]
+        return {str(name): self.row[name] for name in kept if name in self.row}
+
+
+def part_of(row: Any, name: str) -> Mapping[str, Any]:
+    """Return a field that holds fields itself; empty if it is not there."""
+    found = row.get(name) if isinstance(row, Mapping) else row
+    if not isinstance(found, Mapping | None):
+        raise DataError(f"field '{name}' must hold fields by name, got {shown(found)}.")
+    return found or {}
+
+
+def check_targets(given: Mapping[str, str]) -> None:
+    """Refuse a `--field` whose target does not exist.
+
+    Raises:
+        DefinitionError: it does not.
+    """
+    for target, name in given.items():
+        if target not in VALUES:
             raise DefinitionError(
-                "the rows hold text and no token ids. Name the tokenizer of the model that will learn from them: "
-                "--tokenizer FOLDER (a checkpoint; `rlhf-pipeline new-model FOLDER --text FILE` makes a small one)"
+                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, VALUES)
             )
-        return self.tokenizer
-
-    def _prompt(self, rollout: Rollout) -> tuple[list[int], bool]:
-        key = (rollout.prompt, rollout.as_chat)
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
-        tokenizer = self._need()
-        from rlhf_pipeline.policies.chat import encode_prompt
-
-        as_chat, is_text = self.chat and rollout.as_chat, isinstance(rollout.prompt, str)
-        templated = getattr(tokenizer, "chat_template", None) is not None and (as_chat or not is_text)
-        # Messages without a template are joined: better than refusing a file that another tool could train on.
-        prompt = rollout.prompt if is_text or templated else text_of(rollout.prompt)
-        found = encode_prompt(tokenizer, prompt, as_chat=as_chat), templated
-        self._last = (key, found)
-        return found
-
-    def _completion(self, text: str, finish_reason: str) -> tuple[list[int], str, bool]:
-        """Return the ids of a completion's text, how it ended, and whether the EOS token was added."""
-        tokenizer = self._need()
-        from rlhf_pipeline.policies.chat import encode_text
-
-        ids = encode_text(tokenizer, text, add_special_tokens=False)
-        end = getattr(tokenizer, "eos_token_id", None) if self.eos else None
-        if ids and ids[-1] == end:  # the text has its special tokens
-            return ids, finish_reason or "stop", False
-        if end is None or finish_reason in ("length", "max_tokens"):
-            return ids, finish_reason, False
-        return [*ids, int(end)], finish_reason or "stop", True
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        from rlhf_pipeline.policies.chat import decode_completion
-
-        return decode_completion(self.tokenizer, ids)
-
-
-def _load(name: str) -> Any:
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.count("/") != 1 or folder.parent.is_dir()):
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = did_you_mean(folder.name, beside) if beside else ""
-        raise MissingPathError(
-            f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
-        )
-    from rlhf_pipeline.policies import loading
-
-    found = loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())
-    if found is None:
-        raise DataError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
-    return found
-
-
-def _per_token(given: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
-    if given is not None and len(given) != len(default):
-        raise DataError(f"{len(given)} values of {name} for {len(default)} completion tokens.")
-    return default if given is None else given
-
-
-def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> npt.NDArray[np.float32]:
-    line = np.full(len(mask), np.nan, np.float32)
-    line[start:] = [math.nan if s is None else s for s in _per_token(given, [None] * (len(mask) - start), name)]
-    line[~mask] = np.nan
-    return line
-
-
-def _meta(rollout: Rollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
-    """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, the source."""
-    meta: dict[str, Any] = {"answer": rollout.answer, "prompt": rollout.meta, "source": source}
-    if encoded is not None:
-        meta["encoded"] = encoded
-    if not isinstance(rollout.prompt, str):
-        meta["messages"] = rollout.prompt
-    try:
-        text = json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
-    except ValueError:  # NaN, which JSON does not have, becomes null
-        finite = json.loads(json.dumps(meta, default=str), parse_constant=lambda name: None)
-        text = json.dumps(finite, ensure_ascii=False)
-    try:
-        return check_text(text, "meta")
-    except DataError:
-        for name, value in rollout.meta.items():  # name the one
-            check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
-        raise

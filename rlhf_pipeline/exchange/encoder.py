@@ -1,0 +1,179 @@
+"""The row of a store that a rollout becomes, with its text encoded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
+from rlhf_pipeline.exchange.fields import Rollout, check_text, text_of
+
+
+class Encoder:
+    """Makes rows of a store of rollouts, and token ids of their text; no token is added to a completion.
+
+    `tokenizer` is one of transformers, or its folder or hub name; without it every rollout must bring its token ids.
+    `chat` puts text prompts through its template.
+    """
+
+    def __init__(self, tokenizer: Any | None, *, chat: bool = True) -> None:
+        named = isinstance(tokenizer, (str, Path))
+        self.name = str(tokenizer if named else getattr(tokenizer, "name_or_path", "")) or "given"
+        self.tokenizer = _load(self.name) if named else tokenizer
+        self.chat = chat
+        self._last: tuple[Any, tuple[list[int], bool]] | None = None
+
+    def row(self, rollout: Rollout, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a rollout, apart from its ids; `meta` says what was encoded, and `source`.
+
+        Raises:
+            DataError: the text has no tokens, an unknown character or several turns, or its chat template refuses it;
+                or values per token are not one per token.
+            DefinitionError: there is no tokenizer.
+        """
+        encoded: dict[str, Any] = {}
+        prompt_ids, completion_ids = rollout.prompt_ids, rollout.completion_ids
+        prompt, completion = text_of(rollout.prompt), rollout.completion
+        if completion_ids is None:
+            for name in ("completion_mask", "log_probs", "ref_log_probs"):
+                if getattr(rollout, name) is not None:
+                    raise DataError(
+                        f"there are values per token ({name}) and no token ids of the completion. Its text may be "
+                        f"encoded as other tokens. Export the ids too, or leave the values out: --field {name}=none"
+                    )
+        if prompt_ids is None:
+            prompt_ids, templated = self._prompt(rollout)
+            encoded["prompt"] = "chat template" if templated else "text"
+        if completion_ids is None:
+            completion_ids = self._completion(completion)
+            encoded["completion"] = "text"
+        if self.tokenizer is not None and not encoded:
+            prompt, completion = prompt or self._decode(prompt_ids), completion or self._decode(completion_ids)
+        if not len(prompt_ids) and not len(completion_ids):
+            raise DataError("neither the prompt nor the completion has a token.")
+        start = len(prompt_ids)
+        ids = np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(completion_ids, np.int64)])
+        mask = np.zeros(len(ids), bool)
+        mask[start:] = _per_token(rollout.completion_mask, [True] * len(completion_ids), "completion_mask")
+        mask &= rollout.mask_known
+        row = {
+            "input_ids": ids,
+            "assistant_mask": mask,
+            "log_probs": _scores(rollout.log_probs, mask, start, "log_probs"),
+            "task_reward": math.nan if rollout.failure else rollout.reward,
+            "policy_version": rollout.policy_version,
+            "num_prompt_tokens": start,
+            "created_at": rollout.created_at,
+            "finish_reason": rollout.finish_reason,
+            "prompt": prompt,
+            "completion": completion,
+            "meta": _meta(rollout, source, {"tokenizer": self.name, **encoded} if encoded else None),
+        }
+        if rollout.ref_log_probs is not None:
+            row["ref_log_probs"] = _scores(rollout.ref_log_probs, mask, start, "ref_log_probs")
+        if rollout.failure:
+            row |= {"failure_reason": rollout.failure, "reward_trusted": False}
+        elif rollout.advantage == rollout.advantage:
+            row["advantage"] = rollout.advantage
+        return row
+
+    def _need(self) -> Any:
+        if self.tokenizer is None:
+            raise DefinitionError(
+                "the rows hold text and no token ids. Name the tokenizer of the model that will learn from them: "
+                "--tokenizer FOLDER (a checkpoint; `rlhf-pipeline new-model FOLDER --text FILE` makes a small one)"
+            )
+        return self.tokenizer
+
+    def _prompt(self, rollout: Rollout) -> tuple[list[int], bool]:
+        key = (rollout.prompt, rollout.as_chat)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        tokenizer = self._need()
+        from rlhf_pipeline.policies.chat import encode_prompt
+
+        as_chat, is_text = self.chat and rollout.as_chat, isinstance(rollout.prompt, str)
+        templated = not is_text or (as_chat and getattr(tokenizer, "chat_template", None) is not None)
+        try:
+            found = encode_prompt(tokenizer, rollout.prompt, as_chat=as_chat), templated
+        except DefinitionError as error:  # the template and this row do not go together
+            raise DataError(str(error)) from error
+        self._last = (key, found)
+        return found
+
+    def _completion(self, text: str) -> list[int]:
+        tokenizer = self._need()
+        from rlhf_pipeline.policies.chat import encode_text
+
+        ids = encode_text(tokenizer, text, add_special_tokens=False)
+        end = getattr(tokenizer, "eos_token_id", None)
+        turns = sum(a == end != b for a, b in itertools.pairwise(ids)) + 1
+        if turns > 1 and end is not None:
+            raise DataError(
+                f"the completion's text has {turns} turns (the end token stands within it), and which of them an "
+                "environment said is not in the file. Export the token ids and their mask."
+            )
+        return ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        from rlhf_pipeline.policies.chat import decode_completion
+
+        return decode_completion(self.tokenizer, ids)
+
+
+def _load(name: str) -> Any:
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.count("/") != 1 or folder.parent.is_dir()):
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near = did_you_mean(folder.name, beside) if beside else ""
+        raise MissingPathError(
+            f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
+        )
+    from rlhf_pipeline.policies import loading
+
+    found = loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())
+    if found is None:
+        raise DataError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
+    return found
+
+
+def _per_token(given: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
+    if given is not None and len(given) != len(default):
+        raise DataError(f"{len(given)} values of {name} for {len(default)} completion tokens.")
+    return default if given is None else given
+
+
+def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> npt.NDArray[np.float32]:
+    line = np.full(len(mask), np.nan, np.float32)
+    line[start:] = [math.nan if s is None else s for s in _per_token(given, [None] * (len(mask) - start), name)]
+    line[~mask] = np.nan
+    return line
+
+
+def _meta(rollout: Rollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
+    """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, the source."""
+    meta: dict[str, Any] = {"answer": rollout.answer, "prompt": rollout.meta, "source": source}
+    if rollout.failure and rollout.reward == rollout.reward:
+        meta["untrusted_reward"] = rollout.reward
+    if encoded is not None:
+        meta["encoded"] = encoded
+    if not isinstance(rollout.prompt, str):
+        meta["messages"] = rollout.prompt
+    try:
+        text = json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # NaN, which JSON does not have, becomes null
+        finite = json.loads(json.dumps(meta, default=str), parse_constant=lambda name: None)
+        text = json.dumps(finite, ensure_ascii=False)
+    try:
+        return check_text(text, "meta")
+    except DataError:
+        for name, value in rollout.meta.items():  # name the one
+            check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
+        raise

@@ -1,0 +1,69 @@
+"""The files of an import: those that `rlhf_pipeline.data.files` reads, and dumps of `torch.save`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.data.files import Container, Source, find_sources, natural
+from rlhf_pipeline.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDump:
+    """A file of `torch.save` with a list of rows under `samples`, as slime writes it. It is read whole.
+
+    Only tensors and plain values are loaded, no objects: nothing in the file is executed.
+    """
+
+    path: Path
+    container: str = "pt"
+
+    def rows(
+        self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
+    ) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`, counted from 0, tensors as lists; the arguments are those of `Source.rows`."""
+        import torch
+
+        try:
+            found = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:  # what a damaged file raises is not of one type
+            raise DataError(
+                f"{self.path} cannot be read as tensors and plain values ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]}). Objects of a tool's own classes are not loaded."
+            ) from error
+        if not isinstance(found, dict) or not isinstance(found.get("samples"), list):
+            raise DataError(f"{self.path} has no list under 'samples', as slime's debug rollout data has.")
+        for number, sample in enumerate(found["samples"]):
+            yield number, {name: _plain(value) for name, value in sample.items()}
+
+    def where(self, number: int) -> str:
+        """Return the place of a row as an error message names it."""
+        return f"{self.path}, row {number}"
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+Dump = Source | TorchDump
+
+
+def find_dumps(paths: Sequence[str | Path], container: Container | None = None) -> list[Dump]:
+    """Return what is to be read, in order; see `find_sources`. A folder that holds `.pt` files is those.
+
+    Raises:
+        MissingPathError: there is nothing at a path.
+        DefinitionError: a file's format is unknown, or a folder holds none.
+    """
+    found: list[Dump] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        torch_files = sorted(path.glob("*.pt"), key=natural) if path.is_dir() else [path] * (path.suffix == ".pt")
+        if torch_files and all(file.is_file() for file in torch_files):
+            found += [TorchDump(file.resolve()) for file in torch_files]
+        else:
+            found += find_sources([path], container)
+    return list(dict.fromkeys(found))
