@@ -1,6 +1,6 @@
 """Conversations between a policy and environments, turn by turn.
 
-The engine schedules (see `policies.engines.turns`); here a turn becomes text, calls and a message, an environment's
+The engine schedules (see `policies.engines.turn_rows`); here a turn becomes text, calls and a message, an environment's
 answer becomes tokens, and whatever goes wrong ends one conversation and is kept as its failure.
 """
 
@@ -32,7 +32,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt, encode_reply, encode_text
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import Truncation, stream_keys
-from rlhf_pipeline.policies.engines.turns import Answers, EndedTurn, TurnRow, converse
+from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, TurnRow, converse
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
-from rlhf_pipeline.policies.engines.turns import POLICY
+from rlhf_pipeline.policies.engines.turn_rows import POLICY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,7 +142,7 @@ class Rollout:
         vocab = int(self.weight.shape[0])
         self.is_end = np.zeros(vocab, dtype=np.bool_)
         self.is_end[[token for token in request.end_token_ids if 0 <= token < vocab]] = True
-        self.prompts: Sequence[Sequence[int]] = request.prompts
+        self.prompts: list[Sequence[int]] = [*request.prompts]
         self.prompt_lengths = np.array([len(p) for p in request.prompts], dtype=np.int64)
         self.prompt_of, self.member_of = request.prompt_of, request.member_of
         self.limits = limits

@@ -41,7 +41,7 @@ from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
 from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
 from rlhf_pipeline.policies.engines.static import KeptSlots, StaticRun, mask_form
-from rlhf_pipeline.policies.engines.turns import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
+from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -129,7 +129,7 @@ class SlotEngine:
     def converse(
         self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
     ) -> list[TurnRow]:
-        """See `turns.converse`; on any device, slots decode conversations row by row.
+        """See `turn_rows.converse`; on any device, slots decode conversations row by row.
 
         The random number behind a token is a pure function of (seed, stream id, member, its place after the prompt).
         """
@@ -359,7 +359,6 @@ class _Turns(RaggedRun):
         super().__init__(engine, request, limits=limits, refresh=refresh, ended=None)
         self.partner = partner
         self.turn_rows = begin_rows(request, most)
-        self.prompts: list[Sequence[int]] = [*request.prompts]
         self.stays = list(range(self.count))
         """The conversation of each stay."""
         self.waiting = 0

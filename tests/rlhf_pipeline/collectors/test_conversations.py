@@ -18,7 +18,7 @@ from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.drawn import drawn_conversations
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.engines.turns import POLICY
+from rlhf_pipeline.policies.engines.turn_rows import POLICY
 
 LIMITS: dict[str, Any] = {"group_size": 4, "max_new_tokens": 2, "max_turns": 6, "max_row_tokens": 60, "num_slots": 16}
 
