@@ -22,7 +22,7 @@ from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.journal import Journal, State
+from trajectory_store.journal import State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
 from trajectory_store.memmap import Memmap, create_folder
@@ -189,10 +189,11 @@ class TrajectoryStore(StoreReads):
             store._add_columns(add_columns)
         if mode == "a" and medium.bucket.local:
             with medium.bucket.upkeep_lock() as mine:
+                if mine:
+                    _remember(store._catalog)
                 record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
-                    _remember(store._catalog.journal, medium)
                     medium.sweep(store._catalog.journal.state)
         return store
 
@@ -507,11 +508,14 @@ class TrajectoryStore(StoreReads):
             )
 
 
-def _remember(journal: Journal, medium: Medium) -> None:
+def _remember(catalog: Catalog) -> None:
     """Name the segments again that lost or damaged records of the catalog named, before anything removes them."""
-    for entry in medium.forgotten(journal.state):
-        if not entry.merged:  # what a merged one was made of is still named
-            journal.change(lambda state, entry=entry: state.with_entry(entry))
+    catalog.journal.follow()
+    lost = [entry for entry in catalog.medium.forgotten(catalog.journal.state) if not entry.merged]
+    for entry in lost:  # what a merged one was made of is still named
+        catalog.journal.change(lambda state, entry=entry: state.with_entry(entry))
+    if lost:
+        catalog.refresh()
 
 
 def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:
