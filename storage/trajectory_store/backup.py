@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from trajectory_store.errors import StoreExistsError, WriteFailedError
-from trajectory_store.journal import State, number_of
+from trajectory_store.bucket import FolderBucket
+from trajectory_store.errors import CorruptionError, StoreExistsError, WriteFailedError
+from trajectory_store.journal import number_of, read_record, record_keys
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
 """Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""
@@ -65,26 +66,29 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     _sync(target.parent)
 
 
-def _newest(source: Path) -> Path:
-    """Return the newest record of the catalog."""
-    return max(path for path in (source / "catalog").iterdir() if number_of(f"catalog/{path.name}") is not None)
+def _newest(source: Path) -> int:
+    """Return the number of the newest record of the catalog."""
+    return max(n for path in (source / "catalog").iterdir() if (n := number_of(path.name)) is not None)
 
 
-def _copy_round(source: Path, building: Path, store: str, newest: Path, unchanged_before: float) -> None:
+def _copy_round(source: Path, building: Path, store: str, newest: int, unchanged_before: float) -> None:
     """Bring a copy up to a record of the catalog; files that are older than `unchanged_before` are there already."""
-    state, _ = State.from_bytes(newest.read_bytes(), number_of(f"catalog/{newest.name}") or 0, store, str(newest))
+    state, problems = read_record(FolderBucket(source, durable=False), newest, store)
+    if state is None:
+        raise CorruptionError(problems[0]) if problems else FileNotFoundError(source / record_keys(newest)[0])
     segments = {entry.name for entry in state.entries}
     shutil.rmtree(building / "catalog", ignore_errors=True)
+    (building / "catalog").mkdir(parents=True)
     for folder in building.glob("seg-*"):
         if folder.name not in segments:
             shutil.rmtree(folder)
-    kept = [path for path in sorted((source / "catalog").iterdir()) if path.name <= newest.name or "." not in path.name]
+    numbers = {path: number_of(path.name) for path in (source / "catalog").iterdir()}
+    kept = [path for path, number in numbers.items() if number is not None and number < newest]
     for path in [source / "zarr.json", source / "catalog" / "zarr.json", *kept]:
-        if path == newest:
-            _copy_file(path, building / path.relative_to(source))
-            continue
         with contextlib.suppress(FileNotFoundError):  # history may be removed at any time
             _copy_file(path, building / path.relative_to(source))
+    for key in record_keys(newest):  # its writer may not have put the second one yet
+        (building / key).write_bytes(state.to_bytes())
     for name in sorted(segments):
         if not (source / name).is_dir():
             raise FileNotFoundError(source / name)

@@ -215,6 +215,7 @@ class Catalog:
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._gappy: list[Segment] = []
+        self._unseen: set[Segment] = set()
         self._tables: dict[str, dict[int, Any]] = {}
         self._later: dict[str, Later] = {}
         self._syncing = threading.Lock()
@@ -347,6 +348,7 @@ class Catalog:
             self.updates[entry.ordinal] = segment
             return
         self.segments[entry.ordinal] = segment
+        self._unseen.add(segment)
         sources = np.array(entry.sources, np.int64)
         homes[sources, _HOME] = entry.ordinal
         if not entry.merged:
@@ -365,6 +367,7 @@ class Catalog:
         self._tables = {}
         if segment is None:
             return
+        self._unseen.discard(segment)
         sources = np.array(entry.sources, np.int64)
         lost = sources[self._homes[sources, _HOME] == ordinal]
         if len(lost):
@@ -375,8 +378,17 @@ class Catalog:
     def _grew(self, segment: Segment) -> None:
         if segment.ordinal in self.segments and not segment.meta.merged:
             self._homes[segment.ordinal, _ROWS] = segment.rows
+            self._unseen.add(segment)
         self.newest_ns = max(self.newest_ns, segment.newest_ns)
         self.generation += 1
+
+    def _see(self) -> None:
+        """Find the commits that are not served among those that are new: no row reads that `ids` leaves out."""
+        with self._lock:
+            for segment in self._unseen:
+                segment.see()
+            self._unseen = set()
+            self._note_gaps()
 
     def _note_gaps(self) -> None:
         """Note the commits found so far that are not served, except those that are recorded as lost."""
@@ -424,7 +436,7 @@ class Catalog:
             if self._order_generation != self.generation:
                 self.order.update(self.row_segments())
                 self._order_generation = self.generation
-                self._note_gaps()
+                self._see()
             return self.order.ids()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
@@ -483,6 +495,8 @@ class Catalog:
             raise self._missing(int(ids[ordinals >= len(every)][0])) from None
         if np.count_nonzero(inside) < len(ids):
             raise self._missing(int(ids[~inside][0]))
+        if self._unseen:
+            self._see()
         found = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
         for segment, gap, mine in self._gaps_among(found):
             raise CorruptionError(
@@ -507,6 +521,8 @@ class Catalog:
         homes = self._home(np.where(known, ordinals, 0))
         inside = known & (rows < homes[:, _ROWS])
         out = Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
+        if self._unseen:
+            self._see()
         for _, _, mine in self._gaps_among(out):
             out.ordinals[mine] = _NOWHERE
         return out

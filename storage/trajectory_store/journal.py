@@ -2,7 +2,8 @@
 
 A record is put if absent, so two processes never write the same number; the one that comes second reads the other's
 record and tries again. A record is the whole state: the segments that count, rows removed for good, the schema. So a
-segment that is not named does not count, whatever the folder holds, and one that is named and missing is damage.
+segment that is not named does not count, whatever the folder holds, and one that is named and missing is damage. Each
+record is kept in two objects before anything rests on it, so one that is damaged or missing costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
-from trajectory_store.errors import CorruptionError, WriteFailedError
+from trajectory_store.errors import CorruptionError, UnsyncedError, WriteFailedError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -109,7 +110,7 @@ class State:
         return replace(self, entries=kept, rows_gone=self.rows_gone + rows_gone)
 
     def to_bytes(self) -> bytes:
-        """Return the content of the record's file: the same line twice, so that a damaged byte costs nothing."""
+        """Return the content of each of the two objects of the record: one line."""
         body = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -126,37 +127,32 @@ class State:
             "schema": self.schema.to_json(),
         }
         line = json.dumps(body, separators=(",", ":")).encode()
-        return b"%08x %s\n" % (crc32c(line), line) * 2
+        return b"%08x %s\n" % (crc32c(line), line)
 
     @classmethod
-    def from_bytes(cls, raw: bytes, number: int, store: str, where: str) -> tuple[State, bool]:
-        """Parse a record; return it, and whether both of its lines are good.
+    def from_bytes(cls, raw: bytes, number: int, store: str, where: str) -> State:
+        """Parse an object of a record.
 
         Raises:
-            CorruptionError: neither line is good, or it is a record of another store.
+            CorruptionError: it does not match its checksum, or it is a record of another store.
         """
-        found: State | None = None
-        lines = raw.split(b"\n")
-        good = 0
-        for line in lines[:2]:
-            state = _parse_line(line, number)
-            if state is not None:
-                found, good = state, good + 1
-        if found is None:
-            raise CorruptionError(f"{where} is damaged: neither of its two lines matches its checksum.")
-        if found.store != store:
-            raise CorruptionError(f"{where} is a record of another store ({found.store}, and this one is {store}).")
-        return found, good == 2 and len(lines) == 3 and not lines[2] and lines[0] == lines[1]
+        state = _parse(raw, number)
+        if state is None:
+            raise CorruptionError(f"{where} is damaged: it does not match its checksum.")
+        if state.store != store:
+            raise CorruptionError(f"{where} is a record of another store ({state.store}, and this one is {store}).")
+        return state
 
 
-def _parse_line(line: bytes, number: int) -> State | None:
+def _parse(raw: bytes, number: int) -> State | None:
     try:
-        if int(line[:8], 16) != crc32c(line[9:]) or line[8:9] != b" ":
+        line = raw[9:-1]
+        if raw[:9] + raw[-1:] != b"%08x \n" % crc32c(line):
             return None
-        body: Any = json.loads(line[9:])
+        body: Any = json.loads(line)
         following = whole(body["next_ordinal"], MAX_ORDINAL + 1)
         claim = body["claim"]
-        state = State(
+        return State(
             number=whole(body["number"], number, number),
             nonce=str(body["nonce"]),
             previous=str(body["previous"]),
@@ -170,7 +166,6 @@ def _parse_line(line: bytes, number: int) -> State | None:
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
-    return state
 
 
 def _parse_entry(fields: Any, following: int) -> Entry:
@@ -183,16 +178,33 @@ def _parse_entry(fields: Any, following: int) -> Entry:
     return Entry(whole(ordinal, following - 1), kind, whole(salt, MAX_SALT), merged, rows, runs, lost)
 
 
-def record_key(number: int) -> str:
-    """The key of a record."""
-    return f"{CATALOG}/{number:012d}.rec"
+def record_keys(number: int) -> tuple[str, str]:
+    """The keys of a record's two objects; the first is put first, and only if there is none."""
+    return f"{CATALOG}/{number:012d}.rec", f"{CATALOG}/{number:012d}.copy"
 
 
 def number_of(key: str) -> int | None:
-    """The number of a record, or None if the key names something else."""
+    """The number of the record that an object belongs to, or None if the key names something else."""
     name = key.rpartition("/")[2]
     stem, dot, end = name.partition(".")
-    return int(stem) if dot and end == "rec" and stem.isdigit() and len(stem) == 12 else None
+    return int(stem) if dot and end in ("rec", "copy") and stem.isdigit() and len(stem) == 12 else None
+
+
+def read_record(bucket: Bucket, number: int, store: str) -> tuple[State | None, list[str]]:
+    """Read a record from the first of its objects that is good.
+
+    Returns:
+        The record, or None if no object of it can be read; and what is wrong with those that were looked at, in words.
+    """
+    problems: list[str] = []
+    for key in record_keys(number):
+        raw = bucket.get(key)
+        try:
+            if raw is not None:
+                return State.from_bytes(raw, number, store, f"{bucket.where}/{key}"), problems
+        except CorruptionError as error:
+            problems.append(str(error))
+    return None, problems
 
 
 class Journal:
@@ -226,7 +238,7 @@ class Journal:
 
     def follow(self) -> bool:
         """Read the newest record if it is newer than `state`; return whether it is."""
-        stamp = self._bucket.stamp(record_key(self._top + 1))
+        stamp = self._bucket.stamp(record_keys(self._top + 1)[0])
         if stamp is not None and stamp == self._stamp:
             return False
         newer = self._read_newest()
@@ -235,24 +247,34 @@ class Journal:
 
     def _numbers(self, after: int = -1) -> list[int]:
         """Return the numbers of the existing records above `after`, ascending."""
-        keys = self._bucket.keys(f"{CATALOG}/", f"{CATALOG}/" if after < 0 else record_key(after))
-        return sorted(number for key in keys if (number := number_of(key)) is not None)
+        keys = self._bucket.keys(f"{CATALOG}/", f"{CATALOG}/" if after < 0 else max(record_keys(after)))
+        return sorted({number for key in keys if (number := number_of(key)) is not None})
+
+    def _read(self, number: int) -> State | None:
+        """Return a record, or None if both of its objects are gone.
+
+        Raises:
+            CorruptionError: no object of it can be read.
+        """
+        state, problems = read_record(self._bucket, number, self._store)
+        if state is not None:
+            self.problems += [problem for problem in problems if problem not in self.problems]
+        elif problems:
+            raise CorruptionError(problems[0])
+        return state
 
     def _read_newest(self) -> bool:
         unreadable: list[int] = []
         for number in reversed(self._numbers(self._top)):
-            where = f"{self._bucket.where}/{record_key(number)}"
             try:
-                raw = self._bucket.get(record_key(number))
-                if raw is None:  # removed since it was listed, so there are newer ones
-                    return self._read_newest()
-                self.state, whole = State.from_bytes(raw, number, self._store, where)
+                state = self._read(number)
             except CorruptionError as error:
-                self._note(str(error))
+                self.problems += [str(error)] * (str(error) not in self.problems)
                 unreadable.append(number)
                 continue
-            if not whole:
-                self._note(f"{where} is damaged: one of its two lines is not good.")
+            if state is None:  # removed since it was listed, so there are newer ones
+                return self._read_newest()
+            self.state = state
             self._top = self._after(number, unreadable)
             return True
         self._top = self._after(self._top, unreadable)
@@ -264,10 +286,6 @@ class Journal:
             if number <= top + KEPT:
                 top = max(top, number)
         return top
-
-    def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
 
     def change(self, step: Callable[[State], State | None], newest_ns: int = 0) -> State | None:
         """Add a record.
@@ -282,6 +300,7 @@ class Journal:
 
         Raises:
             WriteFailedError: the record could not be written.
+            UnsyncedError: the record counts, and its copy could not be written.
         """
         while True:
             self.follow()
@@ -294,10 +313,24 @@ class Journal:
                 continue
             now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
-            if self._bucket.settle(record_key(number), state.to_bytes()) and self._counts(state):
+            if self._bucket.settle(record_keys(number)[0], state.to_bytes()) and self._counts(state):
                 self.state, self._top = state, number
+                self.put_copy()
                 self._prune(number)
                 return state
+
+    def put_copy(self) -> None:
+        """Put the second object of the newest record; before it is there, nothing is committed or removed on its word.
+
+        Raises:
+            UnsyncedError: it could not be put, and the record counts.
+        """
+        try:
+            self._bucket.settle(record_keys(self.state.number)[1], self.state.to_bytes())
+        except WriteFailedError as error:
+            raise UnsyncedError(
+                error.errno, f"the copy of a record could not be put: {error}", self._bucket.where
+            ) from error
 
     def _follows(self, before: State) -> bool:
         """Return whether the record that this process followed is still there; False if a newer one was put since.
@@ -306,15 +339,13 @@ class Journal:
             WriteFailedError: another store, or an older state of this one, is in its place.
         """
         self._bucket.still_here()
-        raw, found = self._bucket.get(record_key(before.number)), ""
-        if raw is None:
-            if self.follow():
-                return False
-        else:
-            try:
-                found = State.from_bytes(raw, before.number, self._store, "the record")[0].nonce
-            except CorruptionError as error:
-                found = before.nonce if "another store" not in str(error) else ""
+        try:
+            there = self._read(before.number)
+            found = "" if there is None else there.nonce
+        except CorruptionError as error:
+            there, found = before, "" if "another store" in str(error) else before.nonce
+        if there is None and self.follow():
+            return False
         if found != before.nonce:
             raise WriteFailedError(
                 errno.ESTALE,
@@ -326,15 +357,15 @@ class Journal:
 
     def sync(self) -> None:
         """Wait until the newest record is safe; after that, segments that it no longer names may be removed."""
-        self._bucket.sync(record_key(self.state.number))
+        self.put_copy()
+        self._bucket.sync(*record_keys(self.state.number))
 
     def _counts(self, state: State) -> bool:
         """Whether the number was free because it was never used, and not because its record was removed long ago."""
         for number in self._numbers(state.number):
             try:
-                raw = self._bucket.get(record_key(number))
-                if raw is not None:
-                    found = State.from_bytes(raw, number, self._store, "")[0]
+                found = self._read(number)
+                if found is not None:
                     return (number, found.previous) == (state.number + 1, state.nonce)
             except CorruptionError:  # a stray one, or damaged: one that can be read decides
                 if number == state.number + 1:
@@ -344,25 +375,24 @@ class Journal:
     def _prune(self, number: int) -> None:
         """Remove old records; more than `KEPT` are left, because another process may be listing them now."""
         if number % (KEPT // 4) == 0 and number > 2 * KEPT:
-            self._bucket.delete(record_key(n) for n in self._numbers() if n < number - 2 * KEPT)
+            self._bucket.delete(key for n in self._numbers() if n < number - 2 * KEPT for key in record_keys(n))
 
     def missing(self) -> list[str]:
-        """Return the missing and the damaged records, in words, for `verify`."""
+        """Return the missing and the damaged objects of records, in words, for `verify`."""
         numbers = self._numbers()
-        problems = list(self.problems)
         newest = max(numbers, default=-1)  # records far behind it may be gone, or left by a process that slept
-        for first, last in runs_of([n for n in range(max(0, newest - KEPT), newest) if n not in set(numbers)]):
-            which = record_key(first) + " is" if first == last else f"{CATALOG}: records {first} to {last} are"
-            problems.append(f"{self._bucket.where}/{which} missing")
-        for number, raw in zip(numbers, self._bucket.get_many([record_key(n) for n in numbers]), strict=True):
-            if raw is None:
-                continue
+        wanted = set(numbers) | set(range(max(0, newest - KEPT), newest))
+        keys = [key for number in sorted(wanted) for key in record_keys(number)]
+        problems = list(self.problems)
+        for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
+            number, where = number_of(key) or 0, f"{self._bucket.where}/{key}"
             try:
-                whole = State.from_bytes(raw, number, self._store, "")[1]
-            except CorruptionError:
-                whole = False
-            if not whole:
-                problems.append(f"{self._bucket.where}/{record_key(number)} is damaged")
+                if raw is None and newest - KEPT <= number and key == record_keys(number)[0]:
+                    problems.append(f"{where} is missing")  # a copy may never have been put: its writer was killed
+                elif raw is not None:
+                    State.from_bytes(raw, number, self._store, where)
+            except CorruptionError as error:
+                problems.append(str(error))
         return list(dict.fromkeys(problems))
 
 

@@ -132,6 +132,9 @@ class Segment(ABC):
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
         """Return the commits of rows from number `start` on, with `rows_end`, `n_rows` and `time_ns`."""
 
+    def see(self) -> None:  # noqa: B027 - elsewhere each record is looked at when it arrives
+        """Look at the records of new commits, so that `gaps` has those that are not served."""
+
     @abstractmethod
     def is_live(self) -> bool:
         """Return whether a process may still append."""

@@ -206,7 +206,8 @@ class Memmap(Medium):
         counted = {entry.name for entry in state.entries}
         out: list[Entry] = []
         for path in sorted(self.folder.glob("seg-*")):
-            if ordinal_of(path.name) is None or path.name in counted:
+            ordinal = ordinal_of(path.name)
+            if ordinal is None or path.name in counted:
                 continue
             try:
                 attributes = read_attributes(fs.read_file(path / "zarr.json"), path, "segment")
@@ -214,8 +215,10 @@ class Memmap(Medium):
                 record = parse(fs.read_file(commits_path(path))[:RECORD_SIZE], meta.salt, 0)
             except (OSError, StoreError, KeyError, TypeError, ValueError):
                 continue
-            if record is not None and (record.catalog > state.number or record.ordinal >= state.next_ordinal):
-                out.append(Entry(record.ordinal, meta.kind, meta.salt, meta.merged))
+            if record is None or record.ordinal != ordinal:
+                continue
+            if record.catalog > state.number or ordinal >= state.next_ordinal:
+                out.append(Entry(ordinal, meta.kind, meta.salt, meta.merged))
         return out
 
     def check(self, segment: Segment, report: VerifyReport) -> None:
@@ -475,6 +478,7 @@ class LocalSegment(Segment):
         self._elements = 0
         self._short: set[str] = set()
         self._torn = False
+        self._seen = 0
         self.dropped: set[int] = set()
         """Commits that were being written when the machine went down, and that nobody was told of."""
         self.refresh()
@@ -689,6 +693,7 @@ class LocalSegment(Segment):
         good &= (table["kind"] >= KIND_ROWS) & (table["kind"] <= KIND_CLOSED)
         good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
         kept = table["kind"] == KIND_ROWS
+        good &= kept | ((table["n_rows"] == 0) & (table["seq"] == self.records - 1))  # nothing follows an end
         if not good.all():
             for seq in range(start, start + len(table)):
                 if self.log.get(seq) is None:
@@ -698,6 +703,12 @@ class LocalSegment(Segment):
                 kept[gap.seq - start] = False
         self.close_log()
         return table[kept]
+
+    def see(self) -> None:
+        """Look at the records of new commits."""
+        if self._seen < self.records:
+            self.commits(self._seen)
+            self._seen = self.records
 
     @property
     def unsettled(self) -> bool:

@@ -21,7 +21,7 @@ from trajectory_store.format import (
     read_attributes,
     time_after,
 )
-from trajectory_store.journal import CATALOG, State, record_key
+from trajectory_store.journal import CATALOG, State, record_keys
 from trajectory_store.schema import Schema
 
 KEY = "zarr.json"
@@ -128,7 +128,7 @@ def complete_root(bucket: Bucket, root: Root) -> bool:
     Returns:
         Whether the first record is there now; False for a store that has been used, whose missing records are damage.
     """
-    if set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", record_key(0)}:
+    if set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
         return False
     _put_first_record(bucket, root)
     return True
@@ -136,7 +136,8 @@ def complete_root(bucket: Bucket, root: Root) -> bool:
 
 def _put_first_record(bucket: Bucket, root: Root) -> None:
     bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
-    bucket.settle(record_key(0), root.first_state.to_bytes())
+    for key in record_keys(0):
+        bucket.settle(key, root.first_state.to_bytes())
 
 
 def read_root(bucket: Bucket) -> Root:

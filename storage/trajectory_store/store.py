@@ -194,6 +194,7 @@ class TrajectoryStore(StoreReads):
                 record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
                     store._catalog.journal.follow()
+                    store._catalog.journal.put_copy()
                     medium.sweep(store._catalog.journal.state)
         return store
 

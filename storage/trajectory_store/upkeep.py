@@ -443,6 +443,7 @@ def _claim(catalog: Catalog) -> Generator[bool]:
             yield True
             state = catalog.state
             if owner is None or (state.claim is not None and state.claim[0] == owner):
+                catalog.journal.put_copy()
                 catalog.medium.sweep(state)
         finally:
             catalog.claim = None

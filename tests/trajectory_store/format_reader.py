@@ -102,8 +102,8 @@ def read_store(path: Path) -> dict[str, Any]:
     root = json.loads((path / "zarr.json").read_bytes())["attributes"]
     rest = json.dumps({key: value for key, value in root.items() if key != "crc"}, sort_keys=True).encode()
     assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 3, root["crc"]), path
-    lines = [line for file in sorted((path / "catalog").glob("*.rec")) for line in file.read_bytes().split(b"\n")]
-    catalog = json.loads([line[9:] for line in lines if line[:9] == b"%08x " % crc(line[9:])][-1])
+    lines = [file.read_bytes() for file in sorted((path / "catalog").glob("*.*")) if file.name != "zarr.json"]
+    catalog = json.loads([line[9:-1] for line in lines if line[:9] == b"%08x " % crc(line[9:-1])][-1])
     found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
     for ordinal, kind, salt, merged, count, _, lost in catalog["segments"]:
         folder = path / f"seg-{ordinal:08d}{'-merged' * merged}"

@@ -180,6 +180,26 @@ def test_files_that_come_back_double_nothing(stores, tmp_path, backend):
     outcome(path, wanted, "old files laid over")
 
 
+@BACKENDS
+@pytest.mark.parametrize("kind", ["plain", "compacted"])
+@pytest.mark.parametrize("mutilation", ["deleted", "zeroed"])
+def test_one_bad_object_of_the_catalog_costs_nothing(copies, backend, kind, mutilation):
+    """Every record is there twice: readers see all, writers go on and remove nothing, verify names the object."""
+    copy, wanted = copies(backend, kind)
+    for name in [file.name for file in sorted((copy() / "catalog").iterdir())[-4:] if file.name != "zarr.json"]:
+        path = copy()
+        MUTILATIONS[mutilation](path / "catalog" / name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with TrajectoryStore.open(path) as store:
+                assert everything(store) == wanted
+                assert (mutilation, name[-4:]) == ("deleted", "copy") or name in str(store.verify())
+            with TrajectoryStore.open(path, "a") as store:
+                store.compact()
+            with TrajectoryStore.open(path) as store:
+                assert everything(store) == wanted
+
+
 @exhaustive
 @BACKENDS
 def test_one_bad_file_costs_what_it_holds(copies, backend):

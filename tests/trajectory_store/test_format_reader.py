@@ -217,5 +217,5 @@ def test_damage_is_noticed(tmp_path, backend):
         file.write_bytes(good)
     wanted, record = read_store(path)["ids"], max((path / "catalog").glob("*.rec"))
     good = record.read_bytes()
-    record.write_bytes(bytes([good[0] ^ 1]) + good[1:])  # the other line is enough
+    record.write_bytes(bytes([good[0] ^ 1]) + good[1:])  # its copy is enough
     assert read_store(path)["ids"] == wanted

@@ -370,16 +370,14 @@ class ObjectMedium(Medium):
     def forgotten(self, state: State) -> list[Entry]:
         """Return the segments with commits that the catalog does not know of."""
         names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
-        out: list[Entry] = []
-        for name in sorted(names):
-            ordinal = ordinal_of(name)
-            raw = self.bucket.get(f"{name}/{HEADER}") if ordinal is not None and ordinal >= state.next_ordinal else None
-            if ordinal is None or raw is None:
-                continue
+        new = {name: o for name in names if (o := ordinal_of(name)) is not None and o >= state.next_ordinal}
+        entries: list[Entry] = []
+        for name, raw in zip(new, self.bucket.get_many([f"{name}/{HEADER}" for name in new]), strict=True):
             with suppress(StoreError, KeyError, TypeError, ValueError):
-                meta = SegmentMeta.from_attributes(read_attributes(raw, f"{name}/{HEADER}", "segment"), name)
-                out.append(Entry(ordinal, meta.kind, meta.salt, meta.merged))
-        return out
+                meta = SegmentMeta.from_attributes(read_attributes(raw or b"", f"{name}/{HEADER}", "segment"), name)
+                entries.append(Entry(new[name], meta.kind, meta.salt, meta.merged))
+        found = zip(entries, self.open_segments(entries), strict=True)
+        return [e for e, s in found if isinstance(s, Segment) and len(s.commits())]  # each commit names its segment
 
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Fetch every object of a segment and recompute its checksums."""
