@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import template_options
 from rlhf_pipeline.policies.chat import rewrites_history
-from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Models, build_models
 from rlhf_pipeline.run.events import EventHandler
@@ -59,10 +58,7 @@ def checked_models(pipeline: Pipeline, *, run: RunFolder, seed: int, device: str
 
 
 def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
-    """Return notices about the engine and the tokenizer, before the first completion."""
-    engine = policy.engine
-    if isinstance(engine, SlotEngine) and (notice := engine.notice()) is not None:
-        yield notice
+    """Return notices about prompts and tokenizer, before the first completion."""
     yield from skipped_notices(pipeline.prompts, policy)
     tokenizer = policy.tokenizer
     if tokenizer is None:

@@ -260,6 +260,7 @@ class Catalog:
                 self.refresh()
             else:
                 self._read_commits([segment])
+                self._unseen.discard(segment)  # what this process wrote needs no look
 
     def _read_commits(self, segments: Sequence[Segment] | None = None) -> None:
         """Read new commits of segments, by default of all open ones. If one cannot be read, the others still count."""
@@ -278,7 +279,8 @@ class Catalog:
         if not segment.finished:
             if segment.is_live() or not self.medium.seal(segment):
                 return False
-            self.refresh_segment(segment.ordinal)  # its writer may have committed just before it ended
+            with self._lock:
+                self._read_commits([segment])  # its writer may have committed just before it ended
         return True
 
     def _take_state(self, *, opening: bool = False) -> None:

@@ -1,7 +1,6 @@
 """Sampled tokens per second: the slot engine against `model.generate`, in one run.
 
     python tests/benchmarks/bench_generate.py [--quick] [--threads N] [--rounds N] [--clock wall|cpu]
-    python tests/benchmarks/bench_generate.py --columns
 
 Both sides sample the same ragged batch of groups: 8 prompts of 20 to 120 tokens, 8 completions each, log-normal
 lengths from 4 to 400 tokens. A random model does not stop by itself, so lengths are forced: by a limit per completion
@@ -12,9 +11,6 @@ TorchRL and TRL derive log-probs). The slot engine always returns log-probs.
 Only tokens that belong to a completion count. A ratio above 1 means that the slot engine is faster. Equal lengths are
 what suits `generate` best: no row of its batch ends before another. The last row is the batch of the default pipeline:
 256 completions of 4 or 5 tokens from a model of 2 layers.
-
-With `--columns`: what attention reads of the KV cache in the steps of one shape that CUDA takes, over what it needs, at
-log-normal lengths (sigma 0.8, median 500, at most 2,048). These are counts; the device does not matter.
 """
 
 from __future__ import annotations
@@ -23,18 +19,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from rlhf_pipeline.policies.engines.protocol import Request
-from rlhf_pipeline.policies.engines.slots import SlotEngine
-from rlhf_pipeline.policies.engines.static import StaticSlots
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 Batch = tuple[list[list[int]], int, list[int]]
@@ -165,54 +156,6 @@ def check(model: Qwen2ForCausalLM, batch: Batch) -> float:
     return float(np.max(gaps))  # NaN if one is
 
 
-@dataclass
-class Reads:
-    """Columns of the KV cache that all steps of a call read, needed and moved, and the number of their shapes."""
-
-    read: int = 0
-    needed: int = 0
-    moved: int = 0
-    graphs: int = 0
-
-
-def columns_read(completions: int, *, num_slots: int) -> Reads:
-    """Count columns in one call at log-normal lengths, in steps of one shape."""
-    rng, step, move = np.random.default_rng(0), StaticSlots.step, StaticSlots.move
-    limits = np.clip(np.exp(rng.normal(np.log(500), 0.8, completions)), 1, 2048).astype(int).tolist()
-    reads, shapes = Reads(), set[tuple[int, int]]()
-
-    def counted_step(state: StaticSlots) -> None:
-        reads.read += state.rows * state.columns
-        reads.needed += int((state.used + 1)[state.live].sum())
-        shapes.add((state.size, state.columns))
-        step(state)
-
-    def counted_move(state: StaticSlots, slots: Tensor, cells: Tensor, **options: Any) -> None:
-        reads.moved += cells.shape[1]
-        move(state, slots, cells, **options)
-
-    policy = TokenPolicy(make_model(13, 8, 1, positions=4096), eos_token_id=[])
-    engine = SlotEngine(policy._parts, num_slots=num_slots, decode="static")
-    request = Request(prompts=[[5, 6, 7, 8]] * completions, max_new_tokens=limits)
-    engine.generate(Request(prompts=[[5]], max_new_tokens=1))  # the engine looks at the model once
-    with mock.patch.multiple(StaticSlots, step=counted_step, move=counted_move):
-        engine.generate(request)
-    reads.graphs = len(shapes)
-    return reads
-
-
-def print_columns() -> None:
-    """Print what attention reads, for numbers of slots and of completions per slot."""
-    print(f"{'slots':>6}{'completions':>13}{'read / needed':>15}{'graphs':>8}{'moved / read':>14}")
-    for slots in (64, 128, 256):
-        for times in (1, 2, 4, 8):
-            found = columns_read(times * slots, num_slots=slots)
-            print(
-                f"{slots:>6}{times * slots:>13}{found.read / found.needed:>15.2f}{found.graphs:>8}"
-                f"{found.moved / found.read:>14.3f}"
-            )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round on shorter completions")
@@ -221,11 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=sorted(CLOCKS), default="wall", help="cpu: steadier on a busy machine, with --threads 1"
     )
-    parser.add_argument("--columns", action="store_true", help="count what attention reads on CUDA, and nothing else")
     args = parser.parse_args()
-    if args.columns:
-        print_columns()
-        return
     global clock
     clock = CLOCKS[args.clock]
     torch.set_num_threads(args.threads)

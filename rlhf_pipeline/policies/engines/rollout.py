@@ -26,7 +26,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     WeightRefresh,
 )
 from rlhf_pipeline.policies.engines.sampling import stream_keys
-from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, prefill
+from rlhf_pipeline.policies.engines.slot_cache import prefill
 
 if TYPE_CHECKING:
     from rlhf_pipeline.policies.engines.slots import SlotEngine
@@ -199,10 +199,6 @@ class Rollout:
         """Sample one or more tokens for every live and every new completion; False when none is left."""
         raise NotImplementedError
 
-    def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
-        """Return the keys and values of a prefill, aligned as this way of decoding inserts them."""
-        raise NotImplementedError
-
     def emit(
         self,
         rows: Int64Array,
@@ -352,10 +348,10 @@ class Rollout:
         return [*prompt, *self.sampled_ids[completion, : length - len(prompt)].tolist()]
 
     def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
-        """Return the keys and values of right-padded rows, and their last hidden states `[len(ids), H]`."""
+        """Return the keys and values of rows, each ending at the last column, and their last states `[len(ids), H]`."""
         lengths = self.upload(token_counts)
         cache, hidden = prefill(self.parts, self.upload(ids), lengths)
-        return self.arrange(cache, lengths), hidden
+        return cache.right_aligned(lengths), hidden
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """Return an array as a tensor on the device; the host does not wait for the copy."""

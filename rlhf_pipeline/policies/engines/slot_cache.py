@@ -86,14 +86,6 @@ class PrefillCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
 
-    def left_aligned(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return (keys, values) per layer, `[N, heads, P, dim]`, prompts starting at column 0; None as below."""
-        return [
-            (layer.keys, layer.values) if layer.keys is not None and layer.values is not None else None
-            for layer in self.layers
-            if isinstance(layer, _PrefillLayer)
-        ]
-
     def right_aligned(self, lengths: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Return (keys, values) per layer, `[N, heads, P, dim]`, moved so that every prompt ends at column P.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +37,14 @@ from rlhf_pipeline.policies.engines.protocol import (
     WeightRefresh,
     Weights,
 )
-from rlhf_pipeline.policies.engines.rollout import Gate, Rollout, States
+from rlhf_pipeline.policies.engines.rollout import Gate, Rollout
 from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
-from rlhf_pipeline.policies.engines.slot_cache import PrefillCache, SlotCache
-from rlhf_pipeline.policies.engines.static import KeptSlots, StaticRun, mask_form
+from rlhf_pipeline.policies.engines.slot_cache import SlotCache
 from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
 __all__ = ["SlotEngine"]
-
-
-Decode = Literal["auto", "ragged", "static"]
 
 
 class SlotEngine:
@@ -61,8 +57,6 @@ class SlotEngine:
         parts: trunk and head of the model.
         num_slots: the most live completions per call of `generate`.
         model: the model that `load_weights` loads into; None if it is never called.
-        decode: how slots decode: "ragged" computes live rows only, and the host reads every token; "static" takes steps
-            of one shape, and the host reads once in several tokens; "auto" is "static" on CUDA, otherwise "ragged".
 
     Attributes:
         version: of the weights in use; None if unknown.
@@ -73,9 +67,7 @@ class SlotEngine:
 
     name = "slots"
 
-    def __init__(
-        self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None, decode: Decode = "auto"
-    ) -> None:
+    def __init__(self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None) -> None:
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
         if parts.cache_refusal is not None:
@@ -85,12 +77,10 @@ class SlotEngine:
             )
         self.parts = verified_parts(parts)
         self.num_slots = num_slots
-        self.decode: Decode = decode
         self.version: int | None = None
         self.model = model
         self._vocab = int(parts.head.weight.shape[0])
         self.gate = Gate()
-        self.kept = KeptSlots()
         self.loads = 0
         self.aborts = 0
 
@@ -108,18 +98,10 @@ class SlotEngine:
         )
         if request.count == 0:
             return RaggedCompletions.none(versioned=refresh is not None or self.version is not None)
-        masks = mask_form(self.parts) if self._wants_static() else None
-        if masks is None and self.decode == "static":
-            raise DefinitionError(
-                f"{type(self.parts.trunk).__name__} takes no masks of static slots. Decode with decode='auto'."
-            )
         with self.gate:
             if refresh is not None:
                 self.version = refresh.version
-            if masks is None:
-                run: Rollout = RaggedRun(self, request, limits=limits, refresh=refresh, ended=ended)
-            else:
-                run = StaticRun(self, request, masks=masks, limits=limits, refresh=refresh, ended=ended)
+            run = RaggedRun(self, request, limits=limits, refresh=refresh, ended=ended)
             while run.step():
                 pass
             run.report()
@@ -129,7 +111,7 @@ class SlotEngine:
     def converse(
         self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
     ) -> list[TurnRow]:
-        """See `turn_rows.converse`; on any device, slots decode conversations row by row.
+        """See `turn_rows.converse`.
 
         The random number behind a token is a pure function of (seed, stream id, member, its place after the prompt).
         """
@@ -140,19 +122,6 @@ class SlotEngine:
             while run.step():
                 pass
         return run.turn_rows
-
-    def notice(self) -> str | None:
-        """Return what a user should know about the way of decoding, or None."""
-        if not self._wants_static() or mask_form(self.parts) is not None:
-            return None
-        return (
-            f"{type(self.parts.trunk).__name__} takes no ready-made attention masks, so it decodes row by row: the "
-            "host waits for the device at every token, and no CUDA graphs are used. vLLM samples it faster, if it "
-            "knows the architecture: --set collect.engine=vllm"
-        )
-
-    def _wants_static(self) -> bool:
-        return self.decode == "static" or (self.decode == "auto" and self.parts.head.weight.is_cuda)
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -184,8 +153,7 @@ class SlotEngine:
         self.aborts += 1
 
     def close(self) -> None:
-        """Free the memory of static slots; the model is not the engine's."""
-        self.kept.drop()
+        """Do nothing: the caches of a call go with it, and the model is not the engine's."""
 
 
 class RaggedRun(Rollout):
@@ -260,10 +228,6 @@ class RaggedRun(Rollout):
         self.report()
         return True
 
-    def arrange(self, cache: PrefillCache, lengths: Tensor) -> States:
-        """Return states in which every prompt ends at the last column, before the shared one."""
-        return cache.right_aligned(lengths)
-
     def _fill_again(self) -> None:
         """Recompute the caches of the live rows, so that their next tokens depend on the current weights only.
 
@@ -279,7 +243,7 @@ class RaggedRun(Rollout):
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
-        u = torch.from_numpy(uniforms(self.keys[rows], sampled)).to(self.device)
+        u = self.upload(uniforms(self.keys[rows], sampled))
         # Autocast would round the logits to half precision.
         with torch.autocast(self.device.type, enabled=False):
             logits = self.parts.logits(hidden, self.weight)

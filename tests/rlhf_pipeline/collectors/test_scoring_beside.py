@@ -29,7 +29,7 @@ from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Re
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 
-ENGINES = ["ragged", "static", "server"]
+ENGINES = ["slots", "server"]
 COUNT = 16
 
 
@@ -88,7 +88,6 @@ def collecting(folder: Path, engine: str, *, beside: bool, **options: Any) -> It
     try:
         if engine != "server":
             assert isinstance(policy.engine, SlotEngine)
-            policy.engine.decode = engine  # type: ignore[assignment]
             yield collector, reference
             return
         policy.save_pretrained(folder / "model")
@@ -143,14 +142,14 @@ def test_a_failure_is_that_of_the_write_path(engine: str, fails_at: int, tmp_pat
 
 def test_a_trajectory_above_the_budget_has_a_pass_of_its_own(tmp_path: Path):
     """As on the write path."""
-    with collecting(tmp_path / "run", "ragged", beside=True, token_budget=1) as (collector, reference):
+    with collecting(tmp_path / "run", "slots", beside=True, token_budget=1) as (collector, reference):
         collector.collect(0, policy_version=0)
         assert reference.rows == [1] * COUNT
 
 
 def test_new_weights_in_flight_leave_the_reference_alone(tmp_path: Path):
     """They change what is sampled, and not how it is scored: policy and reference are two models."""
-    with collecting(tmp_path / "run", "static", beside=True) as (collector, reference):
+    with collecting(tmp_path / "run", "slots", beside=True) as (collector, reference):
         before = {name: tensor.clone() for name, tensor in reference.policy.model.state_dict().items()}
         other = policy_of(2).model.state_dict()
 
@@ -169,7 +168,7 @@ def test_new_weights_in_flight_leave_the_reference_alone(tmp_path: Path):
 
 def test_an_engine_that_passes_nothing_on_is_found_out(tmp_path: Path):
     """Trajectories without reference log-probs would look like ones that need none."""
-    with collecting(tmp_path / "run", "ragged", beside=True) as (collector, _):
+    with collecting(tmp_path / "run", "slots", beside=True) as (collector, _):
         generate = collector.policy.engine.generate
 
         def silent(request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None) -> Any:

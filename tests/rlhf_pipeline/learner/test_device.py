@@ -31,7 +31,6 @@ from rlhf_pipeline.config import Sample
 from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
-from rlhf_pipeline.policies.engines.static import LOOK_EVERY, mask_form
 from rlhf_pipeline.transforms import base, retrieve_log_prob
 from rlhf_pipeline.transforms.retrieve_log_prob import stream_beside
 from tests.rlhf_pipeline.fake_device import FakeDevice, FakeStream, OnDevice, to_device
@@ -310,8 +309,11 @@ def test_a_batch_on_the_device_comes_back_once():
     assert host_waits(seen) == {("policies/_scoring.py", "a copy to the host"): 1}, seen.events
 
 
+TOKENS = 12
+
+
 def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded") -> tuple[dict[str, Any], FakeDevice]:
-    """The trajectories of a rollout of two looks, collected on the device or on the CPU, and what was seen there."""
+    """The trajectories of a rollout, collected on the device or on the CPU, and what was seen there."""
     policy, reference = policy_of(), policy_of(layout)
     retrieve = RetrieveLogProb(reference, token_budget=64)
     buffer = TrajectoryReplayBuffer(storage=folder, transform=Compose(MCAdvantage(4), retrieve))
@@ -320,12 +322,11 @@ def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded
         prompts=CopyDigits(num_digits=2),
         reward=token_match,
         buffer=buffer,
-        config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=2 * LOOK_EVERY),
+        config=Collect(prompts_per_rollout=2, group_size=4, max_new_tokens=TOKENS),
         seed=0,
         retrieve=retrieve if beside else None,
     )
     policy.generate_groups([[1]], max_new_tokens=1, seed=0)  # the engine looks at the model once
-    mask_form(policy._parts)
     some = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     reference.log_probs(some, torch.ones_like(some))  # and so does the layout
     seen = FakeDevice()
@@ -345,17 +346,16 @@ def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded
 
 
 @pytest.fixture
-def no_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The fake device has streams, and no graphs."""
-    monkeypatch.setattr("rlhf_pipeline.policies.engines.static.graphs_of", lambda device: None)
+def new_stream() -> Iterator[None]:
+    """The stream beside is one of the fake device."""
     stream_beside.cache_clear()
     yield
     stream_beside.cache_clear()
 
 
-@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.usefixtures("new_stream")
 @pytest.mark.parametrize(("beside", "layout"), [(False, "padded"), *((True, layout) for layout in LAYOUTS)])
-def test_collecting_waits_at_the_looks_of_the_engine(beside: bool, layout: str, tmp_path: Path):
+def test_collecting_waits_for_each_token_and_once_more(beside: bool, layout: str, tmp_path: Path):
     """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait.
 
     The passes of the reference wait for nobody either, on the stream of sampling or beside it; and the weights may move
@@ -368,12 +368,12 @@ def test_collecting_waits_at_the_looks_of_the_engine(beside: bool, layout: str, 
         assert own == pytest.approx(other, abs=1e-5, nan_ok=True)
     assert seen.total("refused") == 0, seen.events
     assert host_waits(seen) == {
-        ("policies/engines/static.py", "a copy to the host"): 2,
+        ("policies/engines/slots.py", "a copy to the host"): TOKENS,
         ("data/upload.py", "synchronize"): 1,
     }, seen.events
 
 
-@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.usefixtures("new_stream")
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "told"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pipeline.policies.engines.slots import Decode, SlotEngine
+from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 
@@ -16,21 +16,12 @@ from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 class TestSlots(EngineContract):
     """Three slots, so that completions wait for a slot while weights are replaced."""
 
-    decode: Decode = "auto"
-
     @pytest.fixture
     def bench(self, folders: dict[int, Path]) -> Iterator[Bench]:
         """A policy's own engine."""
         policy = TokenPolicy.from_pretrained(folders[2], dtype=torch.float32, num_slots=3)
         engine = policy.engine
         assert isinstance(engine, SlotEngine)
-        engine.decode = self.decode
         engine.load_weights(folders[1], 1)
         yield Bench(engine, folders)
         engine.close()
-
-
-class TestStaticSlots(TestSlots):
-    """The way of decoding of a GPU: the host reads once in several tokens."""
-
-    decode: Decode = "static"

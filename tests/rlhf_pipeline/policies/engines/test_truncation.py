@@ -66,8 +66,7 @@ def test_log_probs_and_mass_are_those_of_the_processed_distribution(cut: Truncat
     torch.testing.assert_close(shares.double(), exact, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("decode", ["ragged", "static"])
-def test_the_engine_draws_from_the_exact_processed_distribution(decode: Any) -> None:
+def test_the_engine_draws_from_the_exact_processed_distribution() -> None:
     """Chi-square of the first token over 20 seeds, pooled and seed by seed, at top-p 0.8, top-k 20, temperature 0.7."""
     policy, prompt = peaked(), [1, 2, 3]
     model: Any = policy.model
@@ -75,7 +74,7 @@ def test_the_engine_draws_from_the_exact_processed_distribution(decode: Any) -> 
     exact = processed(logits, CUT, HEAT).numpy()
     support = exact > 0
     assert 3 < support.sum() <= 20
-    engine = SlotEngine(policy._parts, num_slots=500, decode=decode)
+    engine = SlotEngine(policy._parts, num_slots=500)
     counts = np.zeros((20, len(exact)))
     for seed in range(20):
         request = Request(
@@ -97,11 +96,10 @@ def _p_value(chi_square: float, degrees: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize("decode", ["ragged", "static"])
-def test_ratios_of_unchanged_weights_are_one(decode: Any) -> None:
+def test_ratios_of_unchanged_weights_are_one() -> None:
     """Scores against what the engine tells: mean 1 within 1e-5, where the processed log-probs alone are far from it."""
     policy = peaked()
-    policy.engine = SlotEngine(policy._parts, num_slots=16, decode=decode)
+    policy.engine = SlotEngine(policy._parts, num_slots=16)
     found = policy.generate_ragged(
         [[1, 2, 3], [4, 5]], group_size=16, max_new_tokens=12, temperature=HEAT, seed=0, truncation=CUT
     )
@@ -156,11 +154,10 @@ def test_truncation_where_its_mass_is_unknown_is_refused() -> None:
         Truncation(top_p=1.5)
 
 
-@pytest.mark.parametrize("decode", ["ragged", "static"])
-def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(decode: Any) -> None:
+def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it() -> None:
     """Tokens, log-probs and their number are those of the uncut completion up to there; `ended` gets the same."""
     policy = peaked()
-    policy.engine = SlotEngine(policy._parts, num_slots=8, decode=decode)
+    policy.engine = SlotEngine(policy._parts, num_slots=8)
     how: dict[str, Any] = {"group_size": 16, "max_new_tokens": 40, "temperature": 1.5, "seed": 5}
     whole = list(policy.generate_ragged([[1, 2], [3]], **how))
     texts = [policy.tokenizer.decode(item.token_ids) for item in whole]
