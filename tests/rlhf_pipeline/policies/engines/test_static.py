@@ -370,10 +370,9 @@ def test_steps_have_few_shapes(make_model: Make, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("completions", [256, 1024])
-def test_attention_reads_less_than_one_and_a_half_times_what_it_needs(completions: int):
-    """All completions at once on 256 slots, or four times as many; with few graphs, and few tokens moved."""
-    found = bench_generate.columns_read(completions, num_slots=256)
+def test_attention_reads_less_than_one_and_a_half_times_what_it_needs():
+    """Twice as many completions as 256 slots, at the end fewer; with few graphs, and few tokens moved."""
+    found = bench_generate.columns_read(512, num_slots=256)
     assert 1 < found.read / found.needed < 1.5
     assert found.graphs <= 40
     assert 0 < found.moved < 0.02 * found.read
