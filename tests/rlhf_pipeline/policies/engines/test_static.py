@@ -113,7 +113,7 @@ def test_heads_that_share_keys_have_no_copies_of_them(make_model: Make):
                 largest["read"] = max(largest["read"], args[1].numel())
             return found
 
-    slots, request = engine(make_model("qwen2"), "static", 8), Request(prompts=[[5]], group_size=8, max_new_tokens=400)
+    slots, request = engine(make_model("qwen2"), "static", 8), Request(prompts=[[5]], group_size=8, max_new_tokens=120)
     slots.generate(request)
     with Made():
         slots.generate(request)
@@ -264,7 +264,7 @@ def test_a_state_grows_with_its_calls_and_its_graphs_stay_few(recorded: Recorded
     model = make_model()
     slots = engine(model, "static", num_slots=8)
     states: list[tuple[int, int]] = []
-    for count in (3, 16, 1, 5, 16, 2):
+    for count in (3, 16, 1, 5):
         for longest in (20, 90, 40):
             limits = [longest, *[4] * (count - 1)]
             found = slots.generate(Request(prompts=[[5]] * count, max_new_tokens=limits, seed=count))
