@@ -93,16 +93,13 @@ def test_a_run_that_was_killed_goes_on(url: str, tmp_path: Path):
     assert "is whole" in said("verify", url)
 
 
-@pytest.mark.parametrize("place", ["a folder", "a URL"])
-def test_two_learners_learn_like_one(url: str, tmp_path: Path, place: str):
+def test_two_learners_learn_like_one(url: str, tmp_path: Path):
     """One of them is killed on the way: both are started again, and take the steps after the checkpoint again."""
     straight, log = tmp_path / "straight", tmp_path / "log"
     said("run", *PIPELINE, "--steps", "6", "--out", str(straight))
-    address = str(tmp_path / "run") if place == "a folder" else url
-    words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", address]
+    words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", url]
     process = begun(*words, out=log)
-    run = RunFolder(tmp_path / "run" if place == "a folder" else url)
-
+    run = RunFolder(url)
     until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, process, log)
     pid = int(until(lambda: pid_of("learner-1"), process, log))
     os.kill(pid, signal.SIGKILL)
@@ -111,7 +108,7 @@ def test_two_learners_learn_like_one(url: str, tmp_path: Path, place: str):
     done = RunFolder(run.address)
     assert_same_curve(done, RunFolder(straight), 1e-5)
     assert {row["processes"] for row in done.metrics} == {2}
-    assert "is whole" in said("verify", address)
+    assert "is whole" in said("verify", url)
 
 
 def pid_of(member: str) -> str | None:
