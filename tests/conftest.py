@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -26,6 +27,12 @@ def gsm8k_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the GSM8K files are not at {folder}")
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """Hide what imports and the collection of tests have made, for good, from the garbage collector's full passes."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

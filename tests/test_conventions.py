@@ -149,6 +149,19 @@ def test_ci_runs_the_readmes_test_command():
     assert "README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def test_marks_stand_in_the_files_of_their_tests():
+    """`.ci/run` looks for them there."""
+    marked = [
+        path for path in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.(slow|crash|peer|bench)\b", _text(path))
+    ]
+    assert [path.name for path in marked if not path.name.startswith("test_")] == []
+    assert len(marked) > 40
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def test_paths_in_commands_are_typed_by_one_function():
     """Quoting is in one place, and no printed command has a bare path in it."""
     quoting, bare = set[str](), list[str]()

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
@@ -75,6 +76,8 @@ def write_inputs(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     solutions = [LINE | {"question": f"{i}+{i}=", "6b": {"is_correct": False, "solution": "no"}} for i in range(40)]
     (folder / "example_model_solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solutions))
+    rollouts = [{"prompt": "1+1=", "completion": said, "reward": float(said == "2")} for said in "23"]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     pyarrow = pytest.importorskip("pyarrow", reason="the pages import Parquet files")
     from pyarrow import parquet
 
@@ -150,6 +153,20 @@ def has_printed(process: subprocess.Popen[str]) -> bool:
     return True
 
 
+def look(line: str, folder: Path) -> None:
+    """Start a server of pages, open the URL that it prints, and press Ctrl-C."""
+    process = start(line, folder)
+
+    def opened() -> bool:
+        told = process.stdout.readline() if process.stdout else ""
+        found = re.search(r"http://\S+", told)
+        assert found, told
+        with build_opener(HTTPCookieProcessor()).open(found[0], timeout=60) as page:
+            return b"<title>" in page.read()
+
+    interrupt(process, opened, line)
+
+
 def rewards(run_dir: Path) -> list[float]:
     """Return the rewards in a run's metrics."""
     file = run_dir / "metrics.jsonl"
@@ -191,7 +208,17 @@ def test_the_readme(folder: Path):
                 continue  # .ci/run; the run that it starts is the fixture
             if line.endswith("bin/python pipelines/grpo_in_one_page.py"):
                 continue  # test_one_page.py
-            run(line, folder)
+            (look if " view " in line else run)(line, folder)
+
+
+@pytest.mark.slow
+def test_view(folder: Path):
+    """Each line of docs/view.md: a run, two runs, and a file that another tool wrote."""
+    shutil.copytree(folder / "runs" / "copy_digits", folder / "runs" / "a")
+    shutil.copytree(folder / "runs" / "copy_digits", folder / "runs" / "b")
+    for block in blocks("docs/view.md"):
+        for line in block:
+            look(line, folder)
 
 
 @pytest.mark.slow

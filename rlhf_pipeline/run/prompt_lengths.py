@@ -56,9 +56,8 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
     if pipeline.environment is not None and not tools_of(maker_of(pipeline.environment)):
         return  # what the policy sees first is the environment's
     first = [prompt_at(source, cursor, seed) for cursor in range(pipeline.collect.prompts_per_rollout)]
-    if policy.tokenizer is not None:
-        options = template_options(source)
-        encode_any(policy.tokenizer, first[0], as_chat=source.as_chat, template=options)
+    if policy.tokenizer is not None:  # what the template refuses is said first; a very long text is not read to its end
+        _num_tokens(policy.tokenizer, first[0], source, enough=policy.max_positions or 1 << 12)
     for part in _parts(source):
         listed = isinstance(part, Prompts)
         if listed and "too_long" in part.skip:

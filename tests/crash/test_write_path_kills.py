@@ -8,18 +8,17 @@ is missing.
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlhf_pipeline.policies.new_model import new_model
+from tests.rlhf_pipeline.typed import ended, forked
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
@@ -82,33 +81,40 @@ rb.storage.close()
 """
 
 
+def play(*arguments):
+    """In a process of its own: import."""
+    warnings.simplefilter("ignore")
+    sys.argv = ["import", *arguments]
+    exec(IMPORT, {"__name__": "__main__"})
+
+
 def start(store, model, data, progress):
     """Start an import."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", IMPORT, str(store), str(model), str(data), str(progress)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    return forked(play, *map(str, (store, model, data, progress)), out=said(progress))
+
+
+def said(progress):
+    """The file with what an import prints."""
+    return progress.with_name(f"{progress.name}.out")
 
 
 def kill_at(process, progress, count):
     """Kill a process a moment after it has reported so many batches."""
     deadline = time.monotonic() + 300
     while not progress.exists() or progress.stat().st_size < count:
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process.is_alive(), said(progress).read_text()
         assert time.monotonic() < deadline
         time.sleep(0.002)
     time.sleep(random.random() * 0.03)
-    assert process.poll() is None, process.communicate()[1].decode()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    assert process.is_alive(), said(progress).read_text()
+    process.kill()
+    process.join()
 
 
-def finish(process):
+def finish(process, progress):
     """Wait for the end of an import that was left alone."""
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors.decode()
+    done = ended(process, said(progress), 600)
+    assert done.code == 0, done.out
 
 
 def rows(path):
@@ -152,8 +158,8 @@ def test_killed_three_times_equals_undisturbed(gsm8k_dir, tmp_path, request):
         assert len(found[-1]) >= BATCH * progress.stat().st_size, "a batch that was acknowledged is not there"
         assert num_waiting(killed), "no group was waiting when the process was killed"
     assert set(found[0]) < set(found[1]) < set(found[2])
-    finish(start(killed, tmp_path / "model", data, tmp_path / "killed.last"))
-    finish(straight)
+    finish(start(killed, tmp_path / "model", data, tmp_path / "killed.last"), tmp_path / "killed.last")
+    finish(straight, tmp_path / "straight.progress")
     (left, groups), (right, _) = rows(killed), rows(tmp_path / "straight")
     assert sorted(left) == list(range(num_groups * MEMBERS))
     assert np.bincount(list(groups.values())).tolist() == [MEMBERS] * num_groups

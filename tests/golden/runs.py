@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import multiprocessing
 import platform
 import re
 import tempfile
@@ -45,6 +44,7 @@ from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import calculator, talker
+from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
 Digest = dict[str, Any]
@@ -339,8 +339,7 @@ def two_collectors(folder: Path) -> Digest:
     The steps are taken again as the ledger says, and must give the same bits; what the weights do not decide is kept.
     """
     pipeline, run_dir = tiny(buffer__max_staleness="2", learn__keep_checkpoints="9"), folder / "run"
-    context = multiprocessing.get_context("spawn")
-    collectors = [context.Process(target=_collect_in_a_process, args=(pipeline, run_dir)) for _ in range(2)]
+    collectors = [FORKED.Process(target=_collect_in_a_process, args=(pipeline, run_dir)) for _ in range(2)]
     for process in collectors:
         process.start()
     learn(pipeline, run_dir=run_dir)

@@ -275,6 +275,6 @@ def runs(examples, steps):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = runs(10, 20)
+TestStoreMachine.settings = runs(6, 15)
 TestZarrStoreMachine = ZarrStoreMachine.TestCase
 TestZarrStoreMachine.settings = runs(2, 10)

@@ -87,7 +87,7 @@ def test_a_flipped_bit_in_any_record_is_found(store_path):
     file = store_path / "seg-00000001" / "commits" / "c" / "0" / "0"
     with TrajectoryStore.open(store_path) as store:
         count = store._catalog.segments[1].records
-    for byte in range(0, count * 64, 7):
+    for byte in range(0, count * 64, 13):
         flip(file, byte, byte % 8)
         with TrajectoryStore.open(store_path) as store:
             report = store.verify()

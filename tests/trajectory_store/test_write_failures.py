@@ -137,14 +137,18 @@ class Syncs:
 def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, backend, durability, begins):
     """EIO of every single sync of an append and of an update: whoever does what the error says has each row once."""
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("later", "int64", mutable=True)])
-    store = TrajectoryStore.create(tmp_path / "s", schema, backend=backend, durability=durability)
+    store = TrajectoryStore.create(path := tmp_path / "s", schema, backend=backend, durability=durability)
     syncs, kept, told = Syncs(monkeypatch), [], set()
     for what in ("append", "update"):
         at = 0
         while True:
-            if begins:  # a new segment is synced as well, and its record in the catalog
+            if begins:  # in a new store a new segment is synced as well, and its record in the catalog
                 store.close()
-                store = TrajectoryStore.open(tmp_path / "s", "a")
+                path, kept = tmp_path / f"{what}-{at}", [(1000, 0)] if what == "update" else []
+                with TrajectoryStore.create(path, schema, backend=backend, durability=durability) as made:
+                    for row, _ in kept:
+                        made.append({"x": [[1]], "n": [row]})
+                store = TrajectoryStore.open(path, "a")
             else:
                 store.append({"x": [[1]], "n": [1000]})
                 store.update(store.ids()[-1:], later=1)
@@ -164,7 +168,7 @@ def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, back
                 assert "not in the store" in str(error)
                 write()
             told.add(type(error))
-            for view in (store, TrajectoryStore.open(tmp_path / "s")):
+            for view in (store, TrajectoryStore.open(path)):
                 found = view.read(view.ids(), ["n", "later"])
                 assert [*zip(found["n"].tolist(), found["later"].tolist(), strict=True)] == kept, (what, at, error)
             if error is None:

@@ -26,6 +26,7 @@ from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
+from tests.rlhf_pipeline.typed import ended, forked
 
 
 class Table:
@@ -337,23 +338,19 @@ def test_a_snapshot_draws_with_the_values_of_then(make_buffer, make_rows):
     assert_same(draw(at=at), first)
 
 
-@pytest.mark.slow
+def drawn_elsewhere(path):
+    """In another process: what two steps draw."""
+    rb = TrajectoryReplayBuffer(storage=TrajectoryStorage(path, mode="r"), seed=7)
+    sys.stdout.write(f"{rb.select_step(5, 6).tolist()} {rb.select_step(6, 6, strategy='priority').tolist()}")
+
+
 def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
     """A process that only reads the store draws the same rows."""
     rb = make_buffer(seed=7)
     rb.extend(lazy_stack(make_rows([4] * 20)))
-    code = f"""
-    from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
-    from rlhf_pipeline.buffer.storage import TrajectoryStorage
-    rb = TrajectoryReplayBuffer(storage=TrajectoryStorage({str(tmp_path / "store")!r}, mode="r"), seed=7)
-    print(rb.select_step(5, 6).tolist(), rb.select_step(6, 6, strategy="priority").tolist())
-    """
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    found = ended(forked(drawn_elsewhere, tmp_path / "store", out=tmp_path / "out"), tmp_path / "out")
     here = f"{rb.select_step(5, 6).tolist()} {rb.select_step(6, 6, strategy='priority').tolist()}"
-    assert found.stdout.strip() == here
+    assert found.out.strip() == here
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from rlhf_pipeline.buffer.samplers import ConsumingSampler, StalenessAwareSample
 from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
+from tests.rlhf_pipeline.typed import FORKED
 
 KINDS = [ReplayBuffer, TensorDictReplayBuffer, TrajectoryReplayBuffer]
 
@@ -203,7 +204,7 @@ def test_two_processes_consume_one_store(tmp_path, make_rows, backend):
     storage = TrajectoryStorage(tmp_path / "store", backend=backend)
     count = 120 if backend == "memmap" else 12
     storage.set(torch.arange(count), lazy_stack(make_rows([4] * count)))
-    context = mp.get_context("spawn")
+    context = FORKED
     answers, start = context.Queue(), context.Barrier(2)
     workers = [context.Process(target=consume, args=(tmp_path / "store", seed, start, answers)) for seed in range(2)]
     for worker in workers:
@@ -279,7 +280,7 @@ def look(shared, answers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 @pytest.mark.parametrize("what", ["buffer", "storage"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_sharing(make, make_rows, method, what):

@@ -14,6 +14,7 @@ import pytest
 
 from rlhf_pipeline.run.rows import StepRows
 
+from ..typed import begun, ended, typed
 from .conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -52,17 +53,16 @@ def test_signals_save_and_say_how_to_go_on(cli: Cli, tmp_path: Path, monkeypatch
     new = [*SMALL, "--set", "learn.stop_at_reward=none"]
     for number, code, more in ((signal.SIGINT, 130, new), (signal.SIGTERM, 143, ["--resume"])):
         before = len(StepRows(metrics))
-        line = [sys.executable, "-m", "rlhf_pipeline.cli", "run", "copy_digits", "--steps", "100000", *more]
-        with subprocess.Popen(line, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-            while len(StepRows(metrics)) <= before and run.poll() is None:
-                time.sleep(0.1)
-            run.send_signal(number)
-            out, err = run.communicate()
-        assert run.returncode == code, err
-        assert "importing torch" in out.splitlines()[0]
-        assert "stopped and saved: " in out
-        assert "rlhf-pipeline run copy_digits --resume" in out
-        assert "Traceback" not in err
+        run = begun("run", "copy_digits", "--steps", "100000", *more, out=tmp_path / "out")
+        while len(StepRows(metrics)) <= before and run.is_alive():
+            time.sleep(0.1)
+        os.kill(run.pid or 0, number)
+        done = ended(run, tmp_path / "out")
+        assert done.code == code, done.out
+        assert "importing torch" in done.out.splitlines()[0]
+        assert "stopped and saved: " in done.out
+        assert "rlhf-pipeline run copy_digits --resume" in done.out
+        assert "Traceback" not in done.out
         assert cli("verify", "runs/copy_digits").code == 0
     steps = len(StepRows(metrics))
     assert (metrics.parent / "checkpoints" / f"step-{steps:08d}").is_dir()
@@ -128,19 +128,21 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
     assert log.count("supervisor: started") == log.count("supervisor: ended") == 2
 
 
-def test_collect_and_learn_by_hand(tmp_path: Path):
+def test_collect_and_learn_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A collector makes the run, a learner joins it by its folder; both leave when it has ended."""
-    collector = start(tmp_path, "collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL)
-    while not (tmp_path / "mine" / "config.json").is_file() and collector.poll() is None:
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "collector"
+    collector = begun("collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL, out=log)
+    while not (tmp_path / "mine" / "config.json").is_file() and collector.is_alive():
         time.sleep(0.05)
-    code, out, err = end(start(tmp_path, "learn", "--run", "mine"))
-    assert code == 0, out + err
-    assert "in 3 steps" in out
-    assert "rlhf-pipeline learn --run mine --steps 6" in out
-    code, out, err = end(collector)
-    assert code == 0, out + err
-    assert "collector-0: rollout 0  weights of step 0  reward" in out
-    assert "collector-0: the run has ended" in out
+    learned = typed("learn", "--run", "mine", out=tmp_path / "learner")
+    assert learned.code == 0, learned.out
+    assert "in 3 steps" in learned.out
+    assert "rlhf-pipeline learn --run mine --steps 6" in learned.out
+    collected = ended(collector, log)
+    assert collected.code == 0, collected.out
+    assert "collector-0: rollout 0  weights of step 0  reward" in collected.out
+    assert "collector-0: the run has ended" in collected.out
 
 
 def test_what_cannot_start_is_said_at_once(tmp_path: Path):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensordict import lazy_stack
 
 from rlhf_pipeline import GRPOLoss, Learn, MCAdvantage, TrajectoryReplayBuffer, scratch_policy
@@ -29,6 +27,7 @@ from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
 from tests.rlhf_pipeline.small import drawn_trajectory
+from tests.rlhf_pipeline.typed import begun, ended, forked
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,23 +63,14 @@ def launch(
     """
     arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start, loss]
     outputs = [store.with_name(f"rank-{rank}.txt") for rank in range(processes)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlhf_pipeline.learner.distributed", "rlhf_pipeline.policies.new_model"])
-    environments = [group | {"RANK": str(rank)} if processes > 1 else {} for rank in range(processes)]
+    environments = group_of(processes) if processes > 1 else [{}]
     children = [
-        context.Process(target=run_program, args=(arguments, environment, output))
+        forked(run_program, arguments, out=output, env=environment)
         for environment, output in zip(environments, outputs, strict=True)
     ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(500)
-        child.kill()
-    texts = [output.read_text() for output in outputs]
-    assert [child.exitcode for child in children] == [0] * processes, "\n".join(texts)
+    done = [ended(child, output, 500) for child, output in zip(children, outputs, strict=True)]
+    texts = [one.out for one in done]
+    assert [one.code for one in done] == [0] * processes, "\n".join(texts)
     for name in ("ledger.jsonl", "ledger.index"):
         store.with_name(name).unlink(missing_ok=True)
     said = [json.loads(text.strip().splitlines()[-1]) for text in texts]
@@ -89,16 +79,19 @@ def launch(
     return said[0]
 
 
-def run_program(arguments: list[str], environment: dict[str, str], output: Path) -> None:
-    """In a child that has imported everything: run a program with what it prints in a file."""
-    to = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(to, stream)
-    sys.argv, sys.stdout, sys.stderr = arguments, os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
+def group_of(processes: int) -> list[dict[str, str]]:
+    """What torchrun tells each process of a group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def run_program(arguments: list[str]) -> None:
+    """In a child that has imported everything: run a program."""
+    sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
-    sys.stdout.flush()
 
 
 def assert_same_curve(found: list[dict], expected: list[dict], tolerance: float) -> None:
@@ -243,16 +236,20 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     [("learn.logger=mlflow", "pip install mlflow"), ("prompts.num_digits=600", "model's context is 512")],
     ids=["before the models", "before the store"],
 )
-def test_a_start_that_fails_ends_all_processes(tmp_path, setting, said):
+def test_a_start_that_fails_ends_all_processes(tmp_path, monkeypatch, setting, said):
     """The others wait for the first one's word, not for a process that is gone: its message is printed at once."""
     if importlib.util.find_spec("mlflow") and "mlflow" in said:
         pytest.skip("mlflow is installed")
-    command = [*TORCHRUN, "-m", "rlhf_pipeline", "run", "copy_digits", "--set", setting, "--out", "run"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False, timeout=200
+    monkeypatch.chdir(tmp_path)
+    words, outputs = (
+        ("run", "copy_digits", "--set", setting, "--out", "run"),
+        [tmp_path / "rank-0", tmp_path / "rank-1"],
     )
-    assert ended.returncode != 0
-    assert said in ended.stderr
+    children = [begun(*words, out=out, env=env) for out, env in zip(outputs, group_of(2), strict=True)]
+    done = [ended(child, out, 200) for child, out in zip(children, outputs, strict=True)]
+    assert 0 not in {one.code for one in done}
+    assert -9 not in {one.code for one in done}, "it has not ended by itself"
+    assert said in done[0].out
     assert not (tmp_path / "run").exists()
 
 

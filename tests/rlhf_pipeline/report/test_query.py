@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.buffer.filters import select
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingKeyError
 from rlhf_pipeline.report.query import View, search
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
@@ -24,8 +23,7 @@ SCALARS = {"reward": "task_reward", "advantage": "advantage", "group": "group_id
 
 def real_run(folder: Path, *words: str) -> Path:
     """Make a run with the command itself."""
-    command = [sys.executable, "-m", "rlhf_pipeline", *words, "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    assert main([*words, "--out", str(folder)]) == 0
     return folder
 
 

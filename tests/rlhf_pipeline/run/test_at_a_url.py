@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
 from tests.crash._s3 import missing, serve
+from tests.rlhf_pipeline.typed import begun, ended, typed
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,23 +31,20 @@ PIPELINE = [
 ]
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "rlhf_pipeline", *words]
+def said(*words: str, code: int = 0) -> str:
+    """Type a command; returns what it prints."""
+    with TemporaryDirectory() as folder:
+        done = typed(*words, out=Path(folder) / "out")
+    assert done.code == code, f"{words}: {done.out}"
+    return done.out
 
 
-def said(*words: str) -> str:
-    """Type a command in a process of its own, as who asked an object store may not fork; returns what it prints."""
-    done = subprocess.run(command(*words), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def until(happens: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
+def until(happens: Callable[[], Any], process: BaseProcess, log: Path) -> Any:
     """Wait until something is there, and return it."""
     late = time.monotonic() + LATE_S
     while not (found := happens()):
         assert time.monotonic() < late, log.read_text()
-        assert process.poll() is None, log.read_text()
+        assert process.is_alive(), log.read_text()
         time.sleep(0.2)
     return found
 
@@ -84,40 +82,33 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path):
 def test_a_run_that_was_killed_goes_on(url: str, tmp_path: Path):
     """While it lives, another process is refused; once it is dead, the next one waits for the end of its lease."""
     log = tmp_path / "log"
-    with log.open("wb") as out:
-        first = subprocess.Popen(command("run", *PIPELINE, "--steps", "100000", "--out", url), stdout=out, stderr=out)
+    first = begun("run", *PIPELINE, "--steps", "100000", "--out", url, out=log)
     run = RunFolder(url)
     until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, first, log)
-    refused = subprocess.run(command("run", "--resume", "--out", url), capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert f"has a run already: process {first.pid}" in refused.stderr
+    assert f"has a run already: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
-    first.wait()
+    first.join()
     steps = len(RunFolder(url).metrics)
     assert "going on after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
     assert "is whole" in said("verify", url)
 
 
-@pytest.mark.parametrize("place", ["a folder", "a URL"])
-def test_two_learners_learn_like_one(url: str, tmp_path: Path, place: str):
+def test_two_learners_learn_like_one(url: str, tmp_path: Path):
     """One of them is killed on the way: both are started again, and take the steps after the checkpoint again."""
     straight, log = tmp_path / "straight", tmp_path / "log"
     said("run", *PIPELINE, "--steps", "6", "--out", str(straight))
-    address = str(tmp_path / "run") if place == "a folder" else url
-    words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", address]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command(*words), stdout=out, stderr=out)
-    run = RunFolder(tmp_path / "run" if place == "a folder" else url)
-
+    words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", url]
+    process = begun(*words, out=log)
+    run = RunFolder(url)
     until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, process, log)
     pid = int(until(lambda: pid_of("learner-1"), process, log))
     os.kill(pid, signal.SIGKILL)
-    assert process.wait(LATE_S) == 0, log.read_text()
+    assert ended(process, log, LATE_S).code == 0, log.read_text()
     assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in log.read_text()
     done = RunFolder(run.address)
     assert_same_curve(done, RunFolder(straight), 1e-5)
     assert {row["processes"] for row in done.metrics} == {2}
-    assert "is whole" in said("verify", address)
+    assert "is whole" in said("verify", url)
 
 
 def pid_of(member: str) -> str | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
+from tests.rlhf_pipeline.typed import begun, ended
 from trajectory_store import TrajectoryStore, copy_rows
 
 SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage_std", "kl_k1", "staleness_max", "lr")
@@ -236,15 +236,22 @@ def test_a_definition_that_collects_is_not_replayed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path):
+def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path, monkeypatch, capsys):
     """Two collectors and a learner in processes of their own: losses and weights are the run's, bit for bit."""
-    command = [sys.executable, "-m", "rlhf_pipeline"]
+    monkeypatch.chdir(tmp_path)
     sizes = ["--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4"]
-    out = ["--out", "runs/long"]
-    for words in (["run", "long_running", *out, "--collectors", "2", "--steps", "10", *sizes], ["replay", "runs/long"]):
-        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in done.stdout
+    out = ["--run", "runs/long"]
+    words = ["collect", "long_running", *out, "--set", "learn.steps=10", *sizes]
+    names = ("collector-0", "collector-1")
+    collectors = [begun(*words, "--name", name, out=tmp_path / name) for name in names]
+    while not RunFolder("runs/long").is_recorded and any(each.is_alive() for each in collectors):
+        time.sleep(0.05)
+    assert main(["learn", *out]) == 0
+    done = [ended(each, tmp_path / name) for each, name in zip(collectors, names, strict=True)]
+    assert [each.code for each in done] == [0, 0], done
+    assert main(["replay", "runs/long"]) == 0
+    said = capsys.readouterr().out
+    assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in said
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 
 import obstore.store
@@ -14,6 +13,7 @@ from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 from tests.rlhf_pipeline.small import stored_rollout
+from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
@@ -65,9 +65,8 @@ def hold(run_dir, started, leave):
 
 def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     """While it lives its rollout is passed over; killed, its rollout is the lowest free one again."""
-    context = multiprocessing.get_context("spawn")
-    started, leave = context.Queue(), context.Event()
-    other = context.Process(target=hold, args=(tmp_path, started, leave))
+    started, leave = FORKED.Queue(), FORKED.Event()
+    other = FORKED.Process(target=hold, args=(tmp_path, started, leave))
     other.start()
     assert started.get(timeout=60) == 0
     claims = FolderClaims(RunFolder(tmp_path), "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
