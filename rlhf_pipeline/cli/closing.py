@@ -71,7 +71,7 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         "target": (f"{plan.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
-    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
+    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored; with --grade, grade it again")]
     if finished.num_trajectories:
         looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]
