@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_trust
 from rlhf_pipeline.errors import DefinitionError, plain, typed
 from rlhf_pipeline.report.words import count, number
@@ -57,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
             why_not = _would_call(args, run, len(stored.store))
         found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
     if args.json:
-        say(json.dumps(found.to_json(), indent=2))
+        say_json(found.to_json())
     else:
         say("\n".join(lines(found)))
     return 0 if found.reward_check is None or found.reward_check.agrees else 1

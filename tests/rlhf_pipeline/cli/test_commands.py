@@ -85,8 +85,9 @@ def test_inspect_store_alone(cli: Cli, run_dir: Path):
     assert "agrees: 48 trajectories" in cli("inspect", "alone", "--grade", "--definition", "copy_digits").out
 
 
-def test_inspect_executes_nothing_of_a_run_unasked(cli: Cli, tmp_path: Path):
+def test_inspect_executes_nothing_of_a_run_unasked(cli: Cli, run_dir: Path, tmp_path: Path):
     """Without --grade it says what it would call; with it, code of a run that was not started here needs --trust."""
+    assert run_dir.is_dir()  # the current folder is a temporary one
     file = tmp_path / "judged.py"
     file.write_text(
         "from pathlib import Path\n\nfrom rlhf_pipeline import Learn, Pipeline, CopyDigits, TinyPolicy\n\n"
@@ -100,11 +101,11 @@ def test_inspect_executes_nothing_of_a_run_unasked(cli: Cli, tmp_path: Path):
     shutil.move("runs/judged", "foreign")
     shown = cli("inspect", "foreign")
     assert shown.code == 0
-    assert "`rlhf-pipeline inspect foreign --grade` calls judged:judge on 64 trajectories" in shown.out
+    assert "`rlhf-pipeline inspect foreign --grade` calls definition_judged:judge on 256 trajectories" in shown.out
     refused = cli("inspect", "foreign", "--grade")
     assert (refused.code, "add --trust" in refused.err) == (2, True)
     assert not (tmp_path / "executed").exists()
-    assert "agrees: 64 trajectories" in cli("inspect", "foreign", "--grade", "--trust").out
+    assert "agrees: 256 trajectories" in cli("inspect", "foreign", "--grade", "--trust").out
     assert (tmp_path / "executed").exists()
 
 
