@@ -77,3 +77,11 @@ def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
         stream.write(b"\x02")
     with pytest.raises(DataError, match=r"step 3 learned from 8 .* all in .*would learn from others"):
         run(PIPELINE, run_dir=copied, resume=True)
+
+
+def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):
+    """A digit of step 1's line: no later step reads it, and yet the run does not go on with it."""
+    file = copied / "ledger.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"seed":0', b'"seed":1', 1))
+    with pytest.raises(DataError, match=r"ledger\.jsonl: line 1 is not as it was written"):
+        run(PIPELINE, run_dir=copied, resume=True)
