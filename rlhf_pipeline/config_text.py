@@ -142,5 +142,9 @@ def _parse(text: str, hint: Any) -> Any:
             return hint(text.replace("_", ""))
         except ValueError:
             pass
-    kind = getattr(hint, "__name__", str(hint))
-    raise DefinitionError(f"{json.dumps(text)} is not a valid {kind}.")
+    if hint not in (int, float, bool, dict) and origin is not dict:
+        raise DefinitionError(
+            f"{json.dumps(text)} is text, and the field takes an object of Python. Write it in a definition of your "
+            "own, FILE.py, and run that."
+        )
+    raise DefinitionError(f"{json.dumps(text)} is not a valid {getattr(hint, '__name__', hint)}.")

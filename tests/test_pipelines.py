@@ -45,7 +45,7 @@ def test_copy_digits_learns(command, tmp_path, seed):
     rewards = [row["task_reward"] for row in StepRows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
     assert rewards[0] <= 0.2
     assert min(rewards[-3:]) >= 0.95
-    inspected = command("inspect", run_dir)
+    inspected = command("inspect", run_dir, "--grade")
     assert inspected.count("agrees") == 2
     command("verify", run_dir)
 

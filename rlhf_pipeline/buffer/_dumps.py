@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf_pipeline.buffer._slot_map import IN_TURN_AT
 from rlhf_pipeline.buffer.trajectory_schema import SLOT, WAITING
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
@@ -19,18 +20,28 @@ _CHUNK = 1024
 _POINTER = "current.json"
 
 
-def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray) -> None:
-    """Append rows of one store to another, in the given order; they take the next slots, whatever slots they had."""
+def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray, *, first_slot: int = 0) -> None:
+    """Append rows of one store to another, in the given order; they take the next slots, whatever slots they had.
+
+    Args:
+        source: where they are.
+        target: where they go.
+        ids: int64 `[n]`.
+        first_slot: the slot of the first one, in a ring that the rows fill exactly; see `SlotMap`.
+    """
     for start in range(0, len(ids), _CHUNK):
         batch = source.read_batch(ids[start : start + _CHUNK], target.schema)
         batch.values.pop(SLOT, None)
+        if first_slot and SLOT in target.schema:
+            slots = (first_slot + start + np.arange(batch.n_rows)) % len(ids)
+            batch.put(target.schema[SLOT], IN_TURN_AT - slots, np.ones(batch.n_rows, bool))
         if WAITING.name in batch.values:  # rows that waited and are complete take the next slots
             waiting = batch.values[WAITING.name]
             batch.values[WAITING.name] = np.where(waiting < LEFT_OUT, -1, waiting)
         target.append_batch(batch)
 
 
-def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
+def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path, *, first_slot: int) -> None:
     """Write a copy under `path`.
 
     The copy gets a folder of its own, and a pointer file is replaced once it is complete, so a kill at any moment
@@ -42,7 +53,7 @@ def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
         copy_rows(store, target, ids)
     pointer = path / f"{_POINTER}.{os.getpid()}"
     with pointer.open("w", encoding="utf-8") as file:
-        json.dump({"store": folder.name, "rows": len(ids)}, file)
+        json.dump({"store": folder.name, "rows": len(ids), "first_slot": first_slot}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(pointer, path / _POINTER)
@@ -51,8 +62,8 @@ def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def find_dump(path: Path) -> Path:
-    """Return the folder of the store in a dump.
+def find_dump(path: Path) -> tuple[Path, int]:
+    """Return the folder of the store in a dump, and the slot of its first row.
 
     Raises:
         MissingPathError: if there is no complete dump.
@@ -61,4 +72,4 @@ def find_dump(path: Path) -> Path:
         pointer = json.loads((path / _POINTER).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingPathError(f"no complete dump at {path}: {_POINTER} is not there") from error
-    return path / pointer["store"]
+    return path / pointer["store"], int(pointer["first_slot"])

@@ -9,16 +9,19 @@ from trajectory_store import TrajectoryStore
 
 UNBOUNDED = int(np.iinfo(np.int64).max)
 
+IN_TURN_AT = -2
+"""The column of a row that took the next slot of a copied ring, whose first slot is not 0: this less its slot."""
+
 
 class SlotMap:
     """Slots of a ring of `max_size`, filled in the order of arrival.
 
     Rows are never overwritten: writing a slot again makes it refer to a newer row. Every process that reads the store
     derives the same map from the order of arrival; only rows written to a chosen slot (`storage[3] = td`) have theirs
-    in a column. A row that waits for its group has no slot; it gets the next one when the group is complete, and the
-    column `waiting` records its number in that order. The limit of a store also counts rows without a slot, so fewer
-    than `max_size` rows may have one: the slots then move up to fill the gaps, and a process that opens the store later
-    renumbers them.
+    in a column. So have the rows of a copied ring, which begins at the slot of the first. A row that waits for its
+    group has no slot; it gets the next one when the group is complete, and the column `waiting` records its number in
+    that order. The limit of a store also counts rows without a slot, so fewer than `max_size` rows may have one: the
+    slots then move up to fill the gaps, and a process that opens the store later renumbers them.
 
     Args:
         max_size: slots of the ring.
@@ -194,6 +197,8 @@ class SlotMap:
             ids, slots = ids[waiting == -1], slots[waiting == -1]
         del waiting  # in a long run these arrays have tens of megabytes each
         in_turn = slots < 0
+        if len(slots) and slots[0] <= IN_TURN_AT:
+            self._count += (IN_TURN_AT - int(slots[0]) - self._count) % self.max_size
         n = int(in_turn.sum())
         self._chosen |= n < len(slots)
         if len(later):

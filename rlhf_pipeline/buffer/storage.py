@@ -89,11 +89,12 @@ class TrajectoryCheckpointer(StorageCheckpointerBase):
 
     def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Write a copy of the store under `path`."""
-        dump_store(storage.store, storage.kept_rows(), Path(path))
+        dump_store(storage.store, storage.kept_rows(), Path(path), first_slot=storage.first_slot)
 
     def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Load the rows of a dump into an empty storage."""
-        storage.import_rows(find_dump(Path(path)))
+        folder, first_slot = find_dump(Path(path))
+        storage.import_rows(folder, first_slot=first_slot)
 
 
 class TrajectoryStorage(Storage):
@@ -426,6 +427,11 @@ class TrajectoryStorage(Storage):
         rows = rows if len(rows) < self.max_size else np.roll(rows, -self.next_slot)
         return rows[rows >= 0]
 
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first of `kept_rows`: in a full ring the one that is written next, else 0."""
+        return self.next_slot if len(self._slots) == self.max_size and not len(self._slots.waits) else 0
+
     def kept_rows(self) -> np.ndarray:
         """Return the row ids to copy: those of the slots, then the rows that wait for their group."""
         return np.concatenate([self.mapped_rows(), self._slots.waits])
@@ -493,6 +499,7 @@ class TrajectoryStorage(Storage):
             "path": self._address,
             "watermark": self.store.watermark,
             "rows": torch.from_numpy(self.kept_rows()),
+            "first_slot": self.first_slot,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -513,14 +520,15 @@ class TrajectoryStorage(Storage):
                     f"{state_dict['watermark']}; restore the folder, or start a new run"
                 )
             return
-        self.import_rows(source, np.asarray(state_dict["rows"]))
+        self.import_rows(source, np.asarray(state_dict["rows"]), first_slot=int(state_dict.get("first_slot", 0)))
 
-    def import_rows(self, path: str | Path, ids: np.ndarray | None = None) -> None:
+    def import_rows(self, path: str | Path, ids: np.ndarray | None = None, *, first_slot: int = 0) -> None:
         """Copy the rows of another store to the end of this one, which must be empty.
 
         Args:
             path: folder or URL of the other store.
             ids: which rows, in order; all when None.
+            first_slot: the slot of the first row in the other ring; a ring of the same size keeps all positions.
 
         Raises:
             RunMismatchError: if this storage is not empty.
@@ -535,7 +543,8 @@ class TrajectoryStorage(Storage):
         except StoreNotFoundError as error:
             raise MissingPathError(f"the state's store is not at {path}") from error
         with source:
-            copy_rows(source, self.store, source.ids() if ids is None else ids)
+            ids = source.ids() if ids is None else ids
+            copy_rows(source, self.store, ids, first_slot=first_slot if len(ids) == self.max_size else 0)
         self._slots.sync(self.store)
         self._bump_mutation_revision()
 

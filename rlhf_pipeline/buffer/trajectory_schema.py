@@ -54,9 +54,12 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     return out
 
 
+TEMPERATURE = Column("temperature", "float32", fill=math.nan)
+"""The temperature of sampling, which that of scoring must equal. Every run that collects has it."""
+
 SAMPLED_BY: tuple[Column, ...] = (
     Column("version_spans", "int64", ragged=True, axis="versions", shape=(2,), fill=0),
-    Column("temperature", "float32", fill=math.nan),
+    TEMPERATURE,
     Column("log_prob_mode", "str", fill=""),
     Column("engine", "str", fill=""),
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 
 from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.medium import below
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
@@ -30,9 +33,21 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
             view.say(line)
     written = write_report(run)
     view.say(f"written: {written}")
+    for line in _trained(run):
+        view.say(line)
     view.say("next:")
     for command, meaning in next_commands(finished, plan):
         view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
+
+
+def _trained(run: RunFolder) -> Iterator[str]:
+    """Yield where the weights of the newest checkpoint are, if one was saved after a step."""
+    saved = [path for path in run.saved() if step_of(path)]
+    if not saved:
+        return
+    what = "adapters" if run.config.pipeline.get("policy", {}).get("lora_rank") else "model"
+    where = below(run.address, f"{run.checkpoints.name}/{saved[-1].name}")
+    yield f"the trained {what}: {where}  (docs/use_the_model.md loads it)"
 
 
 def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
@@ -71,7 +86,7 @@ def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
         "target": (f"{plan.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
-    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored and grade it again")]
+    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored; with --grade, grade it again")]
     if finished.num_trajectories:
         looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]

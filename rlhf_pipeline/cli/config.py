@@ -62,8 +62,6 @@ def execute(args: argparse.Namespace) -> int:
     field = names.pop() if names and (names[-1] in known or len(names) > 1) else None
     if len(names) > 1 or (names and names[0] in known):
         raise DefinitionError("name one definition and one field at most, for example: rlhf-pipeline config learn.lr")
-    if field is not None and field not in known:
-        raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, known)}")
     pipeline = None
     if names:
         try:
@@ -73,6 +71,9 @@ def execute(args: argparse.Namespace) -> int:
             if near.startswith(" Did"):
                 raise DefinitionError(f"'{names[0]}' is neither a setting nor a pipeline.{near}") from error
             raise
+        known = dict(_declared(pipeline))
+    if field is not None and field not in known:
+        raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, known)}")
     paths = [path for path, _ in (paths_of(Pipeline) if pipeline is None else _paths_in(pipeline))]
     wanted = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
     if field is not None and len(wanted) <= 1:
@@ -93,6 +94,20 @@ def _all_paths() -> Iterator[tuple[str, Any]]:
             if path not in seen:
                 seen.add(path)
                 yield path, item
+
+
+def _declared(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the paths of a definition with the declarations of the classes that it uses, also of one's own."""
+    from rlhf_pipeline.settings import paths_of, settings_of
+
+    for item in settings_of(type(config)):
+        value = getattr(config, item.name)
+        yield f"{prefix}{item.name}", item
+        if dataclasses.is_dataclass(value):
+            yield from _declared(value, f"{prefix}{item.name}.")
+        else:  # a group that is left out
+            for group in item.groups:
+                yield from paths_of(group, f"{prefix}{item.name}.")
 
 
 def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.errors import PipelineError, plain, typed
+from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.parser import add_trust
+from rlhf_pipeline.errors import DefinitionError, plain, typed
 from rlhf_pipeline.report.words import count, number
 
 if TYPE_CHECKING:
@@ -20,13 +20,15 @@ _BAR = 30
 
 HELP = "count what a run has stored, and grade it again"
 DETAILS = """\
-Counts trajectories, groups and tokens, and calls the definition's reward function again on every
-stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+Counts trajectories, groups and tokens. With --grade, calls the definition's reward function again on
+every stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+Without it nothing is called; rewards may cost money.
 
 examples:
   rlhf-pipeline inspect runs/copy_digits
-  rlhf-pipeline inspect runs/copy_digits --json | jq .reward_check
-  rlhf-pipeline inspect runs/mine --definition ./my_task.py      if the file has moved
+  rlhf-pipeline inspect runs/copy_digits --grade
+  rlhf-pipeline inspect runs/copy_digits --grade --json | jq .reward_check
+  rlhf-pipeline inspect runs/mine --grade --definition ./my_task.py      if the file has moved
 
 Exit code 1 if a reward does not agree."""
 
@@ -34,7 +36,9 @@ Exit code 1 if a reward does not agree."""
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("--grade", action="store_true", help="call the reward function on every stored trajectory")
     command.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
+    add_trust(command)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -45,41 +49,63 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
-    reward, why_not = _reward(run, args.definition)
+    reward = _reward(run, args.definition, trust=args.trust) if args.grade else None
     with Stored(store_path, whole=True) as stored:
+        why_not = "the definition learns from stores and has no reward function; add --definition of one that has"
+        if not args.grade:
+            why_not = _would_call(args, run, len(stored.store))
         found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
     if args.json:
-        say(json.dumps(found.to_json(), indent=2))
+        say_json(found.to_json())
     else:
         say("\n".join(lines(found)))
     return 0 if found.reward_check is None or found.reward_check.agrees else 1
 
 
 def _reward(
-    run: RunFolder | None, typed: str | None
-) -> tuple[RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None, str | None]:
-    """Return the reward function, or why there is none. A definition given by option must load."""
+    run: RunFolder | None, named: str | None, *, trust: bool
+) -> RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None:
+    """Return the reward function of the definition, or None if it has none."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.data.rewards import no_reward
+    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
 
-    name = run.config.definition if typed is None and run is not None else typed
-    if name is None:
-        return (
-            None,
-            "a store alone does not say which reward function made it; add --definition NAME|FILE.py[:function]",
+    if named is None and run is None:
+        raise DefinitionError(
+            "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."
         )
-    try:
-        reward = definitions.find(name).pipeline(run.config.overrides if run is not None else ()).reward
-    except PipelineError as error:
-        if typed is not None:
-            raise
-        return None, f"{error} Name where the definition is now: --definition FILE.py[:function]"
-    if reward is no_reward:
-        return (
-            None,
-            "the definition learns from stores and has no reward function; add --definition of one that has",
-        )
-    return reward, None
+    overrides = () if run is None else with_kept_inputs(run, run.config.overrides)
+    if named is not None:
+        definition = definitions.find(named)
+    else:
+        assert run is not None
+        moved = "name where it is now: --definition FILE.py[:function]"
+        definition = recorded_definition(run, trust=trust, moved=moved)
+    reward = definition.pipeline(overrides).reward
+    return None if reward is no_reward else reward
+
+
+def _would_call(args: argparse.Namespace, run: RunFolder | None, num: int) -> str:
+    """Return what `--grade` would call, from the record alone: no code of the run is loaded."""
+    words = ["inspect", typed(args.path), "--grade"]
+    if args.definition is not None:
+        words += ["--definition", typed(args.definition)]
+    elif run is None:
+        words += ["--definition", "NAME|FILE.py[:function]"]
+    recorded = None if run is None or args.definition is not None else run.config.pipeline.get("reward")
+    names = ", ".join(sorted(set(_names(recorded)))) or "the definition's reward function"
+    return f"`rlhf-pipeline {' '.join(words)}` calls {plain(names)} on {count(num, 'trajectory')}"
+
+
+def _names(recorded: Any) -> Iterator[str]:
+    """Yield the functions of a recorded reward: a name, or several with weights."""
+    if isinstance(recorded, str):
+        yield recorded
+    elif isinstance(recorded, dict):
+        yield from _names(recorded.get("function"))
+    elif isinstance(recorded, list):
+        for item in recorded:
+            yield from _names(item)
 
 
 def lines(found: Inspection) -> Iterator[str]:

@@ -5,29 +5,52 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rlhf_pipeline.errors import PipelineError, plain
 from rlhf_pipeline.report.words import count, duration
 
 _EVERY_S = 5.0
+_COMMAND = re.compile(r"(?<![\w/-])rlhf-pipeline( [a-z])")
 
 
 class OutputError(PipelineError, OSError):
     """Standard output cannot be written."""
 
 
+def pasted(text: str) -> str:
+    """Return a text in which each `rlhf-pipeline COMMAND` works as pasted, also where it is not on `PATH`.
+
+    There it names the script that was typed, or else the interpreter: `.venv/bin/rlhf-pipeline show runs/a`,
+    `/opt/env/bin/python -m rlhf_pipeline show runs/a`.
+    """
+    if "rlhf-pipeline " not in text or shutil.which("rlhf-pipeline") is not None:
+        return text
+    script = Path(sys.argv[0])
+    own = shlex.quote(str(script) if script.name == "rlhf-pipeline" else sys.executable)
+    own += "" if script.name == "rlhf-pipeline" else " -m rlhf_pipeline"
+    return _COMMAND.sub(lambda found: own + found[1], text)
+
+
 def say(text: str = "", end: str = "\n") -> None:
-    """Print to standard output.
+    """Print to standard output; commands in the text are `pasted`.
 
     Raises:
         BrokenPipeError: the reader of the pipe has exited.
         OutputError: the output cannot be written, for example to a full disk.
     """
+    _print(pasted(text), end)
+
+
+def _print(text: str, end: str = "\n") -> None:
     try:
         print(plain(text), end=end, flush=True)
     except BrokenPipeError:
@@ -38,13 +61,13 @@ def say(text: str = "", end: str = "\n") -> None:
 
 def say_json(data: object) -> None:
     """Print data as JSON, indented."""
-    say(json.dumps(data, indent=2, allow_nan=False))
+    _print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def warn(text: str) -> None:
     """Print to standard error, and ignore an error there."""
     with contextlib.suppress(OSError):
-        print(plain(text), file=sys.stderr, flush=True)
+        print(plain(pasted(text)), file=sys.stderr, flush=True)
 
 
 class Ticker:

@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -70,10 +71,28 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 100))
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Break lines that are wider than the terminal between words; the others stay as they are."""
+        lines = super()._fill_text(text, width, indent).splitlines()
+        return "\n".join(_broken(line, width) if len(line) > width else line for line in lines)
+
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += 4  # argparse forgets that it indents the commands
+
+
+def _broken(line: str, width: int) -> str:
+    start = " " * (len(line) - len(line.lstrip()))
+    further = f"{start}    " if start else ""
+    return textwrap.fill(
+        line.lstrip(),
+        width,
+        initial_indent=start,
+        subsequent_indent=further,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def module_of(command: str) -> Any:

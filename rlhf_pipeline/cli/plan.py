@@ -102,9 +102,10 @@ def make_joining_plan(args: argparse.Namespace) -> Plan:
     if args.definition is None:
         example = f"rlhf-pipeline {args.command} long_running --run {typed(args.run)}"
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
-    preflight.check_new_folder(out, command, option="--run")
     definition, device = definitions.find(args.definition), args.device or "cpu"
-    return checked(plan_of(definition, overrides, out, seed=args.seed or 0, device=device, command=command, joins=True))
+    plan = plan_of(definition, overrides, out, seed=args.seed or 0, device=device, command=command, joins=True)
+    preflight.check_new_folder(out, command, option="--run")
+    return checked(plan)
 
 
 def _wait_for_run(out: Address) -> None:
@@ -153,8 +154,7 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
     definition = definitions.find(args.definition)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
     command = _command(args.definition, args.out, args)
-    preflight.check_new_folder(out, command)
-    return plan_of(
+    plan = plan_of(
         definition,
         overrides,
         out,
@@ -164,6 +164,8 @@ def _new(args: argparse.Namespace, overrides: Overrides) -> Plan:
         collectors=args.collectors or 0,
         learners=args.learners or 1,
     )
+    preflight.check_new_folder(out, command)  # after the settings: a slip in one of them is named first
+    return plan
 
 
 def _branched(args: argparse.Namespace, overrides: Overrides) -> Plan:

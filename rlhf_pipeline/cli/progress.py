@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
+from rlhf_pipeline.cli.output import pasted
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
 from rlhf_pipeline.report.words import count, duration, number
@@ -79,7 +80,7 @@ class RunView:
     def say(self, text: str) -> None:
         """Print a line; the live line is redrawn below it."""
         self._erase()
-        self._write(f"{plain(text)}\n")
+        self._write(f"{plain(pasted(text))}\n")
 
     def close(self) -> None:
         """Erase the live line, so that the next output starts on a fresh line."""

@@ -194,6 +194,7 @@ def import_files(
     for item, repeated in zip(plan, repeats, strict=True):
         if isinstance(item.reader, Tool) and not repeated:
             _check_groups(item.source, item.reader, item.made)
+    _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
         there = There(store)
         for item, repeated in zip(plan, repeats, strict=True):
@@ -428,6 +429,12 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder) -> Rows:
         place += len(rows)
         for row, encoded in rows:
             yield source.where(number), row, encoded
+
+
+def _check_first(item: _Item, encoder: Encoder) -> None:
+    """Raise what is wrong with the first rows, such as a field that none has, before a store is made for them."""
+    if isinstance(item.reader, Tool):
+        next(_converted(replace(item, report=replace(item.report, bad=[])), item.reader, 0, encoder), None)
 
 
 class _Groups:

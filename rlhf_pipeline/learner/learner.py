@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -607,13 +607,38 @@ class Learner:
                 "ages": chosen.ages.tolist(),
                 "ess": ess,
                 **more,
-            }
+            },
+            differs=self._check_replaceable,
         )
         if not as_before:
             self._notices.append(
-                f"step {step} uses other trajectories than before the restart; the run goes on, but it is not the "
-                "one that was interrupted."
+                f"step {step} uses other trajectories than before the restart, as some of those are not in the store "
+                "any more; the run goes on, but it is not the one that was interrupted."
             )
+
+    def _check_replaceable(self, earlier: Mapping[str, Any]) -> None:
+        """Refuse to learn from other trajectories than a step's ledger row names, unless these were lost.
+
+        Raises:
+            DataError: all of its rows are in the store, as they were or with other trajectories in them.
+        """
+        step, store = int(earlier["step"]), self.buffer.store
+        rows = np.asarray(earlier["row_ids"], dtype=np.int64)
+        if not store.holds(rows).all():
+            return
+        named = earlier.get("trajectory_ids")
+        if named == trajectory_names(store, rows).tolist():
+            ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
+            if ages.tolist() != earlier["ages"]:
+                return  # a power loss took them, and other weights sampled them again
+            what = "and would learn from others now"
+        else:
+            what = "and those rows hold other ones now"
+        raise DataError(
+            f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or the "
+            "ledger is not the one that the run wrote, or has been damaged since. Check both with `rlhf-pipeline "
+            "verify`, and restore the run from a copy, or begin a new run with its checkpoint: run --from RUN."
+        )
 
 
 def _of_rows(plan: StepPlan, chosen: torch.Tensor, own: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -260,8 +260,11 @@ class StepLedger(Protocol):
         """Return the row of a step that was begun before, or None."""
         ...
 
-    def record(self, row: dict[str, Any]) -> bool:
-        """Write a step's row; return False if an earlier try at this step used other trajectories."""
+    def record(self, row: dict[str, Any], *, differs: Callable[[dict[str, Any]], None]) -> bool:
+        """Write a step's row; return False if an earlier try at this step used other trajectories.
+
+        Before such an earlier row is replaced, `differs` is called with it.
+        """
         ...
 
 

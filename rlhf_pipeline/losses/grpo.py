@@ -204,6 +204,9 @@ class GRPOLoss(LossModule):
     proximal policy (with `decoupled`), or the reference (with a KL term against it). With `"loss_weight"` the caller
     counts, and must leave it out there. Every ragged leaf is padded on the same side.
 
+    The batch is constant: only the log-probs of the actor have a gradient, and all are taken at the temperature `T` of
+    sampling, `log_softmax(z / T)`. A leaf that requires a gradient is refused.
+
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].

@@ -76,19 +76,24 @@ class _Reader:
             leaves = leaves_of(rows_of(self.td), key) or ()
             if leaves and all(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves):
                 value = torch.stack(tuple(leaves))  # one value per trajectory, which cannot be padded
-                return value.detach() if self.device is None else value.detach().to(self.device)
-            value = self.td.get(key, None, as_padded_tensor=True, padding_side=self.side, padding_value=pad)
+            else:
+                value = self.td.get(key, None, as_padded_tensor=True, padding_side=self.side, padding_value=pad)
         else:
             value = self.td.get(key, None)
         if value is None:
             return None
+        if value.requires_grad:
+            raise DataError(
+                f"{key!r} requires a gradient, and the loss takes all of the batch as constants: only the actor has a "
+                f"gradient. Detach it before: td.set({key!r}, td.get({key!r}).detach())."
+            )
         if value.is_nested:
             if self.side != "right":
                 raise DefinitionError(
                     f"{key!r} is a nested tensor, which pads on the right; pass padding_side='right'."
                 )
-            value = torch.nested.to_padded_tensor(value.detach(), pad)
-        return value.detach() if self.device is None else value.detach().to(self.device)
+            value = torch.nested.to_padded_tensor(value, pad)
+        return value if self.device is None else value.to(self.device)
 
     def need(self, key: NestedKey, advice: str) -> torch.Tensor:
         value = self.get(key)

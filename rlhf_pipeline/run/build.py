@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TEMPERATURE, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import skips_too_long
@@ -342,8 +342,8 @@ def open_storage(
         run: the run folder.
         pipeline: the definition.
         max_size: the most trajectories that it keeps; None keeps all.
-        schema: its columns; None means the usual ones, with those of `SAMPLED_BY` if the definition calls for them, and
-            one per reward if it has several.
+        schema: its columns; None means the usual ones, with the temperature, or all of `SAMPLED_BY` if the definition
+            calls for them, and one per reward if it has several.
     """
     return TrajectoryStorage(
         run.store_path,
@@ -358,7 +358,7 @@ def open_storage(
 def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
     """Return the columns of a run that collects, beside the usual ones."""
     collect = pipeline.collect
-    sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else ()
+    sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else (TEMPERATURE,)
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
     turns = () if pipeline.environment is None else (TURNS,)

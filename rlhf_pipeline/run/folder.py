@@ -774,8 +774,7 @@ def not_found(path: Address, wanted: str = "run") -> MissingPathError:
             f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
         )
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
-    if is_store(path.parent / filenames.STORE):
-        runs.append(path.parent / filenames.STORE)
+    runs += [at / filenames.STORE for at in (path, path.parent) if is_store(at / filenames.STORE)]
     if not runs:
         hint = " Make one: rlhf-pipeline run copy_digits"
     else:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.run.rows import StepRows
+
+
+def _is_allowed(earlier: dict[str, Any]) -> None:
+    """Allow a step to replace its earlier row."""
 
 
 class Ledger:
@@ -41,8 +46,12 @@ class Ledger:
         """Return the row of a step that was begun before, or None."""
         return self.rows.of_step(step)
 
-    def record(self, row: dict[str, Any]) -> bool:
+    def record(self, row: dict[str, Any], *, differs: Callable[[dict[str, Any]], None] = _is_allowed) -> bool:
         """Write a step's row; return False if an earlier try at this step used other trajectories.
+
+        Args:
+            row: of the step.
+            differs: called with the earlier row before it is replaced by one of other trajectories; may refuse that.
 
         Two rows of a step are the same if they name the same `trajectory_ids`, or, without these, the same `row_ids`
         (a trajectory that was evicted and sampled again is the same trajectory in another row). If both have `ages`,
@@ -57,12 +66,13 @@ class Ledger:
         as_old = before is not None and before.get("ages", row.get("ages")) == row.get("ages", before.get("ages"))
         if before is not None and as_old and before["row_ids"] == row["row_ids"]:
             return True
+        named = None if before is None else before.get("trajectory_ids")
+        as_old &= named is not None and named == row.get("trajectory_ids")
+        if before is not None and not as_old:
+            differs(before)
         # Later rows were planned from this one.
         if self.metrics is not None:
             self.metrics.drop_from(step)
         self.rows.drop_from(step)
         self.rows.append(row)
-        if before is None:
-            return True
-        named = before.get("trajectory_ids")
-        return as_old and named is not None and named == row.get("trajectory_ids")
+        return before is None or as_old

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+import uuid
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError
@@ -18,7 +19,8 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
     """Return an event handler that also sends the metrics of each step to a logger.
 
     Local loggers write under `logs` in the run folder. Steps that are in `metrics.jsonl` already, which a resumed run
-    takes again, are not sent twice.
+    takes again, are not sent twice. The definition, seed and device are its hyperparameters, by dotted path; Weights &
+    Biases has one run over all resumes, whose id is in `logs/wandb-id.txt`.
 
     Args:
         kind: a logger of TorchRL, as in `learn.logger`; None returns `on_event` itself.
@@ -33,8 +35,11 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
     """
     if kind is None:
         return on_event
-    logger = _make(kind, run.logger_files, run.path.name)
+    logger = _make(kind, run)
     last_logged = run.rows(run.metrics_file).last_step
+    if kind == "wandb" or not last_logged:  # the others take hyperparameters once
+        now = RunFolder(run.address).config  # as this process has recorded it
+        logger.log_hparams({**dict(_flat(now.pipeline)), "seed": now.seed, "device": now.device})
 
     def handle(event: Event) -> None:
         on_event(event)
@@ -56,13 +61,32 @@ def check_logger(kind: str | None) -> None:
         raise _not_installed(kind, f"there is no module {kind}")
 
 
-def _make(kind: str, folder: Path, name: str) -> Any:
+def _make(kind: str, run: RunFolder) -> Any:
     from torchrl.record.loggers import get_logger
 
+    given = {"wandb_kwargs": {"id": _wandb_id(run)}} if kind == "wandb" else {}
     try:
-        return get_logger(kind, str(folder), name)  # pyright: ignore[reportArgumentType]
+        return get_logger(kind, str(run.logger_files), run.path.name, **given)  # pyright: ignore[reportArgumentType]
     except ImportError as error:
         raise _not_installed(kind, str(error)) from error
+
+
+def _wandb_id(run: RunFolder) -> str:
+    """Return the id of a run at Weights & Biases, which is made at its first start."""
+    file = run.logger_files / "wandb-id.txt"
+    if not run.bring(file).is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        run.write(file, uuid.uuid4().hex[:12].encode())
+    return file.read_text(encoding="ascii").strip()
+
+
+def _flat(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a recorded definition by dotted path, as text where a logger takes no such value."""
+    for name, value in group.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, (str, int, float)) else str(value)
 
 
 def _not_installed(kind: str, why: str) -> DefinitionError:

@@ -21,6 +21,8 @@ from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.medium import is_url
+from rlhf_pipeline.run.repeated_rows import check_repeated
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -158,6 +160,10 @@ class Loop:
         if state["source"]:  # else the checkpoint is another run's, with which this one begins
             self.source.load_state(state["source"])
         self._saved = self.progress.step
+        if not is_url(self.folder.address):  # an object is checked as it is read
+            self.folder.ledger.recheck()
+            self.metrics.recheck(lines=False)  # its figures teach nothing
+        check_repeated(self.folder, self.learner.buffer.store, self.progress.step)
 
     def run(self) -> Reason:
         """Take steps until the end, the target or a signal."""

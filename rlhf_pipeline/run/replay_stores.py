@@ -25,6 +25,7 @@ from rlhf_pipeline.run.medium import Address, address_of
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
+from rlhf_pipeline.run.temperatures import replayed_at
 
 
 def replay_stores(
@@ -78,8 +79,17 @@ def replay_stores(
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
+    heat = replayed_at(folder, choice)
+    if heat is not None and heat != (policy.temperature or 1.0):
+        policy.temperature = heat
     schema = None if folder.gathered() is not None else gather_schema(choice)
     with begun(folder, setup, resume=resume, on_event=on_event):
+        if policy.temperature != pipeline.collect.temperature:
+            tell(
+                on_event,
+                f"the trajectories were sampled at temperature {policy.temperature:g}, and are scored at it, not at "
+                f"collect.temperature={pipeline.collect.temperature:g}.",
+            )
         if Choice.load(folder) is None:
             followed = ledger_to_follow(address_of(choice.sources[0].path)) if replay.recorded_order else None
             if followed is not None:

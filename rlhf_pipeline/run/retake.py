@@ -26,6 +26,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.sources import recorded_admission
+from rlhf_pipeline.run.temperatures import sampled_at
 from trajectory_store import MissingRowError, TrajectoryStore
 
 _OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
@@ -152,6 +153,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
     exact = torch.device(device).type == "cpu"
     run, policy = plan.run, build_policy(pipeline, seed=seed, device=device)
     with closing(TrajectoryStorage(run.store_path, mode="r", backend=pipeline.buffer.backend)) as storage:
+        policy.temperature = sampled_at([(storage.store, None)]) or policy.temperature
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
         learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
         load_checkpoint(plan.checkpoint, learner)

@@ -229,6 +229,25 @@ class StepRows(Sequence[Row]):
                     yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
                     return
 
+    def recheck(self, *, lines: bool = True) -> None:
+        """Compare the newest rows with their checksums; an index with a damaged entry is written again from the lines.
+
+        Only the writing process may call this. It looks at a bounded number of rows; `problems` looks at all.
+
+        Args:
+            lines: whether the lines are compared, too, and not only the entries of the index.
+
+        Raises:
+            DataError: a line has changed since it was written.
+        """
+        places, indexed = range(max(len(self) - _LOOK_BACK, 0), len(self)), self._num_indexed
+        for place in places:
+            self.entry(place)
+        if self._num_indexed < indexed:
+            self.mend()
+        for place in places if lines else ():
+            self[place]
+
     def mend(self) -> None:
         """Cut off what a kill or a power loss left at the end, and complete the index.
 
@@ -363,7 +382,8 @@ class NewRows:
 
 
 _LOOK_BACK: Final = 4096
-"""Rows whose replacement a follower notices; a resumed learner replaces at most those since a checkpoint."""
+"""Rows whose replacement a follower notices (a resumed learner replaces at most those since a checkpoint), and that a
+resume compares with their checksums."""
 
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError, StopAskedError, typed
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.step_plan import Chosen
+from rlhf_pipeline.learner.step_plan import Chosen, trajectory_names
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
@@ -260,7 +260,9 @@ class Arrivals(_Collected):
         # A power loss may take rows that the ledger names; rows sampled in their place may have the same ids.
         versions = self._versions(row_ids)
         ages = step - 1 - versions
-        as_said = ages.tolist() == planned["ages"] and self._of_this_run(row_ids, versions, step).all()
+        names = planned.get("trajectory_ids")
+        as_said = names is None or trajectory_names(self._parts.buffer.store, row_ids).tolist() == names
+        as_said &= ages.tolist() == planned["ages"] and bool(self._of_this_run(row_ids, versions, step).all())
         return (row_ids, ages) if as_said else None
 
     def _versions(self, row_ids: Ints) -> Ints:

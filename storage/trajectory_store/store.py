@@ -490,13 +490,16 @@ class TrajectoryStore(StoreReads):
         self.refresh()
         return any(s.is_live() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
 
-    def verify(self) -> VerifyReport:
+    def verify(self, ids: Ids | None = None) -> VerifyReport:
         """Recompute every checksum, compare with the catalog, and report the damage in words.
 
         Other processes may append, update, evict and compact at the same time.
+
+        Args:
+            ids: check only the segments that hold these trajectories, and the updates; None checks the whole store.
         """
         self._check_open()
-        report = verify(self._look_in, self.path)
+        report = verify(self._look_in, self.path, None if ids is None else as_ids(ids))
         report.trajectories = len(self)
         return report
 

@@ -85,14 +85,19 @@ class VerifyReport:
         self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
 
-def verify(look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | str) -> VerifyReport:
-    """Check a store that other processes may write to meanwhile: only damage that two checks agree on is reported."""
+def verify(
+    look_in: Callable[[], AbstractContextManager[Catalog]], path: Path | str, ids: Int64Array | None = None
+) -> VerifyReport:
+    """Check a store that other processes may write to meanwhile: only damage that two checks agree on is reported.
+
+    With `ids`, only the segments that hold these rows are checked, and those of updates.
+    """
     with look_in() as catalog:
-        report = _check_once(catalog, path)
+        report = _check_once(catalog, path, ids)
     if report.ok:
         return report
     with look_in() as catalog:
-        again = _check_once(catalog, path)
+        again = _check_once(catalog, path, ids)
     known = {_NUMBER.sub("#", problem) for problem in report.problems}
     again.problems = [problem for problem in again.problems if _NUMBER.sub("#", problem) in known]
     if not again.problems and not again.losses:
@@ -112,9 +117,19 @@ def check_segments(catalog: Catalog, segments: Iterable[Segment], report: Verify
                 report.damaged(segment.row_ids(0, segment.rows))
 
 
-def _check_once(catalog: Catalog, path: Path | str) -> VerifyReport:
+def _may_hold(segment: Segment, ids: Int64Array) -> bool:
+    try:
+        return bool(np.isin(segment.row_ids(0, segment.rows), ids).any())
+    except (StoreError, OSError):  # its ids cannot be read
+        return True
+
+
+def _check_once(catalog: Catalog, path: Path | str, ids: Int64Array | None) -> VerifyReport:
     report = VerifyReport(path, problems=list(catalog.problems))
-    check_segments(catalog, (*catalog.row_segments(), *catalog.updates.values()), report)
+    rows = [segment for segment in catalog.row_segments() if ids is None or _may_hold(segment, ids)]
+    check_segments(catalog, (*rows, *catalog.updates.values()), report)
+    if ids is not None:
+        return report
     medium = catalog.medium
     for problem in (*catalog.journal.missing(), *medium.check_root()):
         report.problem(problem)

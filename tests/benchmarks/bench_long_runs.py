@@ -192,7 +192,7 @@ def resumed(run: Path, steps: int) -> Cost:
 
 def linear_costs(run: Path) -> Iterator[tuple[str, Cost]]:
     """What reads everything; the rewards of these made-up runs do not agree."""
-    yield "inspect", rlhf("inspect", run, codes=(0, 1))
+    yield "inspect", rlhf("inspect", run, "--grade", codes=(0, 1))
     yield "verify", rlhf("verify", run)
 
 

@@ -142,7 +142,7 @@ class Looks:
 
     def __init__(self, run_dir: Path) -> None:
         store = str(run_dir / "store")
-        words = (["verify"], ["inspect"], ["tail", "-n", "3"], ["show"])
+        words = (["verify"], ["inspect", "--grade"], ["tail", "-n", "3"], ["show"])
         commands = [[sys.executable, "-m", "rlhf_pipeline", word, str(run_dir), *more] for word, *more in words]
         self.commands = [*commands, [sys.executable, "-c", COMPACTION, store]]
         self.run = RunFolder(run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,13 +38,13 @@ def test_list_of_files(cli: Cli, tmp_path: Path):
 
 def test_inspect(cli: Cli, run_dir: Path):
     """Counts and the agreement of the rewards are said."""
-    shown = cli("inspect", run_dir)
+    shown = cli("inspect", run_dir, "--grade")
     assert shown.code == 0
     assert "trajectories  48 in 12 groups of 4" in shown.out
     assert "graded again by rlhf_pipeline:token_match" in shown.out
     assert "agrees: 48 trajectories" in shown.out
     assert "agrees: 6 rollouts, each mean is the task_reward in metrics.jsonl" in shown.out
-    data = json.loads(cli("inspect", run_dir, "--json").out)
+    data = json.loads(cli("inspect", run_dir, "--grade", "--json").out)
     assert (data["reward_check"]["agrees"], data["group_sizes"]) == (True, {"4": 12})
 
 
@@ -56,7 +57,7 @@ def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):
         "def other() -> Pipeline:\n"
         "    return Pipeline(name='o', policy=TinyPolicy(), prompts=CopyDigits(), reward=zero)\n"
     )
-    shown = cli("inspect", run_dir, "--definition", file)
+    shown = cli("inspect", run_dir, "--grade", "--definition", file)
     assert shown.code == 1
     assert "DISAGREES: " in shown.out
     assert "DISAGREES with metrics.jsonl: 6 of 6 rollouts" in shown.out
@@ -71,15 +72,41 @@ def test_inspect_without_definition(cli: Cli, run_dir: Path):
     shown = cli("inspect", run_dir)
     assert shown.code == 0
     assert "trajectories  48" in shown.out
-    assert "rewards not graded again: there is no pipeline 'gone_pipeline'" in shown.out
-    assert "--definition" in shown.out
+    shown = cli("inspect", run_dir, "--grade")
+    assert shown.code == 2
+    assert "there is no pipeline 'gone_pipeline'" in shown.err
 
 
 def test_inspect_store_alone(cli: Cli, run_dir: Path):
     """A store alone can be counted, and graded with a definition."""
     (run_dir / "store").rename("alone")
-    assert "add --definition" in cli("inspect", "alone").out
-    assert "agrees: 48 trajectories" in cli("inspect", "alone", "--definition", "copy_digits").out
+    assert "inspect alone --grade --definition NAME" in cli("inspect", "alone").out
+    assert "Add --definition" in cli("inspect", "alone", "--grade").err
+    assert "agrees: 48 trajectories" in cli("inspect", "alone", "--grade", "--definition", "copy_digits").out
+
+
+def test_inspect_executes_nothing_of_a_run_unasked(cli: Cli, run_dir: Path, tmp_path: Path):
+    """Without --grade it says what it would call; with it, code of a run that was not started here needs --trust."""
+    assert run_dir.is_dir()  # the current folder is a temporary one
+    file = tmp_path / "judged.py"
+    file.write_text(
+        "from pathlib import Path\n\nfrom rlhf_pipeline import Learn, Pipeline, CopyDigits, TinyPolicy\n\n"
+        f"Path({str(tmp_path / 'executed')!r}).touch()\n\n"
+        "def judge(prompt, completion, answer, meta):\n    return float(len(completion))\n\n"
+        "def judged() -> Pipeline:\n"
+        "    return Pipeline(name='j', policy=TinyPolicy(), prompts=CopyDigits(), reward=judge, learn=Learn(steps=1))\n"
+    )
+    assert cli("run", file, "--out", "runs/judged").code == 0
+    (tmp_path / "executed").unlink()
+    shutil.move("runs/judged", "foreign")
+    shown = cli("inspect", "foreign")
+    assert shown.code == 0
+    assert "`rlhf-pipeline inspect foreign --grade` calls definition_judged:judge on 256 trajectories" in shown.out
+    refused = cli("inspect", "foreign", "--grade")
+    assert (refused.code, "add --trust" in refused.err) == (2, True)
+    assert not (tmp_path / "executed").exists()
+    assert "agrees: 256 trajectories" in cli("inspect", "foreign", "--grade", "--trust").out
+    assert (tmp_path / "executed").exists()
 
 
 def test_show(cli: Cli, run_dir: Path):

@@ -35,7 +35,7 @@ def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("report.html", "metrics.jsonl", "ledger.jsonl", "config.json", "log.txt"):
         assert (tmp_path / "runs" / "copy_digits" / name).is_file()
 
-    inspected = cli("inspect", "runs/copy_digits", "--json")
+    inspected = cli("inspect", "runs/copy_digits", "--grade", "--json")
     assert inspected.code == 0, inspected.out
     check = json.loads(inspected.out)["reward_check"]
     assert (check["num_trajectories"], check["num_rollouts"], check["agrees"]) == (64, 4, True)

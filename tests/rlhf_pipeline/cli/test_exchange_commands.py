@@ -65,3 +65,15 @@ def test_export_of_a_run(cli: Cli, run_dir: Path, tmp_path: Path):
     assert "left out by the filter, 2 columns" in shown.out
     first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
     assert list(first) == ["prompt", "meta"]
+
+
+def test_a_field_that_no_row_has_leaves_nothing_behind(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The field is named, no summary is printed before it, and no folder is made; rows to skip do not change that."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt_ids": [n], "completion_ids": [[1], [2, 3]], "rewards": [1, 0]} for n in range(4)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for more in ((), ("--skip-bad", "2")):
+        shown = cli("import", "rows.jsonl", "--into", "new", "--field", "reward=rewrds", *more)
+        assert (shown.code, "'rewrds'" in shown.err, shown.out) == (2, True, "")
+        assert not Path("new").exists()
+    assert cli("import", "rows.jsonl", "--into", "new", "--field", "reward=rewards").code == 0

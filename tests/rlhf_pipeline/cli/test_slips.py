@@ -71,3 +71,55 @@ def test_an_environment_that_torchrun_did_not_make(name, value, cli: Cli, monkey
     shown = cli("run", "copy_digits")
     assert (shown.code, shown.out) == (2, "")
     assert "unset WORLD_SIZE RANK" in shown.err
+
+
+OWN_SOURCE = """
+from dataclasses import dataclass
+from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
+from rlhf_pipeline.settings import setting
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Riddles(CopyDigits):
+    hard: bool = setting(False, help="Only the riddles that nobody has solved.")
+    num_digits: int = setting(2, min=1, help="Lines of a riddle.")
+
+def riddles() -> Pipeline:
+    return Pipeline(name="riddles", policy=TinyPolicy(), prompts=Riddles(), reward=token_match)
+"""
+
+
+def test_fields_of_ones_own_source_have_their_own_help(cli: Cli, run_dir: Path, tmp_path: Path):
+    """`config FILE.py` tells what the classes that the file uses say, and not those of the package."""
+    (tmp_path / "riddles.py").write_text(OWN_SOURCE)
+    table = cli("config", "riddles.py").out
+    assert "Only the riddles" in table
+    assert "Lines of a riddle." in cli("config", "riddles.py", "prompts.num_digits").out
+    assert "Only the riddles that nobody has solved." in cli("config", "riddles.py", "prompts.hard").out
+    assert "there is no setting 'prompts.soft'" in cli("config", "riddles.py", "prompts.soft").err
+
+
+def test_slips_in_settings_are_named_for_what_they_are(cli: Cli, run_dir: Path):
+    """Code cannot be typed; a field that does not exist is named before a folder that does."""
+    shown = cli("run", "copy_digits", "--set", "reward=my_reward", "--out", run_dir)
+    assert '--set reward=my_reward: "my_reward" is text, and the field takes an object of Python' in shown.err
+    shown = cli("run", "copy_digits", "--set", "learn.lrr=1", "--out", run_dir)
+    assert "has no field 'lrr'" in shown.err
+
+
+def test_a_store_inside_the_folder_is_named(cli: Cli, run_dir: Path):
+    """A folder that has lost its record still has its store."""
+    (run_dir / "config.json").unlink()
+    shown = cli("show", run_dir)
+    assert shown.code == 2
+    assert f"{run_dir / 'store'}" in shown.err
+    assert "Make one" not in shown.err
+
+
+def test_help_breaks_between_words(cli: Cli, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """At 80 columns no line is wider, and every word of the help is whole."""
+    monkeypatch.setenv("COLUMNS", "120")
+    wide = cli("run", "--help").out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = cli("run", "--help").out
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert set(wide.partition("examples:")[2].split()) <= set(narrow.split())

@@ -13,6 +13,7 @@ from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.ledger import Ledger
+from rlhf_pipeline.run.rows import StepRows
 from tests.rlhf_pipeline.small import trajectory
 from trajectory_store import Column, Schema
 
@@ -110,13 +111,25 @@ def test_rows_that_come_to_light_behind_others_are_learned_from(make_learner, tm
         storage.close()
 
 
-def test_a_step_that_differs_from_before_the_restart_is_reported(make_learner):
-    """The ledger remembers what a step used; other trajectories at the same step are a notice, not silence."""
+def test_a_step_that_differs_from_its_ledger_row_is_refused(make_learner):
+    """What the ledger names is all there, and the step would take others: it stops, and ledger and weights stay."""
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack(TURNS[:2]))
     learner.step(1)
     learner.ledger = Ledger(learner.ledger.rows.path)  # as after a restart
+    rows, before = list(learner.ledger.rows), [parameter.clone() for parameter in learner.policy.parameters()]
     learner.buffer.extend(lazy_stack(TURNS[2:]))
+    with pytest.raises(DataError, match=r"step 1 learned from 2 .* all in .*would learn from others"):
+        learner.step(1)
+    assert list(StepRows(learner.ledger.rows.path)) == rows
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+def test_a_step_whose_trajectories_were_lost_is_reported(make_learner):
+    """A power loss or eviction took what the ledger names: the step takes others, and a notice says so."""
+    learner = make_learner(4096)
+    learner.buffer.extend(lazy_stack(TURNS[:2]))
+    learner.ledger.record({"step": 1, "row_ids": [99], "trajectory_ids": [99], "ages": [0]})
     learner.step(1)
     (notice,) = learner.take_notices()
     assert "step 1 uses other trajectories than before the restart" in notice

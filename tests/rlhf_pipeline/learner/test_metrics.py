@@ -127,6 +127,26 @@ def test_metrics_go_to_csv_files_once(tmp_path):
     assert [int(step) for step in steps] == [1, 2, 3, 4]
     recorded = [row["grad_norm"] for row in StepRows(tmp_path / "run" / "metrics.jsonl")]
     assert [float(value) for value in values] == pytest.approx(recorded)
+    (hparams,) = (tmp_path / "run" / "logs").rglob("hparams*.txt")
+    text = hparams.read_text()
+    assert "learn.lr: " in text
+    assert "seed: 0" in text
+
+
+def test_weights_and_biases_has_one_run_with_its_hyperparameters(tmp_path, monkeypatch):
+    """Offline: start and resume have one id, and the first has every field of the definition."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for steps in (2, 3):
+        changes = {"learn__logger": "wandb", "learn__steps": str(steps)}
+        run(pipeline(**changes), run_dir=tmp_path / "run", resume=steps > 2)
+        assert wandb.run.config["learn.steps"] == steps
+        assert wandb.run.config["collect.group_size"] == 4
+        ids.append(wandb.run.id)
+        wandb.finish()
+    assert ids[0] == ids[1] == (tmp_path / "run" / "logs" / "wandb-id.txt").read_text()
 
 
 def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from tensordict import lazy_stack
 from torchrl.objectives.common import LossModule
 
 from rlhf_pipeline import GRPOLoss, GRPOLossOutput
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.aggregation import (
     AGGREGATIONS,
     token_weights,
@@ -262,16 +263,16 @@ def test_the_loss_reads_no_number_back(tiny, options):
     assert torch.ops.aten._local_scalar_dense not in seen.names
 
 
-def test_the_batch_is_not_changed_and_stored_graphs_are_cut(tiny):
-    """The loss writes nothing into its batch, and log-probs that carry a graph get no gradient."""
+def test_the_batch_is_not_changed_and_takes_no_gradient(tiny):
+    """The loss writes nothing into its batch, and refuses log-probs that carry a graph, as TorchRL does."""
     policy = tiny.Policy()
     td = tiny.make_batch(policy)
     before = td.clone()
-    leaf = td[LOG_PROBS].clone().requires_grad_()
-    td[LOG_PROBS] = leaf * 1.0
     GRPOLoss(policy)(td).total_loss().backward()
-    assert leaf.grad is None
     assert set(td.keys(True, True)) == set(before.keys(True, True))
+    td[LOG_PROBS] = td[LOG_PROBS].clone().requires_grad_() * 1.0
+    with pytest.raises(DataError, match=r"\('log_probs', 'full'\) requires a gradient.*detach\(\)"):
+        GRPOLoss(policy)(td)
 
 
 def test_per_token_losses(tiny):

@@ -27,7 +27,7 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, TEMPERATURE, trajectory_schema
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.errors import DefinitionError, EngineError
@@ -149,14 +149,14 @@ def test_where_the_reference_scores_beside_sampling(
 def test_a_run_keeps_how_it_sampled_where_more_than_its_definition_decides_that(
     collect: dict[str, Any], told: bool, tmp_path: Path
 ):
-    """Weights that may change during sampling, or an engine elsewhere; the store of any other run is as it was."""
+    """Weights that may change during sampling, or an engine elsewhere; any other store has the temperature."""
     tiny = digits("slots", 1)
     pipeline = replace(tiny, collect=replace(tiny.collect, **collect))
     with closing(open_storage(RunFolder(tmp_path / "run"), pipeline, max_size=None)) as storage:
         names = [column.name for column in storage.store.schema]
     assert names == [
         *trajectory_schema().names,
-        *(column.name for column in (*(SAMPLED_BY if told else ()), *FAILURES)),
+        *(column.name for column in (*(SAMPLED_BY if told else (TEMPERATURE,)), *FAILURES)),
     ]
 
 

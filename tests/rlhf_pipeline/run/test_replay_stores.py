@@ -20,6 +20,7 @@ from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
@@ -73,6 +74,28 @@ def test_a_finished_run_comes_out_again_from_its_store_alone(tmp_path, changes):
     runs = RunFolder.open(tmp_path / "run"), RunFolder.open(tmp_path / "again")
     found = compare_figures(*runs, without=["task_reward"])
     assert (found.same, found.num_both, compare_weights(*runs)) == (True, 6, (6, True))
+
+
+def test_a_replay_scores_at_the_temperature_of_sampling(tmp_path):
+    """Sampled at 0.5, replayed by a definition of 1: the run's weights, and a notice; at two, a filter is asked for."""
+    hot = tiny(learn__keep_checkpoints="9")
+    cold = changed(hot, collect__temperature="0.5")
+    run(cold, run_dir=tmp_path / "cold", seed=3)
+    run(hot, run_dir=tmp_path / "hot", seed=3)
+    events: list[Event] = []
+    stores = str(tmp_path / "cold" / "store"), str(tmp_path / "hot" / "store")
+    same = dataclasses.replace(hot, replay=Replay(stores=stores[:1], recorded_order=True))
+    run(same, run_dir=tmp_path / "again", seed=3, on_event=events.append)
+    assert any("sampled at temperature 0.5, and are scored at it" in e.message for e in events if isinstance(e, Notice))
+    assert weights(tmp_path / "again") == weights(tmp_path / "cold")
+    plan = plan_rerun(tmp_path / "again", from_step=1)
+    assert all(step.ok and step.same_bits for step in retake(same, plan, seed=3, device="cpu"))
+    mixed = dataclasses.replace(hot, replay=Replay(stores=stores))
+    with pytest.raises(DataError, match=r"temperatures 0.5 and 1, .*--set replay.filters='temperature==1'"):
+        run(mixed, run_dir=tmp_path / "mixed", seed=3)
+    assert not (tmp_path / "mixed").exists()
+    one = dataclasses.replace(hot, replay=Replay(stores=stores, filters=("temperature==0.5",)))
+    assert run(one, run_dir=tmp_path / "one", seed=3).num_trajectories == 36
 
 
 def test_one_seed_gives_one_result_and_another_seed_other_batches(tmp_path):
@@ -273,7 +296,7 @@ def test_the_command_repeats_a_run_and_says_so(small_run, capsys):
     assert "24 trajectories of 1 store; 1.00 uses of each" in out
     config = json.loads(Path("runs/small-replay/config.json").read_text())
     assert (config["definition"], config["seed"]) == ("copy_digits", 5)
-    for command in (["inspect"], ["verify"], ["show"], ["report"], ["replay", "--from-step", "1"]):
+    for command in (["inspect", "--grade"], ["verify"], ["show"], ["report"], ["replay", "--from-step", "1"]):
         assert main([command[0], "runs/small-replay", *command[1:]]) == 0
     assert main(["replay", "runs/small", "--out", "runs/faster", "--set", "learn.lr=1e-3"]) == 0
     assert "a difference is expected: learn.lr has changed" in capsys.readouterr().out

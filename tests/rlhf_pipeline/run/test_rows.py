@@ -171,6 +171,18 @@ def test_a_damaged_index_costs_no_row(written, place):
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_damaged_entry_is_written_again_and_a_changed_line_is_refused(written):
+    """What a resume does: the index is as it was; a digit changed in a line of the middle is an error."""
+    index = written.index_path.read_bytes()
+    written.index_path.write_bytes(index[:30] + bytes([index[30] ^ 1]) + index[31:])
+    StepRows(written.path).recheck()
+    assert written.index_path.read_bytes() == index
+    written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))
+    StepRows(written.path).recheck(lines=False)
+    with pytest.raises(DataError, match="line 2 is not as it was written"):
+        StepRows(written.path).recheck()
+
+
 def test_a_changed_line_is_not_given_out_as_a_row(written):
     """A digit that was changed in place leaves valid JSON; its checksum says that it is not what was written."""
     written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))

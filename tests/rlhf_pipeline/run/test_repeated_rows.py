@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import tiny
+from trajectory_store import TrajectoryStore
+
+PIPELINE = tiny(
+    collect__prompts_per_rollout="2", buffer__max_staleness="0", learn__updates_per_rollout="1", learn__steps="4"
+)
+"""8 trajectories a step, and a checkpoint every 2 steps."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(PIPELINE, run_dir=folder)
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """Without its newest checkpoint: steps 3 and 4 are taken again."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    return folder
+
+
+def flip(store: Path, column: str, row: int) -> None:
+    """Flip a bit of a row's value, or of its last one if it has several."""
+    with TrajectoryStore.open(store) as opened:
+        ids = opened.ids()
+        before = int(opened.lengths(column, ids[: row + 1]).sum()) - 1 if opened.schema[column].ragged else row
+        dtype = np.dtype(opened.schema[column].dtype)
+    (file,) = store.glob(f"seg-*/{column}/c/0")
+    with file.open("r+b") as stream:
+        stream.seek(before * dtype.itemsize)
+        byte = stream.read(1)[0]
+        stream.seek(-1, 1)
+        stream.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("column", ["input_ids", "assistant_mask", "advantage", "policy_version", "trajectory_id"])
+def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column):
+    """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
+    flip(copied / "store", column, 20)
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(
+        DataError, match=r"steps after 2 learn from again cannot be trusted.*step 3 learned from them"
+    ) as e:
+        run(PIPELINE, run_dir=copied, resume=True)
+    assert f"rlhf-pipeline run --from {copied}@2" in str(e.value)
+    kept = {path for path in before if path.parts[-3:][0] == "checkpoints" or path.name == "ledger.jsonl"}
+    assert {path: path.read_bytes() for path in kept} == {path: before[path] for path in kept}
+
+
+def test_damage_in_rows_that_no_step_uses_again_stops_nothing(copied, finished):
+    """A flip in the rows of step 1 does not reach the weights, which end as they were."""
+    flip(copied / "store", "input_ids", 4)
+    run(PIPELINE, run_dir=copied, resume=True)
+    same = [(folder / "checkpoints/step-00000004/model.safetensors").read_bytes() for folder in (copied, finished)]
+    assert same[0] == same[1]
+
+
+def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
+    """The rows of step 3 are whole, and a row of step 1 claims to be of its weights: not the rows of the ledger."""
+    with TrajectoryStore.open(copied / "store") as opened:
+        assert int(opened.read_scalars("policy_version", opened.ids()[:1])[0]) == 0
+    (file,) = (copied / "store").glob("seg-*/policy_version/c/0")
+    with file.open("r+b") as stream:
+        stream.write(b"\x02")
+    with pytest.raises(DataError, match=r"step 3 learned from 8 .* all in .*would learn from others"):
+        run(PIPELINE, run_dir=copied, resume=True)
+
+
+def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):
+    """A digit of step 1's line: no later step reads it, and yet the run does not go on with it."""
+    file = copied / "ledger.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"seed":0', b'"seed":1', 1))
+    with pytest.raises(DataError, match=r"ledger\.jsonl: line 1 is not as it was written"):
+        run(PIPELINE, run_dir=copied, resume=True)
