@@ -186,7 +186,7 @@ class BucketMedium(RunMedium):
     def clear(self) -> None:
         """Delete all objects of a failed start, except those of live processes."""
         self.flush()
-        for name in (filenames.STORE, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
+        for name in (filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
         self.bucket.delete([CLAIMS, *_CHOSEN])
         self.bucket.delete([filenames.CONFIG])
