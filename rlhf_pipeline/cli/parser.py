@@ -18,8 +18,22 @@ from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
-    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "view", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
+    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay"),
+    *(
+        "evaluate",
+        "compact",
+        "report",
+        "view",
+        "ls",
+        "group",
+        "ledger",
+        "stats",
+        "import",
+        "export",
+        "copy",
+        "new-model",
+        "doctor",
+    ),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -40,6 +54,7 @@ examples:
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
   rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
+  rlhf-pipeline evaluate runs/mine --best         its best checkpoint on held-out prompts
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
 `rlhf-pipeline COMMAND --help` says more about each."""
