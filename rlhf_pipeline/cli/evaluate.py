@@ -227,7 +227,7 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
     with TrajectoryStore.open(path, mode="r") as store:
         found = [
             (-mean, one["step"])
-            for one in stored_evaluations(store, pipeline.evaluate)
+            for one in stored_evaluations(store, pipeline.evaluate.success_at)
             if (mean := one["evaluation/reward"]) is not None and one["step"] in kept
         ]
     if not found:

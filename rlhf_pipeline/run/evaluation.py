@@ -141,7 +141,9 @@ class Evaluator:
         self._evaluate = evaluate
         self._collector = collector
         self._on_event = on_event
-        self._means = {one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate)}
+        self._means = {
+            one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate.success_at)
+        }
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated."""

@@ -76,15 +76,21 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: flo
     }
 
 
-def stored_evaluations(store: TrajectoryStore, evaluate: Evaluate) -> list[dict[str, Any]]:
+def evaluation_stores(run: RunFolder) -> dict[str, Address]:
+    """Return the stores of a run's evaluations by name."""
+    names = run.medium.inside(filenames.EVALUATIONS)
+    return {name: below(run.address, f"{filenames.EVALUATIONS}/{name}") for name in names}
+
+
+def stored_evaluations(store: TrajectoryStore, success_at: float) -> list[dict[str, Any]]:
     """Return the step and the figures of each evaluation in a store, by step.
 
     Args:
         store: of one run's evaluations.
-        evaluate: says when a completion is right.
+        success_at: the reward from which on a completion counts as right.
     """
     ids, steps = store.ids(), store.read_scalars("policy_version")
     return [
-        {"step": step, **evaluation_figures(store, ids[steps == step], evaluate.success_at)}
+        {"step": step, **evaluation_figures(store, ids[steps == step], success_at)}
         for step in np.unique(steps).tolist()
     ]
