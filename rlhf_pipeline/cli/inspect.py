@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.parser import add_trust
 from rlhf_pipeline.errors import PipelineError, plain, typed
 from rlhf_pipeline.report.words import count, number
 
@@ -35,6 +36,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
+    add_trust(command)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -45,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.folder import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
-    reward, why_not = _reward(run, args.definition)
+    reward, why_not = _reward(run, args.definition, trust=args.trust)
     with Stored(store_path, whole=True) as stored:
         found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
     if args.json:
@@ -56,24 +58,30 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _reward(
-    run: RunFolder | None, typed: str | None
+    run: RunFolder | None, typed: str | None, *, trust: bool
 ) -> tuple[RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None, str | None]:
     """Return the reward function, or why there is none. A definition given by option must load."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.data.rewards import no_reward
+    from rlhf_pipeline.run.kept import recorded_definition
 
-    name = run.config.definition if typed is None and run is not None else typed
-    if name is None:
+    if typed is None and run is None:
         return (
             None,
             "a store alone does not say which reward function made it; add --definition NAME|FILE.py[:function]",
         )
+    place = "name where the definition is now: --definition FILE.py[:function]"
     try:
-        reward = definitions.find(name).pipeline(run.config.overrides if run is not None else ()).reward
+        if typed is not None:
+            definition = definitions.find(typed)
+        else:
+            assert run is not None
+            definition = recorded_definition(run, trust=trust, moved=place)
+        reward = definition.pipeline(run.config.overrides if run is not None else ()).reward
     except PipelineError as error:
         if typed is not None:
             raise
-        return None, f"{error} Name where the definition is now: --definition FILE.py[:function]"
+        return None, str(error) if place in str(error) else f"{error} Or {place}"
     if reward is no_reward:
         return (
             None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import re
 import shutil
 import sys
@@ -228,7 +229,12 @@ def _setting(text: str) -> tuple[str, str]:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
-    return path.strip(), value
+    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _whole_path, value)
+
+
+def _whole_path(file: re.Match[str]) -> str:
+    """Return the path of a file with code: a run that is resumed elsewhere reads the same one."""
+    return os.path.abspath(os.path.expanduser(file[0]))
 
 
 def natural(text: str) -> int:

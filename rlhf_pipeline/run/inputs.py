@@ -49,12 +49,17 @@ _OWN_CODE: Final = {
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
     "environment": ("environment", "conversations from here on are answered by the new one"),
     "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on are of the new ones; {APART}"),
+    "loss.objective": ("objective", "steps from here on minimise the new one"),
+    "sample.strategy": ("sampling strategy", "steps from here on are chosen by the new one"),
     "write.estimator": (
         "advantage estimator",
         "advantages from here on are computed by the new one, and stored ones stay as they are",
     ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
+
+_OF_ONE: Final = ("prompts", "environment", "write.estimator", "loss.objective", "sample.strategy")
+"""Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
 """Bytes of the largest prompt file that is copied into the run folder."""
@@ -84,7 +89,7 @@ def place(run: Path | str) -> dict[str, str]:
     known = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
     name = known.read_text(encoding="utf-8", errors="replace").strip() if known else ""
     machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
-    return {"machine": machine, "path": str(run.absolute() if isinstance(run, Path) else run)}
+    return {"machine": machine, "path": os.path.abspath(run) if isinstance(run, Path) else run}
 
 
 def describe_inputs(pipeline: Pipeline) -> Inputs:
@@ -136,7 +141,7 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
     """
     for name, more, part, now in _own_code(pipeline):
         what, consequence = _OWN_CODE[name]
-        if pipeline.replay is not None and name != "evaluate.prompts":
+        if pipeline.replay is not None and name not in ("evaluate.prompts", "loss.objective", "sample.strategy"):
             continue  # nothing is sampled or graded but evaluations
         before = recorded.get(f"{name}{more}")
         if before is not None and before != now:
@@ -183,7 +188,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
     rewards = [one.function for one in rewards_of(pipeline.reward)]
     for name, parts in (
         ("reward", rewards),
-        *((name, [attrgetter(name)(pipeline)]) for name in ("prompts", "environment", "write.estimator")),
+        *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
         ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
     ):
         for number, part in enumerate(parts):
