@@ -35,6 +35,7 @@ Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforc
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
+Strategy = Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"]
 Level = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "product"]
 
@@ -249,7 +250,8 @@ class WritePath(Settings):
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
         "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
         "divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`. A definition may give a function, `EstimatorFunction` there.",
+        "trajectories with `replay`. Or a function of one's own, `EstimatorFunction` there; on a command line "
+        "`FILE.py:NAME`.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -314,14 +316,15 @@ class Sample(Settings):
     The choice is a function of the stored trajectories, the seed and the step, and the ledger records it.
     """
 
-    strategy: Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"] = setting(
+    strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
         help="`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every "
         "one once per epoch, groups together, in a new order each time, `batch_size` in a step. The others "
         "draw `batch_size`: `uniform` all with equal probability; `recency` by age; `priority` by the size of the "
         "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
         "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age. See "
-        "`rlhf_pipeline.buffer.samplers`.",
+        "`rlhf_pipeline.buffer.samplers`. Or a function of one's own, `StrategyFunction` there; on a command line "
+        "`FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
@@ -441,11 +444,12 @@ class Evaluate(Settings):
 class GRPO(Settings):
     """The loss."""
 
-    objective: Objective = setting(
+    objective: Objective | Callable[..., Any] = setting(
         "grpo",
         help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about 3e-4), "
         "SAPO's smooth gate without a clip, or the geometric mean of clipped ratios (GMPO, with "
-        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm).",
+        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm). Or a function "
+        "of one's own, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
@@ -545,7 +549,7 @@ class GRPO(Settings):
                 f"delta is {self.delta}; it must be above 1 + clip_high, {1 + self.clip_high}.",
             ),
             (
-                not bounded or self.objective in ("grpo", "gspo"),
+                not bounded or callable(self.objective) or self.objective in ("grpo", "gspo"),
                 f"{self.objective} has no min that dual_clip or delta could bound: they belong to PPO's clip, which "
                 f"{self.objective} does not have.",
             ),
@@ -645,6 +649,11 @@ class Learn(Settings):
         above=0,
         help="The device's peak floating-point operations per second, for the metric `mfu`. None takes the data sheet "
         "of a known GPU; on a CPU the metric is then left out.",
+    )
+    metrics: tuple[Callable[..., Any], ...] = setting(
+        (),
+        help="Functions that add figures of one's own to each step's line, `MetricFunction` in "
+        "`rlhf_pipeline.learner.metrics`; on a command line `FILE.py:NAME`.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,

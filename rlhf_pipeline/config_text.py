@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import rlhf_pipeline
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
@@ -53,26 +54,39 @@ def name_of(function: object) -> str:
     return f"{'rlhf_pipeline' if public else named.__module__}:{named.__qualname__}"
 
 
-def override(config: T, path: str, text: str) -> T:
+Code = Callable[[str], Any]
+"""Returns the function that `FILE.py:NAME` names."""
+
+CODE: Final = re.compile(r".+\.py:\w+")
+"""Text that names a function of one's own."""
+
+
+def _no_code(text: str) -> Any:
+    raise DefinitionError(f"{text} names code, which is executed by the command alone; pass the function itself.")
+
+
+def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
     """Return a copy of a definition with one field replaced, as `--set path=text` does.
 
     Args:
         config: a definition, for example a `Pipeline`.
         path: the field's dotted path, for example `learn.lr`.
         text: the new value as on a command line; parsed by the field's type.
+        code: finds the function that a text names, for a field that may hold one.
 
     Raises:
         DefinitionError: there is no such field, with the nearest one, or the text does not match its type.
     """
-    return override_all(config, [(path, text)])
+    return override_all(config, [(path, text)], code)
 
 
-def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
+def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_code) -> T:
     """Return a copy with several fields replaced at once, checking rules across fields only once.
 
     Args:
         config: a definition.
         pairs: dotted paths and values as on a command line; for a repeated path the last value counts.
+        code: as `override`.
 
     Raises:
         DefinitionError: as `override`.
@@ -96,8 +110,8 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]]) -> T:
             fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
             raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
         else:
-            new[head] = _parse(text, typing.get_type_hints(type(config))[head])
-    new |= {head: override_all(new[head], within) for head, within in inner.items()}
+            new[head] = _parse(text, typing.get_type_hints(type(config))[head], code)
+    new |= {head: override_all(new[head], within, code) for head, within in inner.items()}
     return dataclasses.replace(cast(Any, config), **new)
 
 
@@ -115,17 +129,21 @@ def _default_of(hint: Any) -> Any:
     return cast(Any, kinds[0])() if kinds else None
 
 
-def _parse(text: str, hint: Any) -> Any:
-    """Parse `text` as `hint`: bool, int, float, str, a Literal, an optional of these, or comma-separated values."""
+def _parse(text: str, hint: Any, code: Code) -> Any:
+    """Parse `text` as `hint`: bool, int, float, str, a Literal, a function, an optional of these, or several."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         kind = typing.get_args(hint)[0]
-        return tuple(_parse(part.strip(), kind) for part in text.split(",") if part.strip())
+        return tuple(_parse(part.strip(), kind, code) for part in text.split(",") if part.strip())
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
         if type(None) in options and text.lower() in ("none", "null"):
             return None
-        return _parse(text, next(option for option in options if option is not type(None)))
+        if CODE.fullmatch(text) and any(typing.get_origin(option) is Callable for option in options):
+            return code(text)
+        return _parse(text, next(option for option in options if option is not type(None)), code)
+    if origin is Callable and CODE.fullmatch(text):
+        return code(text)
     if origin is Literal or hint is str:
         return text
     if origin is dict:

@@ -79,16 +79,34 @@ def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
         refused: list[tuple[tuple[str, str], DefinitionError]] = []
         for path, text in waiting:
             try:
-                pipeline = override(pipeline, path, text)
+                pipeline = override(pipeline, path, text, function_in)
             except DefinitionError as error:
                 refused.append(((path, text), error))
         if len(refused) == len(waiting):
             with contextlib.suppress(DefinitionError):
-                return override_all(pipeline, waiting)  # valid only together
+                return override_all(pipeline, waiting, function_in)  # valid only together
             (path, text), error = refused[0]
             raise DefinitionError(f"--set {path}={text}: {error}") from error
         waiting = [pair for pair, _ in refused]
     return pipeline
+
+
+def function_in(text: str) -> Callable[..., Any]:
+    """Return the function that `FILE.py:NAME` names; the file is run, unless it was before.
+
+    Raises:
+        DefinitionError: the file raises, or has no such function.
+        MissingPathError: there is no such file.
+    """
+    name, _, function = text.rpartition(":")
+    file = Path(name).expanduser()
+    known = _LOADED.get(_module_name(file.resolve()))
+    module = load_module(file) if known is None else known
+    found = getattr(module, function, None)
+    if not callable(found):
+        own = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        raise DefinitionError(f"{file} has no function '{function}'.{did_you_mean(function, own)}")
+    return found
 
 
 def builtin_folder() -> Path:

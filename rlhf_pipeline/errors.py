@@ -153,6 +153,15 @@ def refuse_unknown(
         raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, known)}")
 
 
+def function_name(function: object) -> str:
+    """Return the name of a function, or of the class of an object that is called like one, for a message.
+
+    >>> function_name(len)
+    'len'
+    """
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +22,15 @@ from rlhf_pipeline.buffer._strategy import (
     step_generator,
 )
 from rlhf_pipeline.buffer._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name
+from trajectory_store import RaggedArray, TrajectoryStore
 
 __all__ = [
     "ConsumingSampler",
     "Floats",
     "FreshSampler",
+    "FunctionSampler",
     "GroupSampler",
     "Ints",
     "MixSampler",
@@ -36,12 +40,14 @@ __all__ = [
     "STRATEGIES",
     "StoreView",
     "Strategy",
+    "StrategyFunction",
     "SuccessSampler",
     "TrajectorySampler",
     "UniformSampler",
     "VarianceSampler",
     "as_sampler",
     "step_generator",
+    "strategy_of",
 ]
 
 
@@ -181,6 +187,76 @@ class RecencySampler(PrioritySampler):
     tau: float = 4.0
 
 
+StrategyFunction = Callable[[StoreView, Ints, int, np.random.Generator], Ints]
+"""A strategy of one's own: `(view, allowed int64 [m], most, rng) -> int64 [<= most]`, some of `allowed`, each once.
+
+`allowed` are the positions in the view that age and use limits leave, in the order of arrival, at least one;
+`view.column(name)`, `view.age` and `view.use_count` are arrays over the whole view. It must depend on its arguments
+alone, and take random numbers from `rng` alone: then a resumed run draws the same steps.
+"""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FunctionSampler(TrajectorySampler):
+    """A strategy of one's own.
+
+    Args:
+        function: a `StrategyFunction`; tried on a small store when the sampler is made.
+        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
+
+    Raises:
+        DefinitionError: the function raises, or what it returns is not a choice among the allowed.
+
+    >>> newest = FunctionSampler(function=lambda view, allowed, most, rng: allowed[-most:])
+    >>> newest
+    FunctionSampler(max_staleness=None, max_uses=None)
+    """
+
+    function: StrategyFunction
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            with tempfile.TemporaryDirectory() as folder, _small_store(f"{folder}/store") as store:
+                self._choose(StoreView(store, store.ids(), version=2), np.arange(8), 4, step_generator(0, 1))
+        except DefinitionError:
+            raise
+        except Exception as error:
+            raise DefinitionError(
+                f"sample.strategy {function_name(self.function)} raised {type(error).__name__}: {error}, tried on 8 "
+                "trajectories. It takes view, allowed, most and rng, and returns at most `most` of the allowed."
+            ) from error
+
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        found = np.asarray(self.function(view, allowed.copy(), most, rng))
+        right = found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) and len(found) <= most
+        if not right or len(np.unique(found)) < len(found) or not np.isin(found, allowed).all():
+            raise DefinitionError(
+                f"sample.strategy {function_name(self.function)} returned {found.dtype} {list(found.shape)}; it must "
+                f"return at most {most} of the {len(allowed)} allowed positions, each once."
+            )
+        return found.astype(np.int64)
+
+
+def _small_store(path: str) -> TrajectoryStore:
+    """Make a store of two groups of four graded trajectories, of two policy versions."""
+    store = TrajectoryStore.create(path, trajectory_schema())
+    at, lengths = np.arange(8), np.full(8, 3)
+    store.append(
+        {
+            "input_ids": RaggedArray(np.arange(24), lengths),
+            "assistant_mask": RaggedArray(np.tile([False, True, True], 8), lengths),
+            "log_probs": RaggedArray(np.tile(np.array([np.nan, -1, -2], np.float32), 8), lengths),
+            "group_id": at // 4,
+            "policy_version": at // 4,
+            "trajectory_id": at,
+            "task_reward": at % 2,
+            "advantage": at % 2 - 0.5,
+        }
+    )
+    return store
+
+
 def _mix(
     *, fresh_fraction: float = 0.5, tau: float = math.inf, updates_per_rollout: int = 1, **limits: Any
 ) -> MixSampler:
@@ -222,12 +298,26 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
     "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }
-"""The strategies by name. To add one, add it here and to `config.Sample.strategy`."""
+"""The strategies by name. To add one, add it here and to `config.Strategy`; one's own needs neither."""
+
+
+def strategy_of(strategy: str | StrategyFunction) -> Strategy:
+    """Return the entry of a name, or one for a function.
+
+    Raises:
+        DefinitionError: the name is unknown.
+    """
+    if not isinstance(strategy, str):
+        return Strategy(partial(FunctionSampler, function=strategy))
+    if strategy not in STRATEGIES:
+        raise DefinitionError(f"unknown sampling strategy {strategy!r}.{did_you_mean(strategy, STRATEGIES)}")
+    return STRATEGIES[strategy]
+
 
 _LIMITS = ("max_staleness", "max_uses", "seed")
 
 
-def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
+def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
     """Return the strategy of a name; a strategy itself is returned as it is.
 
     A name means the same here as in a definition. The classes may have other defaults: `priority`, for example, weighs
@@ -235,7 +325,7 @@ def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> Trajector
 
     Args:
         strategy: a name in `STRATEGIES`: `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`,
-            `mix`, `staleness` or `consuming`; or a strategy.
+            `mix`, `staleness` or `consuming`; a `StrategyFunction`; or a strategy.
         **arguments: `max_staleness`, `max_uses`, `seed`, and the strategy's own arguments.
 
     Raises:
@@ -246,9 +336,7 @@ def as_sampler(strategy: str | TrajectorySampler, **arguments: Any) -> Trajector
     """
     if isinstance(strategy, TrajectorySampler):
         return strategy
-    if strategy not in STRATEGIES:
-        raise DefinitionError(f"unknown sampling strategy {strategy!r}.{did_you_mean(str(strategy), STRATEGIES)}")
-    entry = STRATEGIES[strategy]
+    entry = strategy_of(strategy)
     known = (*_LIMITS, *entry.settings, *entry.more)
     for name in arguments:
         if name not in known:

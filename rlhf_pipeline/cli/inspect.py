@@ -67,6 +67,7 @@ def _reward(
 ) -> RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None:
     """Return the reward function of the definition, or None if it has none."""
     from rlhf_pipeline import definitions
+    from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
     from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
 
@@ -77,6 +78,7 @@ def _reward(
     overrides = () if run is None else with_kept_inputs(run, run.config.overrides)
     if named is not None:
         definition = definitions.find(named)
+        overrides = tuple(item for item in overrides if trust or not CODE.search(item[1]))  # code of the run's own
     else:
         assert run is not None
         moved = "name where it is now: --definition FILE.py[:function]"

@@ -23,7 +23,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print one line per run: steps, first and last reward, trajectories."""
+    """Print one line per run: steps, first, last and evaluated reward, trajectories."""
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.words import aligned, number
     from rlhf_pipeline.run.folder import is_run, not_found
@@ -40,9 +40,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         say_json(found)
         return 0
-    rows = [("run", "step", "of", "first", "reward", "stored", "failed", "definition")]
+    rows = [("run", "step", "of", "first", "reward", "evaluated", "stored", "failed", "definition")]
     for one in found:
-        rewards = number(one["reward_first"]), number(one["reward_last"])
+        rewards = number(one["reward_first"]), number(one["reward_last"]), number(one["evaluation"])
         steps = str(one["step"] or 0), str(one["of"] or "-")
         kept = f"{one['stored']:,}", str(one["failed"])
         rows.append((typed(one["address"]), *steps, *rewards, *kept, str(one["definition"])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import re
 import shutil
 import sys
@@ -19,8 +20,22 @@ from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
-    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "view", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
+    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay"),
+    *(
+        "evaluate",
+        "compact",
+        "report",
+        "view",
+        "ls",
+        "group",
+        "ledger",
+        "stats",
+        "import",
+        "export",
+        "copy",
+        "new-model",
+        "doctor",
+    ),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -41,6 +56,7 @@ examples:
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
   rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
+  rlhf-pipeline evaluate runs/mine --best         its best checkpoint on held-out prompts
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
 `rlhf-pipeline COMMAND --help` says more about each."""
@@ -232,7 +248,12 @@ def _setting(text: str) -> tuple[str, str]:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
-    return path.strip(), value
+    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _whole_path, value)
+
+
+def _whole_path(file: re.Match[str]) -> str:
+    """Return the path of a file with code: a run that is resumed elsewhere reads the same one."""
+    return os.path.abspath(os.path.expanduser(file[0]))
 
 
 def natural(text: str) -> int:

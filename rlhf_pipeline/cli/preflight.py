@@ -142,8 +142,12 @@ def check_pipeline(pipeline: Pipeline, seed: int) -> None:
             )
 
 
-def check_evaluation(pipeline: Pipeline) -> None:
+def check_evaluation(pipeline: Pipeline, *, apart: bool = True) -> None:
     """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade.
+
+    Args:
+        pipeline: the definition; its `evaluate` is set.
+        apart: whether the definition's own prompts are learned from.
 
     Raises:
         DefinitionError: prompts are in both sources, or a reward function asks for something that there is not.
@@ -153,7 +157,7 @@ def check_evaluation(pipeline: Pipeline) -> None:
     held_out = pipeline.evaluate.prompts
     check_reward(pipeline, prompt_at(held_out, 0, 0))
     both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, held_out)]
-    if both[0] is None or both[1] is None:
+    if not apart or both[0] is None or both[1] is None:
         return  # one of them makes its prompts, or does not tell them
     learned = {prompt.text for prompt in both[0]()}
     shared = [prompt.text for prompt in both[1]() if prompt.text in learned]

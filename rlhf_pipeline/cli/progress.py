@@ -12,7 +12,7 @@ from typing import TextIO
 from rlhf_pipeline.cli.output import pasted
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.sparkline import sparkline
-from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.report.words import count, duration, evaluation_words, number
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
 
@@ -118,14 +118,8 @@ class RunView:
 
     def _evaluated(self, event: EvaluationDone) -> None:
         """Print the figures of an evaluation."""
-        found = {name.removeprefix("evaluation/"): value for name, value in event.figures.items()}
-        low, high = found["reward_low"], found["reward_high"]
-        interval = f" ({number(low)} to {number(high)})" if low is not None and high is not None else ""
-        passes = "".join(f"  {name} {number(value)}" for name, value in found.items() if name.startswith("pass@"))
-        self.say(
-            f"evaluation of step {event.step}: reward {number(found['reward'])}{interval}{passes}  "
-            f"length {number(found['completion_length'])}{'  best so far' if event.best else ''}"
-        )
+        best = "  best so far" if event.best else ""
+        self.say(f"evaluation of step {event.step}: {evaluation_words(event.figures)}{best}")
 
     def _rollout(self, event: RolloutDone) -> None:
         """Print a collector's stored rollout, at most one line a second."""

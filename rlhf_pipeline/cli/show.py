@@ -40,12 +40,13 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.show import brief, choose, full
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.report.tokens import TokenTexts
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.report.words import evaluation_words
+    from rlhf_pipeline.run.folder import open_run_or_store, run_of_evaluation
 
     run, store_path = open_run_or_store(args.path)
     with Stored(store_path) as stored:
         ids = choose(stored, run, id=args.id, group=args.group, step=args.step, last=args.last)
-        items = read_trajectories(stored, ids, TokenTexts(run))
+        items = read_trajectories(stored, ids, TokenTexts(run or run_of_evaluation(store_path)))
     if args.full or len(items) == 1:
         for place, item in enumerate(items):
             if place:
@@ -57,5 +58,9 @@ def execute(args: argparse.Namespace) -> int:
     if row is not None and len(row["row_ids"]) > len(items):
         learned = len(row["row_ids"])
         say(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
+    figures = run.metrics.of_step(args.step) if run is not None and args.step is not None else None
+    if figures is not None and "evaluation/reward" in figures:
+        words = evaluation_words({name: value for name, value in figures.items() if name.startswith("evaluation/")})
+        say(f"evaluation of the weights after step {args.step}: {words}")
     say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1].id}")
     return 0

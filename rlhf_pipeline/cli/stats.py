@@ -26,10 +26,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print the counts."""
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.words import count, number
+    from rlhf_pipeline.report.words import count, evaluation_words, number
 
     view = View(args.path)
     found = view.stats(args.filters)
+    found["evaluations"] = view.evaluations()
     view.close()
     if args.json:
         say_json(found)
@@ -45,5 +46,8 @@ def execute(args: argparse.Namespace) -> int:
     if found["length_quantiles"]:
         shares = " | ".join(f"{value:.0f}" for value in found["length_quantiles"])
         say(f"completions: {count(found['completion_tokens'], 'token')}, quartiles of their length {shares}")
+    for one in found["evaluations"]:
+        newest = {name: values[-1] for name, values in one["values"].items()}
+        say(f"evaluation {one['store']} of step {one['step'][-1]}: {evaluation_words(newest)}")
     say("finished by: " + (", ".join(f"{name or '-'} {num:,}" for name, num in found["finish"].items()) or "-"))
     return 0

@@ -8,13 +8,15 @@ from typing import Final, NamedTuple, get_args
 import torch
 
 from rlhf_pipeline.config import Estimator
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name
 from rlhf_pipeline.functional.policy_loss import indexed_sum
 
 __all__ = [
     "BATCH_ESTIMATORS",
     "ESTIMATORS",
+    "EstimatorFunction",
     "GroupAdvantage",
+    "checked_estimator",
     "group_advantage",
     "penalty_rounding",
     "whitened_step_rewards",
@@ -205,11 +207,32 @@ def group_advantage(
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
 
 
+def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunction:
+    """Return an estimator; a function of one's own is tried on two groups first.
+
+    Raises:
+        DefinitionError: the function raises, or returns another shape or values that are not finite.
+    """
+    if isinstance(estimator, str):
+        return estimator
+    returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
+    try:
+        group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths)
+    except DefinitionError:
+        raise
+    except Exception as error:
+        raise DefinitionError(
+            f"write.estimator {function_name(estimator)} raised {type(error).__name__}: {error}, tried on groups of 3 "
+            "and 2. It takes returns [N], groups [N] and lengths [N] or None, and returns advantages [N]."
+        ) from error
+    return estimator
+
+
 def _of_function(
     estimator: EstimatorFunction, r: torch.Tensor, index: torch.Tensor, lengths: torch.Tensor | None
 ) -> torch.Tensor:
     """Return a user's advantages in float64; refuse another shape or values that are not finite."""
-    name = getattr(estimator, "__name__", type(estimator).__name__)
+    name = function_name(estimator)
     found: object = estimator(r.clone(), index.clone(), None if lengths is None else lengths.clone())
     if not isinstance(found, torch.Tensor) or found.shape != r.shape:
         seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__

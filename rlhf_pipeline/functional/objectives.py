@@ -8,10 +8,11 @@ from typing import Final
 
 import torch
 
+from rlhf_pipeline.errors import DefinitionError, function_name
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.kl import clamped_log_ratio
 
-__all__ = ["OBJECTIVES", "ObjectiveEntry", "PolicyTokens"]
+__all__ = ["OBJECTIVES", "ObjectiveEntry", "ObjectiveFunction", "PolicyTokens", "objective_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,15 @@ class PolicyTokens:
 
 Found = tuple[pl.TokenLoss, torch.Tensor]
 """The loss per token, unweighted, and the log-ratio that it used, from which the effective sample size is computed."""
+
+
+ObjectiveFunction = Callable[[PolicyTokens], torch.Tensor | pl.TokenLoss]
+"""An objective of one's own: `(tokens) -> loss per token [n]`, to be minimised, with a gradient to `tokens.log_probs`.
+
+It gets all tokens of whole sequences of one micro-batch, with `index`; `sequences` may count some without a token. What
+it returns is unweighted: the aggregation of the definition weighs it, so a token's loss must not depend on which other
+sequences come along. A `policy_loss.TokenLoss` also tells where it was clipped, for `clip_fraction`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +111,65 @@ OBJECTIVES: Final[Mapping[str, ObjectiveEntry]] = {
     "gspo": ObjectiveEntry(_gspo, per_token=False),
     "gmpo": ObjectiveEntry(_gmpo, per_token=False),
 }
-"""The objectives by name. To add one, add it here and to `config.Objective`."""
+"""The objectives by name. To add one, add it here and to `config.Objective`; one's own needs neither."""
+
+
+def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
+    """Return the entry of a name, or one for a function, which is tried on six tokens of three sequences first.
+
+    Args:
+        objective: a name in `OBJECTIVES`, or an `ObjectiveFunction`.
+
+    Raises:
+        DefinitionError: the function raises, or returns another shape, values that are not finite or no gradient.
+
+    >>> entry = objective_of(lambda tokens: -tokens.log_probs * tokens.advantage)
+    >>> entry.loss(_six_tokens())[0].loss.tolist()
+    [1.0, -2.0, 3.0, -4.0, 5.0, -6.0]
+    """
+    if isinstance(objective, str):
+        return OBJECTIVES[objective]
+    name, tokens = function_name(objective), _six_tokens()
+    try:
+        (loss, *_), _ = _found_by(objective, tokens)
+        finite = bool(torch.isfinite(loss).all())
+        gradient = (
+            torch.autograd.grad(loss.sum(), tokens.log_probs, allow_unused=True)[0] if loss.requires_grad else None
+        )
+    except DefinitionError:
+        raise
+    except Exception as error:
+        raise DefinitionError(
+            f"loss.objective {name} raised {type(error).__name__}: {error}, tried on six tokens. It takes "
+            "functional.objectives.PolicyTokens and returns the loss of each token."
+        ) from error
+    if not finite or gradient is None or not bool(torch.isfinite(gradient).all()):
+        problem = "no gradient to tokens.log_probs" if gradient is None else "a loss or a gradient that is not finite"
+        raise DefinitionError(f"loss.objective {name} returned {problem}, tried on six tokens.")
+    return ObjectiveEntry(lambda tokens: _found_by(objective, tokens), per_token=False)
+
+
+def _found_by(function: ObjectiveFunction, tokens: PolicyTokens) -> Found:
+    """Return what a user's objective found, in the form of the built-in ones; refuse another shape."""
+    given: object = function(tokens)
+    loss = given.loss if isinstance(given, pl.TokenLoss) else given
+    if not isinstance(loss, torch.Tensor) or loss.shape != tokens.log_probs.shape:
+        seen = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        wanted = list(tokens.log_probs.shape)
+        raise DefinitionError(f"loss.objective {function_name(function)} returned {seen}; it must return {wanted}.")
+    if isinstance(given, pl.TokenLoss):
+        return given, tokens.log_ratio
+    never = torch.zeros_like(loss, dtype=torch.bool)
+    return pl.TokenLoss(loss, never, never), tokens.log_ratio
+
+
+def _six_tokens() -> PolicyTokens:
+    """Return tokens of sequences of three, two and one, and of a fourth sequence without any."""
+    log_probs = -torch.arange(1.0, 7.0)
+    return PolicyTokens(
+        log_probs=log_probs.requires_grad_(),
+        proximal=log_probs.detach() + torch.tensor([0.0, 0.1, -0.1, 0.3, -0.3, 0.0]),
+        advantage=torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]),
+        index=torch.tensor([0, 0, 0, 1, 1, 2]),
+        sequences=4,
+    )

@@ -7,7 +7,8 @@ clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losse
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +49,9 @@ class TokenLoss(NamedTuple):
     clipped_high: torch.Tensor
 
 
-def clip_bounds(clip_epsilon: float | tuple[float, float] | None, objective: Objective = "grpo") -> tuple[float, float]:
+def clip_bounds(
+    clip_epsilon: float | tuple[float, float] | None, objective: Objective | Callable[..., Any] = "grpo"
+) -> tuple[float, float]:
     """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
 
     None means 0.2 for both; for `cispo` it means no lower clip, as in its paper: the ratio is always above `1 - 1`.

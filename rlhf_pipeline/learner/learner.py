@@ -17,7 +17,15 @@ from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
-from rlhf_pipeline.learner.metrics import StepMeter, data_metrics, kl_metrics, loss_metrics
+from rlhf_pipeline.learner.metrics import (
+    StepMeter,
+    StepSeen,
+    check_metrics,
+    data_metrics,
+    kl_metrics,
+    loss_metrics,
+    own_metrics,
+)
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
@@ -161,6 +169,7 @@ class Learner:
                 "Keep it as trajectory_schema() has it; or sample the buffer and call the loss yourself."
             )
         self.config = config
+        check_metrics(config.metrics)
         if config.activation_checkpointing:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
@@ -342,18 +351,31 @@ class Learner:
             self.shards.refresh_mirror()
         if self.config.layout not in ("auto", "padded"):
             self._notices += self.policy.layout_notices()
-        return {
+        seen = StepSeen(
+            step=step,
+            store=store,
+            row_ids=plan.row_ids,
+            advantages=plan.advantages.numpy(),
+            ages=chosen.ages,
+            uses=uses,
+        )
+        figures: dict[str, float | int | None] = {
             "policy_version": version,
             "num_trajectories": len(chosen.row_ids),
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(store, plan.row_ids, advantages=plan.advantages.numpy(), ages=chosen.ages, uses=uses),
+            **data_metrics(seen),
             **kl_metrics(plan.parts, [*plan.batches, *plan.measured], self.shards),
             "grad_norm": float(gradient_norm),
             "lr": lr,
             **self._meter.metrics(plan),
         }
+        if self.config.metrics:
+            found, problems = own_metrics(self.config.metrics, dataclasses.replace(seen, figures=figures))
+            figures |= found
+            self._notices += [f"step {step}: {problem}" for problem in problems]
+        return figures
 
     @property
     def chooses_a_part(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.errors import DefinitionError, function_name
 from rlhf_pipeline.functional.diagnostics import training_flops
 from rlhf_pipeline.functional.kl import kl_figures
 from rlhf_pipeline.learner.step_plan import StepPlan
@@ -58,20 +60,93 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     return {name: figures.get(name) for name in values}
 
 
-def data_metrics(
-    store: TrajectoryStore, row_ids: np.ndarray, *, advantages: np.ndarray, ages: np.ndarray, uses: np.ndarray | None
-) -> Metrics:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeen:
+    """What the figures about a step's trajectories are computed from.
+
+    Attributes:
+        step: its number, from 1.
+        store: has the trajectories, read by `store.read_scalars("task_reward", row_ids)` and
+            `store.read(row_ids, ["completion"])`.
+        row_ids: int64 [n].
+        advantages: float32 [n].
+        ages: int64 [n], in optimizer steps.
+        uses: int64 [n], how many earlier steps used each; None if uses are not counted.
+        figures: what the step's line has already, by name.
+    """
+
+    step: int
+    store: TrajectoryStore
+    row_ids: np.ndarray
+    advantages: np.ndarray
+    ages: np.ndarray
+    uses: np.ndarray | None = None
+    figures: Mapping[str, float | int | None] = dataclasses.field(default_factory=dict[str, "float | int | None"])
+
+
+MetricFunction = Callable[[StepSeen], "float | int | Mapping[str, float | int | None] | None"]
+"""A figure of one's own for `metrics.jsonl`: of one step, under the function's name, or several by name.
+
+It only looks: what it raises or returns wrongly is null in the line, and one notice. `data_metrics` is one of these.
+"""
+
+
+def check_metrics(functions: Sequence[MetricFunction]) -> None:
+    """Refuse functions that cannot be called with a `StepSeen`, and two of one name.
+
+    Raises:
+        DefinitionError: names the function.
+    """
+    names = [function_name(function) for function in functions]
+    for name, function in zip(names, functions, strict=True):
+        try:
+            inspect.signature(function).bind(None)
+        except (TypeError, ValueError) as error:
+            raise DefinitionError(
+                f"learn.metrics: {name} cannot be called with a step alone ({error}); see MetricFunction in "
+                "rlhf_pipeline.learner.metrics."
+            ) from error
+        if names.count(name) > 1:
+            raise DefinitionError(f"learn.metrics has two functions named {name}, and their figures would be one.")
+
+
+def own_metrics(functions: Sequence[MetricFunction], seen: StepSeen) -> tuple[Metrics, list[str]]:
+    """Return the figures of a user's functions, and what went wrong, one sentence each.
+
+    Args:
+        functions: each gets the step.
+        seen: the step; a figure that it has already is not replaced.
+    """
+    found: Metrics = {}
+    problems: list[str] = []
+    for function in functions:
+        name = function_name(function)
+        try:
+            given = function(seen)
+            own = dict(given) if isinstance(given, Mapping) else {name: given}
+            own = {str(key): None if value is None else float(value) for key, value in own.items()}
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run goes on
+            own, text = {name: None}, f"{type(error).__name__}: {error}"
+            problems.append(f"the metric {name} failed ({text}); its figure is null.")
+        if taken := sorted(own.keys() & seen.figures.keys()):
+            problems.append(f"the metric {name} gives {taken[0]}, which is in the line already; rename it.")
+        found |= {key: value for key, value in own.items() if key not in seen.figures}
+    return found, problems
+
+
+def data_metrics(seen: StepSeen) -> Metrics:
     """Return figures about the step's trajectories.
 
     `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
     `use_count`, `use_count_max`: steps that have used the trajectories, including this one; None without `uses`, the
     number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, or None if they have no penalty.
     """
+    store, row_ids, ages, uses = seen.store, seen.row_ids, seen.ages, seen.uses
     if len(row_ids) == 0:
         return dict.fromkeys(("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef"))
     penalised = store.present("kl_coef", row_ids)
     return {
-        "advantage_std": float(np.std(advantages, dtype=np.float64)),
+        "advantage_std": float(np.std(seen.advantages, dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
         "use_count": None if uses is None else float(uses.mean()) + 1,

@@ -16,7 +16,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.policies.token_policy import TokenPolicy
@@ -81,16 +83,40 @@ def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer)
 
         read_shards(folder, policy.model, optimizer, groups)
         return
-    try:
+    with _named_read_errors(folder):
         load_weights(folder, policy.model)
         tensors = load_file(folder / "optimizer.safetensors")
+    generator = tensors.pop(RNG)
+    load_optimizer(optimizer, tensors, groups)
+    torch.set_rng_state(generator)
+
+
+def read_weights(folder: Path, *, policy: TokenPolicy, learn: Learn) -> None:
+    """Load in place only the weights, to sample with them.
+
+    Args:
+        folder: what `write_state` or `write_shards` wrote.
+        policy: of the same model.
+        learn: the settings of the optimizer, without which shards cannot be read.
+
+    Raises:
+        DataError: a file is missing or damaged, or the folder belongs to another model.
+    """
+    if (folder / SHARDS).is_dir():
+        read_state(folder, policy=policy, optimizer=PolicyOptimizer(policy.model, learn))
+        return
+    with _named_read_errors(folder):
+        load_weights(folder, policy.model)
+
+
+@contextmanager
+def _named_read_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (SafetensorError, FileNotFoundError) as error:
         raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
     except RuntimeError as error:
         raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
-    generator = tensors.pop(RNG)
-    load_optimizer(optimizer, tensors, groups)
-    torch.set_rng_state(generator)
 
 
 def optimizer_groups(optimizer: PolicyOptimizer) -> list[dict[str, Any]]:

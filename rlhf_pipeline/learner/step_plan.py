@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.buffer.samplers import STRATEGIES, TrajectorySampler, as_sampler
+from rlhf_pipeline.buffer.samplers import TrajectorySampler, as_sampler, strategy_of
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
@@ -242,7 +242,7 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout
     >>> sampler_of(Sample(strategy="mix", tau=8.0), max_staleness=16)
     MixSampler(max_staleness=None, max_uses=None)
     """
-    entry = STRATEGIES[sample.strategy]
+    entry = strategy_of(sample.strategy)
     given = {
         "tau": math.inf if sample.tau is None else sample.tau,
         "alpha": sample.alpha,

@@ -24,7 +24,7 @@ from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import kl_loss
-from rlhf_pipeline.functional.objectives import OBJECTIVES, PolicyTokens
+from rlhf_pipeline.functional.objectives import ObjectiveFunction, PolicyTokens, objective_of
 from rlhf_pipeline.functional.token_choice import clip_cov_mask, top_entropy_mask
 from rlhf_pipeline.losses._checks import HARMLESS, REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
@@ -227,7 +227,8 @@ class GRPOLoss(LossModule):
             prompt tokens; else from the first assistant token on). `generic`: every token but the first.
         ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
         ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
-        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo` or `gmpo`.
+        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo` or `gmpo`;
+            or an `ObjectiveFunction` of one's own.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
         kl_importance_weight: multiply the KL terms by `pi / behaviour`, for stale samples; see `functional.kl.kl_loss`.
@@ -317,7 +318,7 @@ class GRPOLoss(LossModule):
         masking_strategy: MaskingStrategy = "rlhf",
         ref_log_prob_padding_side: Literal["left", "right"] | None = None,
         ref_log_prob_padding_value: float = 0.0,
-        objective: Objective = "grpo",
+        objective: Objective | ObjectiveFunction = "grpo",
         kl_estimator: KLEstimator = "k3+",
         kl_importance_weight: bool = False,
         dual_clip: float | None = None,
@@ -357,7 +358,8 @@ class GRPOLoss(LossModule):
         self.masking_strategy: MaskingStrategy = masking_strategy
         self.padding_side: Side = ref_log_prob_padding_side or padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        self.objective: Objective = objective
+        self.objective: Objective | ObjectiveFunction = objective
+        self._objective = objective_of(objective)
         self.kl_estimator: KLEstimator = kl_estimator
         self.kl_importance_weight = kl_importance_weight
         self.dual_clip, self.delta = dual_clip, delta
@@ -420,7 +422,7 @@ class GRPOLoss(LossModule):
     def _is_token_level(self) -> bool:
         """Return whether the loss is a sum over tokens of functions of that token alone."""
         of_sequences = self.kl_mask_threshold or self.off_policy_threshold is not None
-        return OBJECTIVES[self.objective].per_token and not of_sequences and not self._is_unreduced
+        return self._objective.per_token and not of_sequences and not self._is_unreduced
 
     @property
     def _is_unreduced(self) -> bool:
@@ -675,7 +677,7 @@ class GRPOLoss(LossModule):
             delta=self.delta,
             sapo_tau=self.sapo_tau,
         )
-        return OBJECTIVES[self.objective].loss(tokens)
+        return self._objective.loss(tokens)
 
     def _weighted_terms(
         self,

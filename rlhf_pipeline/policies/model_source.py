@@ -14,6 +14,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
+def is_model_folder(path: Path) -> bool:
+    """Return whether a folder has the config and the weights of a model; whole or not."""
+    return (path / "config.json").is_file() and any(True for pattern in _WEIGHTS for _ in path.glob(pattern))
+
+
 def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return (folder or hub name, whether it is a local folder).
 

@@ -24,6 +24,10 @@ _STATIC = Path(__file__).parent / "view" / "static"
 _STEPS = 16
 _EACH = 12
 _TOKENS = 1024
+_EMPTY: Final = {
+    **{"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0},
+    "rows": list[Answer](),
+}
 _PER_TOKEN = ("ids", "pieces", "mask", "log_probs", "ref", "policy", "entropy")
 
 
@@ -91,21 +95,44 @@ def record(view: View) -> Answer:
         f"{here}/definition": view.definition(),
         f"{here}/health": view.health(),
     }
-    empty = {"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0, "rows": []}
-    answers[f"{here}/trajectories"], answers[f"{here}/facets"] = empty, {"kinds": []}
+    answers[f"{here}/trajectories"], answers[f"{here}/facets"] = _EMPTY, {"kinds": []}
+    evaluations = answers[f"{here}/evaluations"] = view.evaluations()
     if not about["stored"]:
         return answers
+    share = MOST_BYTES // 5 // max(len(evaluations), 1)
+    for one in evaluations:
+        answers |= _rows_of(view.evaluation(one["store"]), f"{here}~{one['store']}", share)
+    answers |= _rows_of(view, here, MOST_BYTES - share * len(evaluations))
+    known = {row["id"] for row in answers[f"{here}/trajectories"]["rows"]}
+    for step in _steps(view):
+        found = view.step(step)
+        found["rows"] = [row for row in found["rows"] if row["id"] in known]
+        for one in found["evaluations"]:
+            there = {row["id"] for row in answers[f"{here}~{one['store']}/trajectories"]["rows"]}
+            one["rows"] = [row for row in one["rows"] if row["id"] in there]
+        answers[f"{here}/steps/{step}"] = {**found, "evaluation": found["evaluation"][:_EACH]}
+    for name in LISTS:
+        found = view.list(name)
+        if "rows" in found:
+            found["rows"] = [row for row in found["rows"] if row["id"] in known]
+        answers[f"{here}/lists/{name}"] = found
+    return answers
+
+
+def _rows_of(view: View, here: str, most: int) -> Answer:
+    """Return the answers about a choice of trajectories, in about so many bytes: a table, groups, each whole."""
     taken, used = dict[int, Answer](), 0
     for id in choose(view):
         item = _shortened(view.trajectory(id))
         used += len(json.dumps(item)) + 1200  # and the same in its group, and in the table
-        if used > MOST_BYTES:
+        if used > most:
             break
         taken[id] = item
-    ids = np.array(sorted(taken), np.int64)
-    rows = view.rows(ids)
-    answers[f"{here}/trajectories"] = {**empty, "total": about["stored"], "rows": rows}
-    answers[f"{here}/facets"] = view.facets()
+    rows = view.rows(np.array(sorted(taken), np.int64))
+    answers: Answer = {
+        f"{here}/trajectories": {**_EMPTY, "total": len(view.stored.ids()), "rows": rows},
+        f"{here}/facets": view.facets(),
+    }
     for id, item in taken.items():
         answers[f"{here}/trajectories/{id}"] = {**item, "prev": None, "next": None}
     known = {row["id"] for row in rows}
@@ -113,15 +140,6 @@ def record(view: View) -> Answer:
         whole = view.group(group)
         if all(row["id"] in known for row in whole["rows"]):
             answers[f"{here}/groups/{group}"] = whole
-    for step in _steps(view):
-        found = view.step(step)
-        found["rows"] = [row for row in found["rows"] if row["id"] in known]
-        answers[f"{here}/steps/{step}"] = {**found, "evaluation": found["evaluation"][:_EACH]}
-    for name in LISTS:
-        found = view.list(name)
-        if "rows" in found:
-            found["rows"] = [row for row in found["rows"] if row["id"] in known]
-        answers[f"{here}/lists/{name}"] = found
     return answers
 
 

@@ -23,7 +23,8 @@ from rlhf_pipeline.report.samples import read_trajectories
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import flat_fields
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store
+from rlhf_pipeline.run.evaluation_rows import evaluation_stores, stored_evaluations
+from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
 from rlhf_pipeline.run.medium import Address, address_of
 
 Answer = dict[str, Any]
@@ -114,11 +115,15 @@ class View:
             self.run, self._store_path = open_run_or_store(address)
         self.address: Address = self._store_path if self.run is None else self.run.address
         self.name = name or str(self.address).rstrip("/").rpartition("/")[2]
-        self._texts = TokenTexts(self.run)
+        self._texts = TokenTexts(self.run or run_of_evaluation(address))
         self._stored: Stored | None = None
+        self._evaluations: dict[str, View] = {}
+        self._evaluated: dict[str, tuple[int, Answer]] = {}
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the store, and those of the evaluations."""
+        for view in self._evaluations.values():
+            view.close()
         if self._stored is not None:
             self._stored.store.close()
 
@@ -161,6 +166,7 @@ class View:
             "target": pipeline.get("learn", {}).get("stop_at_reward"),
             "reward_first": ends[0] if ends else None,
             "reward_last": ends[-1] if ends else None,
+            "evaluation": self._newest_evaluation(pipeline),
             "stored": len(self.stored.store) if watermark else 0,
             "failed": int(np.isnan(rewards).sum()),
             "watermark": watermark,
@@ -168,6 +174,12 @@ class View:
             "processes": self.processes(),
             "columns": sorted(self.stored.columns) if watermark else [],
         }
+
+    def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
+        """Return the mean reward of the newest evaluation that a step has in its line."""
+        rows, every = self._metrics(), (pipeline.get("evaluate") or {}).get("every")
+        row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
+        return (row or {}).get("evaluation/reward")
 
     def processes(self) -> list[Answer]:
         """Return the processes of a run of several, as each last said of itself."""
@@ -412,8 +424,59 @@ class View:
             "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
             "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
             "rows": rows,
-            "evaluation": [self._cut(row) for row in self.rows(self._evaluated(step)[:MOST_ROWS])],
+            "evaluation": [self._cut(row) for row in self.rows(self._marked(step)[:MOST_ROWS])],
+            "evaluations": list(self._evaluations_of(step)),
         }
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def evaluation(self, name: str) -> View:
+        """Return the view of one of the run's stores of evaluations.
+
+        Raises:
+            MissingKeyError: there is no such store.
+        """
+        if name not in self._evaluations:
+            place = evaluation_stores(self.run).get(name) if self.run is not None else None
+            if place is None or not is_store(place):
+                raise MissingKeyError(f"there is no evaluation '{name}' in {self.name}.")
+            self._evaluations[name] = View(place, name=f"{self.name} evaluation {name}")
+        return self._evaluations[name]
+
+    def evaluations(self) -> list[Answer]:
+        """Return the evaluations of the run, one entry per store, with the figures of the steps as columns."""
+        places = evaluation_stores(self.run) if self.run is not None else {}
+        return [self._figures_of(name) for name, place in places.items() if is_store(place)]
+
+    def _figures_of(self, name: str) -> Answer:
+        view = self.evaluation(name)
+        watermark = view.refresh()
+        if name not in self._evaluated or self._evaluated[name][0] != watermark:
+            success_at = float(self._fields().get("evaluate.success_at", 1.0))
+            found = stored_evaluations(view.stored.store, success_at)
+            versions, times = view.stored.scalars("policy_version"), view._floats("created_at")
+            names = list(dict.fromkeys(key for one in found for key in one if key != "step"))
+            self._evaluated[name] = (
+                watermark,
+                {
+                    "store": name,
+                    "address": str(view.address),
+                    "num": len(view.stored.ids()),
+                    "step": [one["step"] for one in found],
+                    "time": [_number(times[versions == one["step"]].max()) for one in found],
+                    "values": {key: [_number(one.get(key)) for one in found] for key in names},
+                },
+            )
+        return self._evaluated[name][1]
+
+    def _evaluations_of(self, step: int) -> Iterator[Answer]:
+        """Yield the evaluations of the weights after a step: store, figures, rows."""
+        for found in self.evaluations():
+            if step in found["step"]:
+                at, view = found["step"].index(step), self.evaluation(found["store"])
+                rows = view.rows(view.stored.ids()[view.stored.scalars("policy_version") == step][:MOST_ROWS])
+                figures = {name: values[at] for name, values in found["values"].items()}
+                yield {"store": found["store"], "figures": figures, "rows": [self._cut(row) for row in rows]}
 
     def steps_of(self, id: int, version: int | None = None) -> list[int]:
         """Return the steps that learned from a trajectory; the ledger is read from the version that sampled it on."""
@@ -559,7 +622,7 @@ class View:
         num = len(self.stored.ids() if ids is None else ids)
         return np.full(num, np.nan) if values is None else values.astype(np.float64)
 
-    def _evaluated(self, version: int) -> Ids:
+    def _marked(self, version: int) -> Ids:
         marks, versions = self.stored.scalars("evaluation"), self.stored.scalars("policy_version")
         if marks is None or versions is None:
             return np.zeros(0, np.int64)

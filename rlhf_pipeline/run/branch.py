@@ -26,6 +26,21 @@ def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
     place, at, number = text.rpartition("@")
     asked = int(number) if at and number.isdecimal() else None
     run = RunFolder.open(address_of(place if asked is not None else text))
+    return run, checkpoint_of(run, asked, form="--from {run}@{step}")
+
+
+def checkpoint_of(run: RunFolder, asked: int | None, *, form: str) -> Path:
+    """Return the checkpoint of a step, by default the newest.
+
+    Args:
+        run: the run.
+        asked: the step; None for the newest.
+        form: how another one is named on the command line, for the messages.
+
+    Raises:
+        MissingPathError: there is no checkpoint, or none of that step.
+        DataError: the checkpoint is damaged.
+    """
     saved = {step_of(path): path for path in run.saved()}
     if not saved:
         raise MissingPathError(f"the run {run.address} has no checkpoint yet: there is nothing to begin with.")
@@ -34,15 +49,15 @@ def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
         there = ", ".join(map(str, sorted(saved)))
         raise MissingPathError(
             f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {there} "
-            f"(learn.keep_checkpoints). Name one: --from {typed(f'{run.address}@{max(saved)}')}"
+            f"(learn.keep_checkpoints). Name one: {form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
     problem = folder_problem(path)
     if problem is not None:
         others = sorted(set(saved) - {step})
-        other = f" Name another: --from {typed(f'{run.address}@{others[-1]}')}" if others else ""
+        other = f" Name another: {form.format(run=typed(run.address), step=others[-1])}" if others else ""
         raise DataError(f"the checkpoint {path} is damaged: {problem}.{other}")
-    return run, path
+    return path
 
 
 def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -> None:

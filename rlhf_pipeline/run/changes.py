@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.run.inputs import APART
 
 LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
 
 _SILENT: Final = frozenset(
     {
-        *("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger"),
+        *("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger", "learn.metrics"),
         *("learn.stop_at_reward", "learn.stop_window"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
     }
@@ -56,6 +57,12 @@ class Change:
         return {"field": self.field, "was": to_json(self.was), "is": to_json(self.now)}
 
 
+_OTHER_EVALUATIONS: Final = frozenset(
+    f"evaluate.{name}" for name in ("num_prompts", "group_size", "temperature", "max_new_tokens")
+)
+"""Fields whose change makes evaluations that are not compared with the earlier ones; so does any of its prompts."""
+
+
 def is_allowed(field: str) -> bool:
     """Return whether a field may differ from the recorded definition when a run is continued.
 
@@ -79,6 +86,8 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
         return None
     if change.field in _WITH_CONSEQUENCE:
         return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
+    if change.field in _OTHER_EVALUATIONS or change.field.startswith("evaluate.prompts"):
+        return f"{change}: evaluations from step {step} on are others; {APART}."
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
     before = _learn(recorded.get("learn", {}))

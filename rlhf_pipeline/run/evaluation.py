@@ -4,7 +4,7 @@ The completions of an evaluation are rows of a store of their own, `evaluations/
 column `evaluation`. They are not in the run's store because its rows are numbered: the ledger, the watermark of each
 step and the ring of `buffer.max_trajectories` count them, so a run with evaluations would name other rows, and evict
 others, than the same run without. The digest is that of what is evaluated; other prompts or another temperature begin
-another store.
+another store, see `run.evaluation_rows`.
 
 An evaluation is one rollout of a `Collector`, number `step`, in one commit: one that a kill interrupted is done again
 token for token, and one that is stored is read and not sampled again.
@@ -13,34 +13,27 @@ token for token, and one that is stored is read and not sampled again.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, Final
-
-import numpy as np
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Evaluate, Pipeline
-from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
-from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.engines import HandOver
+from rlhf_pipeline.run.evaluation_rows import Figures, evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, EventHandler
 from rlhf_pipeline.run.folder import RunFolder, tell
-from rlhf_pipeline.run.medium import Address, below, is_url
+from rlhf_pipeline.run.medium import is_url
+from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
-from trajectory_store import Column, TrajectoryStore
-
-Figures = dict[str, float | int | None]
+from trajectory_store import Column
 
 _PROMPT_SEED: Final = 0
 """Seeds the choice of prompts, so that runs of other seeds are evaluated on the same ones."""
@@ -71,26 +64,12 @@ class FirstPrompts:
         return prompt_at(self.source, cursor % self.count, _PROMPT_SEED)
 
 
-def num_prompts(evaluate: Evaluate) -> int:
+def _num_prompts(evaluate: Evaluate, source: PromptSource) -> int:
     """Return how many prompts are evaluated: `num_prompts`, or all of a source that has fewer."""
-    whole: Any = getattr(evaluate.prompts, "all_prompts", None)
-    return min(evaluate.num_prompts, len(whole()) if whole is not None else evaluate.num_prompts)
-
-
-def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> Address:
-    """Return where the evaluations of a run are stored."""
-    what = {
-        name: to_json(value)
-        for name, value in (
-            ("prompts", evaluate.prompts),
-            ("num_prompts", num_prompts(evaluate)),
-            ("group_size", evaluate.group_size),
-            ("temperature", evaluate.temperature),
-            ("max_new_tokens", evaluate.max_new_tokens or pipeline.collect.max_new_tokens),
-        )
-    }
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return below(run.address, f"{filenames.EVALUATIONS}/{digest}")
+    whole: Any = getattr(source, "all_prompts", None)
+    size: Any = getattr(source, "__len__", None)
+    known = size() if size is not None else len(whole()) if whole is not None else evaluate.num_prompts
+    return min(evaluate.num_prompts, known)
 
 
 @contextmanager
@@ -112,11 +91,16 @@ def open_evaluator(
         seed: the run's seed.
         on_event: receives each evaluation.
         hand_over: passes the policy's weights to its engine; from `chosen_engine`.
+
+    Raises:
+        DataError: a prompt is too long for the model.
     """
     evaluate = pipeline.evaluate
     if evaluate is None:
         yield None
         return
+    check_prompts(dataclasses.replace(pipeline, prompts=evaluate.prompts), policy, _PROMPT_SEED, on_event)
+    source = fitting(evaluate.prompts, policy)
     path, rewards = evaluation_store(run, pipeline, evaluate), rewards_of(pipeline.reward)
     named = [Column(one.column, "float32", fill=math.nan) for one in rewards if has_columns(pipeline.reward)]
     storage = TrajectoryStorage(
@@ -126,7 +110,7 @@ def open_evaluator(
         extra=[*FAILURES, EVALUATION, *([] if pipeline.environment is None else [TURNS]), *named],
     )
     with closing(storage):
-        count = num_prompts(evaluate)
+        count = _num_prompts(evaluate, source)
         config = dataclasses.replace(
             pipeline.collect,
             prompts_per_rollout=count,
@@ -136,7 +120,7 @@ def open_evaluator(
         )
         collector = Collector(
             policy=policy,
-            prompts=FirstPrompts(source=evaluate.prompts, count=count),
+            prompts=FirstPrompts(source=source, count=count),
             reward=pipeline.reward,
             buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
             config=config,
@@ -157,7 +141,9 @@ class Evaluator:
         self._evaluate = evaluate
         self._collector = collector
         self._on_event = on_event
-        self._means = {one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate)}
+        self._means = {
+            one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate.success_at)
+        }
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated."""
@@ -190,51 +176,3 @@ class Evaluator:
             return None
         known = [(-mean, at) for at, mean in self._means.items() if at <= step and mean is not None]
         return min(known)[1] if known else None
-
-
-def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: float) -> Figures:
-    """Return the figures of one evaluation.
-
-    Args:
-        store: where its rows are.
-        rows: int64 [n], their ids.
-        success_at: the reward from which on a completion counts as right.
-
-    Returns:
-        `evaluation/reward` (mean over prompts), `evaluation/reward_low` and `_high` (its 95 % interval), `pass@K` for
-        powers of two up to the group's size, `completion_length`, `cut_off` and `failed`.
-    """
-    rewards = store.read_scalars("task_reward", rows).astype(np.float64)
-    _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
-    graded = np.isfinite(rewards)
-    counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
-    sums = np.bincount(prompt[graded], rewards[graded], minlength=len(counts))
-    right = np.bincount(prompt[graded], rewards[graded] >= success_at, minlength=len(counts)).astype(np.int64)
-    means = sums[counts > 0] / counts[counts > 0]
-    mean, low, high = mean_interval(means) if len(means) else (None, None, None)
-    lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
-    reasons = store.read(rows, ["finish_reason"])["finish_reason"]
-    most = int(np.bincount(prompt).max())
-    return {
-        "evaluation/reward": mean,
-        "evaluation/reward_low": low,
-        "evaluation/reward_high": high,
-        **{f"evaluation/pass@{2**i}": pass_at_k(counts, right, 2**i) for i in range(most.bit_length())},
-        "evaluation/completion_length": float(lengths.mean()),
-        "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
-        "evaluation/failed": int((~graded).sum()),
-    }
-
-
-def stored_evaluations(store: TrajectoryStore, evaluate: Evaluate) -> list[dict[str, Any]]:
-    """Return the step and the figures of each evaluation in a store, by step.
-
-    Args:
-        store: of one run's evaluations.
-        evaluate: says when a completion is right.
-    """
-    ids, steps = store.ids(), store.read_scalars("policy_version")
-    return [
-        {"step": step, **evaluation_figures(store, ids[steps == step], evaluate.success_at)}
-        for step in np.unique(steps).tolist()
-    ]

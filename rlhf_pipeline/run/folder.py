@@ -741,6 +741,13 @@ def run_of_store(store: Address) -> Address | None:
     return parent if name == filenames.STORE and is_run(parent) else None
 
 
+def run_of_evaluation(store: Address) -> RunFolder | None:
+    """Return the run that a store of evaluations belongs to, or None; its rows are not those of the run's ledger."""
+    parent, _, _ = str(store.absolute() if isinstance(store, Path) else store).rpartition("/")
+    place, _, name = parent.rpartition("/")
+    return RunFolder.open(address_of(place)) if name == filenames.EVALUATIONS and is_run(address_of(place)) else None
+
+
 def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
     """Return the run at `path`, if it is one, and where its store is.
 
@@ -798,6 +805,7 @@ __all__ = [
     "is_store",
     "not_found",
     "open_run_or_store",
+    "run_of_evaluation",
     "run_of_store",
     "tell",
 ]

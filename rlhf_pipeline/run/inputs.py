@@ -15,12 +15,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
-from rlhf_pipeline.config import Pipeline, PretrainedPolicy
+from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.files import find_sources
 from rlhf_pipeline.data.rewards import rewards_of
@@ -37,6 +38,9 @@ _TEXT_FILES: Final = (
 _ENDS: Final = 1 << 20
 """Bytes read at each end of a weight file, so that a model of 100 GB is checked in milliseconds."""
 
+APART: Final = "they are stored apart, and the best checkpoint is chosen among them alone"
+"""The consequence for evaluations of other prompts, sizes or rewards: their means are not those of the earlier ones."""
+
 _OWN_CODE: Final = {
     "reward": (
         "reward function",
@@ -44,12 +48,18 @@ _OWN_CODE: Final = {
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
     "environment": ("environment", "conversations from here on are answered by the new one"),
+    "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on are of the new ones; {APART}"),
+    "loss.objective": ("objective", "steps from here on minimise the new one"),
+    "sample.strategy": ("sampling strategy", "steps from here on are chosen by the new one"),
     "write.estimator": (
         "advantage estimator",
         "advantages from here on are computed by the new one, and stored ones stay as they are",
     ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
+
+_OF_ONE: Final = ("prompts", "environment", "write.estimator", "loss.objective", "sample.strategy")
+"""Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
 """Bytes of the largest prompt file that is copied into the run folder."""
@@ -79,7 +89,7 @@ def place(run: Path | str) -> dict[str, str]:
     known = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
     name = known.read_text(encoding="utf-8", errors="replace").strip() if known else ""
     machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
-    return {"machine": machine, "path": str(run.absolute() if isinstance(run, Path) else run)}
+    return {"machine": machine, "path": os.path.abspath(run) if isinstance(run, Path) else run}
 
 
 def describe_inputs(pipeline: Pipeline) -> Inputs:
@@ -95,33 +105,56 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
     {}
     """
-    found: Inputs = {}
     held_out = () if pipeline.evaluate is None else _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
-    for field, path in (*_prompt_paths(pipeline.prompts, "prompts"), *held_out):
-        if files := _prompt_files(path):
-            found[field] = {"size": sum(file.stat().st_size for file in files), "sha256": _together(files)}
+    found = _contents((*_prompt_paths(pipeline.prompts, "prompts"), *held_out))
     if isinstance(pipeline.policy, PretrainedPolicy):
         folder = Path(pipeline.policy.path).expanduser()
         if folder.is_dir():
-            found["policy.path"] = _model_folder(folder)
+            found["policy.path"] = model_folder(folder)
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
     return found | {f"{name}{more}": code for name, more, _, code in _own_code(pipeline)}
 
 
+def evaluation_inputs(pipeline: Pipeline, evaluate: Evaluate) -> Inputs:
+    """Return the part of `describe_inputs` that decides an evaluation's figures: its prompts, answers and rewards.
+
+    Args:
+        pipeline: the definition.
+        evaluate: what is evaluated.
+    """
+    code = {
+        f"{name}{more}": code
+        for name, more, _, code in _own_code(replace(pipeline, evaluate=evaluate))
+        if name in ("reward", "environment", "evaluate.prompts")
+    }
+    return _contents(_prompt_paths(evaluate.prompts, "evaluate.prompts")) | code
+
+
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
-    """Yield notices about the definition's own code that has changed since the last start; such edits are allowed.
+    """Yield notices about code and evaluation prompts that have changed since the last start, which is allowed.
 
     Args:
         recorded: the result of `describe_inputs` at the last start.
         pipeline: its definition.
     """
-    for name, more, part, now in _own_code(pipeline) if pipeline.replay is None else ():
+    for name, more, part, now in _own_code(pipeline):
         what, consequence = _OWN_CODE[name]
+        if pipeline.replay is not None and name not in ("evaluate.prompts", "loss.objective", "sample.strategy"):
+            continue  # nothing is sampled or graded but evaluations
         before = recorded.get(f"{name}{more}")
         if before is not None and before != now:
             yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
+    held_out = () if pipeline.evaluate is None else tuple(_prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts"))
+    now = _contents(held_out)
+    for field, path in held_out:
+        before = recorded.get(field)
+        if before is not None and field in now and now[field] != before:
+            yield (
+                f"{path} ({field}) has changed since the run was last started: {_sizes(before, now[field])}. "
+                f"Evaluations from here on are of the new prompts; {APART}."
+            )
 
 
 def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
@@ -155,7 +188,8 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
     rewards = [one.function for one in rewards_of(pipeline.reward)]
     for name, parts in (
         ("reward", rewards),
-        *((name, [attrgetter(name)(pipeline)]) for name in _OWN_CODE if name != "reward"),
+        *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
+        ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
     ):
         for number, part in enumerate(parts):
             if (code := _code(part)) is not None:
@@ -169,6 +203,15 @@ def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
         yield f"{field}.path", path
     for number, part in enumerate(getattr(source, "sources", ())):
         yield from _prompt_paths(part, f"{field}.sources.{number}")
+
+
+def _contents(paths: Iterable[tuple[str, str]]) -> Inputs:
+    """Return size and hash of the prompt files that fields name; without those that do not exist."""
+    return {
+        field: {"size": sum(file.stat().st_size for file in files), "sha256": _together(files)}
+        for field, path in paths
+        if (files := _prompt_files(path))
+    }
 
 
 def _prompt_files(path: str) -> list[Path]:
@@ -220,7 +263,8 @@ def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"it has {now['size']:,} bytes as before, and other content"
 
 
-def _model_folder(folder: Path) -> dict[str, Any]:
+def model_folder(folder: Path) -> dict[str, Any]:
+    """Return the record of a model folder; see `describe_inputs`."""
     found = {name: _whole(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
     for pattern in _WEIGHTS:
         found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline import definitions
+from rlhf_pipeline.config_text import CODE
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.folder import RunFolder
@@ -29,6 +30,13 @@ def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitio
     """
     spec = run.config.definition
     source, _, function = spec.rpartition(":")
+    foreign = not trust and run.config.place != place(run.address)
+    more = [text for _, text in run.config.overrides if CODE.search(text)]
+    if foreign and more:
+        raise DefinitionError(
+            f"{run.address} was not started here, and its settings name code of its own: {more[0]}. Read it, then add "
+            "--trust to execute it."
+        )
     if not source.endswith(".py"):
         return definitions.find(spec)
     copy = run.bring(run.path / filenames.SOURCE / Path(source).name)
@@ -38,7 +46,7 @@ def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitio
             f"the definition that {run.address} was started with is gone: there is no file {source}, and no copy at "
             f"{copy}. If the file has moved, {moved}"
         )
-    if not trust and run.config.place != place(run.address):
+    if foreign:
         raise DefinitionError(
             f"{run.address} was not started here, and its definition is code of its own: {typed(there)}. Read it, then "
             "add --trust to execute it. Or name a definition of yours on the command line."

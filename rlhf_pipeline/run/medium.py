@@ -113,6 +113,10 @@ class RunMedium:
         """Return whether a file or a folder exists; at a URL, a folder must not be empty."""
         return (self.root / name).exists()
 
+    def inside(self, name: str) -> list[str]:
+        """Return the names of the folders in a folder, sorted; none if there is no such folder."""
+        return sorted(path.name for path in (self.root / name).glob("*/"))
+
     def rows(self, name: str) -> StepRows:
         """Return the rows of a file with one line per step."""
         return StepRows(self.root / name)

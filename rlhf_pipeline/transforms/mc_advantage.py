@@ -53,7 +53,7 @@ from rlhf_pipeline.data.trajectories import (
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator
 from rlhf_pipeline.transforms.groups import (
     Arrived,
     Closed,
@@ -215,7 +215,7 @@ class MCAdvantage(Transform):
         self.trajectory_return = trajectory_return
         self.keep_return_bounds = keep_return_bounds
         self.candidate_selector = candidate_selector or MCAdvantageSelector()
-        self.estimator = estimator
+        self.estimator = checked_estimator(estimator)
         self.group_key = group_key
         self.zero_variance = zero_variance
         self.min_group_size = self.grpo_size if min_group_size is None else int(min_group_size)

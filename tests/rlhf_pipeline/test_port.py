@@ -94,14 +94,17 @@ def brief(completions, **kwargs):
 args = GRPOConfig(
     output_dir="runs/sums", reward_weights=[1.0, 0.5], num_generations=4, generation_batch_size=12,
     max_completion_length=6, temperature=0.9, top_p=0.95, beta=0.01, learning_rate=1e-3, max_steps=2,
+    eval_strategy="steps", eval_steps=1,
 )
-trainer = GRPOTrainer(model="model", reward_funcs=[digits, brief], args=args, train_dataset=rows(0, 6))
+trainer = GRPOTrainer(
+    model="model", reward_funcs=[digits, brief], args=args, train_dataset=rows(0, 6), eval_dataset=rows(6, 9),
+)
 trainer.train()
 """
 
 PORT = """\
 from datasets import Dataset
-from rlhf_pipeline import GRPO, Collect, Learn, Pipeline, PretrainedPolicy, Prompts, Reward
+from rlhf_pipeline import GRPO, Collect, Evaluate, Learn, Pipeline, PretrainedPolicy, Prompts, Reward
 
 
 def rows(first, last):
@@ -137,6 +140,9 @@ def main():
         loss=GRPO(kl_to_ref_coeff=0.01),
         learn=Learn(lr=1e-3, steps=2),
         prompts=Prompts(rows=rows(0, 6), prompt_field="prompt", answer_field=None),
+        evaluate=Evaluate(
+            prompts=Prompts(rows=rows(6, 9), prompt_field="prompt", answer_field=None), every=1, group_size=4
+        ),
     )
 """
 
@@ -150,7 +156,7 @@ def changed(before: str, after: str) -> int:
 def test_a_script_of_trl_is_ported_in_fifteen_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data, both rewards and their weights stay as TRL has them; the port runs, and its figures are the rewards'."""
+    """Both data sets, both rewards and their weights stay as TRL has them; the port's figures are the rewards'."""
     pytest.importorskip("datasets")
     compile(TRL_SCRIPT, "trl_script.py", "exec")
     assert changed(TRL_SCRIPT, PORT) <= 15
@@ -175,3 +181,16 @@ def test_a_script_of_trl_is_ported_in_fifteen_lines(
     for name in ("digits", "brief"):
         means = [line[f"reward/{name}"] for line in lines if f"reward/{name}" in line]
         assert sum(means) / 2 == pytest.approx(float(found[f"reward_{name}"].mean()), abs=1e-6)
+    (held_out,) = Path("runs/sums/evaluations").iterdir()
+    with TrajectoryStore.open(held_out) as store:
+        names = ["policy_version", "completion", "meta", "task_reward", "reward_digits", "reward_brief"]
+        rows = store.read(store.ids(), names)
+    assert rows["policy_version"].tolist() == [step for step in range(3) for _ in range(12)]
+    for number in range(36):
+        text, solution = rows["completion"][number], json.loads(rows["meta"][number])["prompt"]["solution"]
+        assert solution in ("12", "14", "16")
+        right = float(any(digit in text for digit in solution))
+        assert rows["task_reward"][number] == pytest.approx(right - len(text) / 20)
+    for line in lines:
+        mean = rows["task_reward"][rows["policy_version"] == line["step"]].mean()
+        assert line["evaluation/reward"] == pytest.approx(float(mean), abs=1e-6)

@@ -16,7 +16,8 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
 
     Args:
         views: the runs, which questions name by their place.
-        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...
+        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...;
+            `runs/0~38fae440/...` is a store of its evaluations.
         query: the arguments.
 
     Raises:
@@ -64,15 +65,18 @@ def _of_run(view: View, what: str, query: Query) -> Any:
             return view.health()
         case "definition":
             return view.definition()
+        case "evaluations":
+            return view.evaluations()
         case "changes":
             return view.changes()
     raise MissingKeyError(f"there is nothing at {what} of a run.")
 
 
 def _view(views: Sequence[View], run: str) -> View:
-    if not run.isdecimal() or int(run) >= len(views):
+    number, _, evaluation = run.partition("~")
+    if not number.isdecimal() or len(number) > 18 or int(number) >= len(views):
         raise MissingKeyError(f"there is no run {run[:20]}.")
-    return views[int(run)]
+    return views[int(number)].evaluation(evaluation) if evaluation else views[int(number)]
 
 
 def _text(query: Query, name: str, default: str) -> str:

@@ -183,10 +183,14 @@ class BucketMedium(RunMedium):
         """Return whether there is an object of this name, or one below it."""
         return self.bucket.get(name) is not None if "." in name else bool(self.bucket.keys(f"{name}/"))
 
+    def inside(self, name: str) -> list[str]:
+        """Return the names before the next `/` of the objects below a name."""
+        return sorted({key.split("/")[1] for key in self.bucket.keys(f"{name}/")})
+
     def clear(self) -> None:
         """Delete all objects of a failed start, except those of live processes."""
         self.flush()
-        for name in (filenames.STORE, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
+        for name in (filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
         self.bucket.delete([CLAIMS, *_CHOSEN])
         self.bucket.delete([filenames.CONFIG])

@@ -12,7 +12,7 @@ from rlhf_pipeline.buffer.batches import padded_columns
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, ATTENTION_MASK, LOG_PROBS, REF_LOG_PROBS, TOKENS
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
-from rlhf_pipeline.learner.metrics import ModelCost, data_metrics, kl_metrics, known_peak_flops
+from rlhf_pipeline.learner.metrics import ModelCost, StepSeen, data_metrics, kl_metrics, known_peak_flops
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
@@ -86,7 +86,9 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
         ids = store.ids()[-12:]
         rows = store.read(ids, ["log_probs", "ref_log_probs", "assistant_mask"])
         advantages = store.read_scalars("advantage", ids)
-        found = data_metrics(store, ids, advantages=advantages, ages=ids * 0, uses=ids - ids[0])
+        found = data_metrics(
+            StepSeen(step=1, store=store, row_ids=ids, advantages=advantages, ages=ids * 0, uses=ids - ids[0])
+        )
         keys = [LOG_PROBS, REF_LOG_PROBS, ASSISTANT_MASK, ATTENTION_MASK, TOKENS]
         cut = [torch.tensor([5, 0, 2, 3, 4, 1]), torch.tensor([8, 9, 10, 11, 6, 7])]
         read = [padded_columns(store, ids[at.numpy()], keys=keys) for at in cut]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_pipeline import CopyDigits, Evaluate
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingKeyError
 from rlhf_pipeline.report.query import View, search
+from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 from .conftest import write_run
@@ -30,6 +33,12 @@ def real_run(folder: Path, *words: str) -> Path:
 def make(kind: str, folder: Path) -> Path:
     """Return a run of a kind."""
     small = ("--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4")
+    if kind == "evaluated":
+        from rlhf_pipeline.run.start import run
+
+        held_out = Evaluate(prompts=CopyDigits(num_digits=3), every=2, num_prompts=5, group_size=4, success_at=0.3)
+        run(dataclasses.replace(tiny(), evaluate=held_out), run_dir=folder / "run")
+        return folder / "run"
     if kind == "plain":
         return write_run(folder / "run", failed=3)
     kl = real_run(folder / "kl", "run", "copy_digits", "--steps", "3", "--set", "write.kl_coef=0.1", *small)
@@ -41,7 +50,9 @@ def same(shown: Any, stored: float) -> bool:
     return math.isnan(stored) if shown is None else shown == stored
 
 
-@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kl", "replay"))])
+@pytest.mark.parametrize(
+    "kind", ["plain", "evaluated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kl", "replay"))]
+)
 def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
     """Rows, groups, steps, tokens, counts and curves equal those computed from the store and the files."""
     run = make(kind, tmp_path)
@@ -108,7 +119,48 @@ def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
         mine = stored["version"] == version["version"]
         assert version["num"] == mine.sum()
         assert version["reward"] == pytest.approx(np.nanmean(rewards[mine]), abs=1e-9)
+    shown = view.evaluations()
+    assert [one["step"] for one in shown] == ([[0, 2, 4, 6]] if kind == "evaluated" else [])
+    assert about["evaluation"] == (shown[0]["values"]["evaluation/reward"][-1] if shown else None)
+    for one in shown:
+        evaluations_are_the_stores(view, one)
     view.close()
+
+
+def evaluations_are_the_stores(view: View, shown: dict[str, Any]) -> None:
+    """Compare the figures of a store of evaluations, and the rows beside each step, with NumPy on the store."""
+    with TrajectoryStore.open(shown["address"]) as store:
+        ids, versions = store.ids(), store.read_scalars("policy_version")
+        rewards = store.read_scalars("task_reward").astype(np.float64)
+        rows = store.read(ids, ["completion", "finish_reason", "assistant_mask", "evaluation"])
+    assert shown["num"] == len(ids)
+    for at, step in enumerate(shown["step"]):
+        mine = np.flatnonzero(versions == step)
+        each, lengths = rewards[mine].reshape(5, 4), [int(rows["assistant_mask"][row].sum()) for row in mine]
+        half = 1.959963984540054 * each.mean(1).std(ddof=1) / math.sqrt(5)
+        expected = {
+            "reward": each.mean(),
+            "reward_low": each.mean() - half,
+            "reward_high": each.mean() + half,
+            "pass@1": (each >= 0.3).mean(),
+            "pass@4": (each >= 0.3).any(1).mean(),
+            "completion_length": np.mean(lengths),
+            "cut_off": np.mean([rows["finish_reason"][row] == "length" for row in mine]),
+            "failed": 0,
+        }
+        for name, value in expected.items():
+            assert shown["values"][f"evaluation/{name}"][at] == pytest.approx(value, abs=1e-12), name
+        if step:
+            (beside,) = view.step(step)["evaluations"]
+            assert beside["figures"] == {name: values[at] for name, values in shown["values"].items()}
+            assert [row["id"] for row in beside["rows"]] == [str(ids[row]) for row in mine]
+            assert [row["completion"] for row in beside["rows"]] == [rows["completion"][row] for row in mine]
+            assert all(row["evaluation"] for row in beside["rows"])
+            assert view.step(step)["metrics"]["evaluation/reward"] == beside["figures"]["evaluation/reward"]
+    held = view.evaluation(shown["store"])
+    item = held.trajectory(int(ids[-1]))
+    assert "".join(item["pieces"][item["prompt_tokens"] :]).startswith(item["completion"])  # by the run's tokenizer
+    assert item["steps"] == []  # the ledger's rows are others
 
 
 def texts_store(folder: Path, texts: list[str], batch: int = 700) -> TrajectoryStore:

@@ -14,9 +14,9 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate, Pipeline, Prompts, Reward, exact_match, token_match
 from rlhf_pipeline.cli.preflight import check_pipeline
-from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.run.evaluation import evaluation_figures, evaluation_store, stored_evaluations
-from rlhf_pipeline.run.events import EvaluationDone, Event
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.run.evaluation_rows import evaluation_figures, evaluation_store, stored_evaluations
+from rlhf_pipeline.run.events import EvaluationDone, Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
@@ -124,6 +124,46 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
         Evaluate()
 
 
+def test_a_resume_says_that_evaluations_are_others(tmp_path):
+    """Changed prompts of a file, and a changed size: each one sentence, a store of their own, and no comparison."""
+    file = tmp_path / "test.jsonl"
+
+    def of(questions: range, steps: int, **changes: Any) -> Pipeline:
+        file.write_text("\n".join(json.dumps({"question": f"{n}=", "answer": str(n)}) for n in questions))
+        prompts = dataclasses.replace(HELD_OUT, prompts=Prompts(path=str(file)), num_prompts=3, **changes)
+        return evaluated(prompts, learn__steps=str(steps))
+
+    def resumed(pipeline: Pipeline) -> tuple[str, list[EvaluationDone]]:
+        events: list[Event] = []
+        run(pipeline, run_dir=tmp_path / "run", resume=True, on_event=events.append)
+        said = [event.message for event in events if isinstance(event, Notice) and "evaluat" in event.message]
+        return " ".join(said), [event for event in events if isinstance(event, EvaluationDone)]
+
+    run(of(range(100, 103), 2), run_dir=tmp_path / "run")
+    said, _ = resumed(of(range(100, 103), 4))
+    assert not said
+    said, done = resumed(of(range(200, 203), 6))
+    assert f"{file} (evaluate.prompts.path) has changed since the run was last started: it has " in said
+    assert "they are stored apart, and the best checkpoint is chosen among them alone." in said
+    assert [(event.step, event.best) for event in done] == [(6, True)]
+    said, done = resumed(of(range(200, 203), 8, group_size=2))
+    assert "evaluate.group_size was 4, is 2: evaluations from step 7 on are others; they are stored apart" in said
+    assert [(event.step, event.best) for event in done] == [(8, True)]
+    assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 3
+
+
+def test_a_held_out_prompt_that_is_too_long_is_refused_before_anything_is_sampled(tmp_path):
+    """Of a run with evaluation all held-out prompts are checked as its own are; the sentence names the row."""
+    rows = [{"question": "12=", "answer": "12"}, {"question": "7" * 5000, "answer": ""}]
+    pipeline = evaluated(dataclasses.replace(HELD_OUT, prompts=Prompts(rows=rows)))
+    with pytest.raises(DataError, match="tokens"):
+        run(pipeline, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run" / "evaluations").exists()
+    some = dataclasses.replace(HELD_OUT, prompts=Prompts(rows=rows, skip="too_long"))
+    run(evaluated(some, learn__steps="2"), run_dir=tmp_path / "skipped")
+    assert set(rows_of(evaluated(some, learn__steps="2"), tmp_path / "skipped")["group_id"]) == {0, 2}
+
+
 def in_a_fork(pipeline: Pipeline, run_dir: Path) -> int:
     """Run in a process of its own; return its wait status."""
     child = os.fork()
@@ -163,7 +203,7 @@ def test_kills_during_rollouts_and_evaluations_change_nothing(tmp_path):
     assert kills == 10
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
     assert figures_of(tmp_path / "killed") == figures_of(tmp_path / "straight")
-    killed, straight = (rows_of(of(gentle), tmp_path / name) for name in ("killed", "straight"))
+    killed, straight = rows_of(of(deadly), tmp_path / "killed"), rows_of(of(gentle), tmp_path / "straight")
     assert repr(killed) == repr(straight)
     found = []
     for name in ("killed", "straight"):
@@ -182,7 +222,7 @@ def test_figures_of_a_store_are_those_of_the_run(tmp_path):
     assert pipeline.evaluate is not None
     path = evaluation_store(RunFolder(tmp_path / "run"), pipeline, pipeline.evaluate)
     with TrajectoryStore.open(path, mode="r") as store:
-        found = stored_evaluations(store, pipeline.evaluate)
+        found = stored_evaluations(store, 0.5)
         last = evaluation_figures(store, store.ids()[-20:], 0.5)
     assert [one["step"] for one in found] == [0, 2, 4, 6]
     assert {**last, "step": 6} == found[-1]

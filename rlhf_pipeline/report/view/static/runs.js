@@ -16,7 +16,7 @@ const TITLES = { task_reward: "Mean task reward", grad_norm: "Gradient norm", en
   use_count: "Uses of a trajectory", num_trajectories: "Trajectories of a step", tokens_per_s: "Sampling (tokens/s)",
   update_tokens_per_s: "Learning (tokens/s)", padding_efficiency: "Padding efficiency", rollout_s: "Rollout (s)",
   update_s: "Update (s)", peak_memory_mb: "Peak memory (MB)", num_failed: "Failed rewards", num_unscored_tokens: "Tokens not scored", loss: "Loss" };
-const title = name => TITLES[name] ?? name.replaceAll("_", " ");
+const title = name => TITLES[name] ?? name.replace("evaluation/", "").replaceAll("_", " ");
 
 function differing(runs, definitions) {
   const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
@@ -30,17 +30,23 @@ export async function runsPage(at, state, draw) {
   const hide = new Set((at.query.get("hide") ?? "").split(",").filter(Boolean).map(Number));
   const smooth = Number(at.query.get("smooth") ?? 0), byTime = at.query.get("x") === "time";
   const all = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/metrics`)));
+  const evaluated = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/evaluations`)));
   const definitions = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/definition`)));
   const to = change => {
     const next = new URLSearchParams(at.query);
     for (const [key, value] of Object.entries(change)) value ? next.set(key, value) : next.delete(key);
     return `#/runs?${next}`;
   };
-  const lines = name => all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
+  // Of an evaluation the steps that have one, each store a line: means over other prompts are not one curve.
+  const several = evaluated.flat().length > 1;
+  const evaluations = name => evaluated.flatMap((stores, i) => hide.has(i) ? [] : stores.filter(one => one.values[name]).map((one, n) => ({ run: i, store: one.store,
+    name: several ? `${state.runs[i].name} ${one.store}` : state.runs[i].name, color: colors[(i + n) % 6], xs: byTime ? one.time : one.step, steps: one.step, ys: one.values[name] })));
+  const lines = name => name.startsWith("evaluation/") ? evaluations(name) : all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
     xs: byTime ? m.time : m.step, steps: m.step, ys: smoothed(m.values[name], smooth) }]);
-  const known = new Set(all.flatMap(m => Object.keys(m.values)));
-  const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names)]);
-  const sections = [...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
+  const figures = [...new Set(evaluated.flat().flatMap(one => Object.keys(one.values)))];
+  const known = new Set([...all.flatMap(m => Object.keys(m.values)).filter(name => !name.startsWith("evaluation/")), ...figures]);
+  const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names), ...figures]);
+  const sections = [["Evaluation", figures], ...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
   const card = (name, big) => {
     const mine = lines(name);
     if (!mine.some(line => line.ys.some(y => y !== null))) return nothing;
@@ -49,12 +55,12 @@ export async function runsPage(at, state, draw) {
   };
   draw(html`<h1>Runs</h1>
     <div class="card scroll" tabindex="0" role="region" aria-label="Runs"><table><thead><tr><th class="l">run</th><th class="l">definition</th><th>seed</th><th>step</th>
-      <th>reward first</th><th>last</th><th>stored</th><th>failed</th><th class="l">processes</th></tr></thead><tbody>${state.runs.map((run, i) => html`<tr>
+      <th>reward first</th><th>last</th><th class="l">evaluated</th><th>stored</th><th>failed</th><th class="l">processes</th></tr></thead><tbody>${state.runs.map((run, i) => html`<tr>
       <td class="l"><input type="checkbox" aria-label="show ${run.name}" .checked=${!hide.has(i)} @change=${e => {
         e.target.checked ? hide.delete(i) : hide.add(i); location.hash = to({ hide: [...hide].join(",") }).slice(1); }}>
         <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${run.name}</a></td>
       <td class="l">${run.definition ?? "–"}</td><td>${fmt(run.seed)}</td><td>${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
-      <td>${fmt(run.reward_first)}</td><td>${fmt(run.reward_last)}</td><td>${fmt(run.stored)}</td><td class=${run.failed ? "bad" : ""}>${fmt(run.failed)}</td>
+      <td>${fmt(run.reward_first)}</td><td>${fmt(run.reward_last)}</td><td class="l">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td>${fmt(run.stored)}</td><td class=${run.failed ? "bad" : ""}>${fmt(run.failed)}</td>
       <td class="l">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
         : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
     ${differing(state.runs, definitions)}
@@ -66,7 +72,7 @@ export async function runsPage(at, state, draw) {
         @change=${e => { location.hash = `/${at.run}/step/${e.target.value}`; }}></label>
       <span class="soft">a click on a curve opens its step; a drag zooms, a double click zooms out</span></div>
       ${card("task_reward", true)}` : html`<p class="soft">A store alone has no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
-    ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n < SECTIONS.length}><summary><h2>${name}</h2></summary>
+    ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n <= SECTIONS.length}><summary><h2>${name}</h2></summary>
       <div class="grid">${names.map(one => card(one, false))}</div></details>` : nothing)}`);
   let plots = [];
   const paint = () => {
@@ -78,7 +84,8 @@ export async function runsPage(at, state, draw) {
         height: box.dataset.big ? 260 : 170, time: byTime, target: name === "task_reward" ? state.runs[mine[0].run].target : null,
         min: unit ? 0 : null, max: unit ? 1 : null,
         onPick: (x, i) => { const line = mine[i], near = line.xs.reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
-          location.hash = `/${line.run}/step/${line.steps[line.xs.indexOf(near)]}`; },
+          const step = line.steps[line.xs.indexOf(near)];
+          location.hash = line.store ? `/${line.run}~${line.store}/trajectories?where=version%3D%3D${step}` : `/${line.run}/step/${step}`; },
         onHover: (x, ys) => { const now = x === null ? summary(mine) : `${byTime ? new Date(x * 1000).toLocaleTimeString() : `step ${fmt(x)}`}: ${
           ys.slice(0, mine.length).map((y, i) => `${mine.length > 1 ? `${mine[i].name} ` : ""}${fmt(y)}`).join(", ")}`;
           const text = [...read.childNodes].find(node => node.nodeType === 3) ?? said; if (text) text.data = now; },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -18,9 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_pipeline import CopyDigits, Evaluate
 from rlhf_pipeline.report.one_file import write_report
+from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.report.conftest import COLUMNS, write_run
+from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 pytestmark = pytest.mark.slow
@@ -109,6 +114,35 @@ def numbers_of(store: TrajectoryStore, shown: str, place: int) -> dict[str, str]
         "log-prob": f"{value:.4f}",
         "probability": f"{math.exp(value):.4f}",
     }
+
+
+@pytest.mark.parametrize("is_report", [False, True], ids=["server", "report"])
+def test_from_an_evaluation_to_its_rows(browser: Any, is_report: bool, tmp_path: Path):
+    """The curve of evaluations has the step-0 point; a step shows them, and links lead to rows, groups and tokens."""
+    folder = tmp_path / "run"
+    held_out = Evaluate(prompts=CopyDigits(num_digits=3), every=2, num_prompts=5, group_size=4)
+    run(dataclasses.replace(tiny(), evaluate=held_out), run_dir=folder)
+    view = View(folder)
+    (shown,) = view.evaluations()
+    view.close()
+    page_file = str(write_report(RunFolder(folder))) if is_report else ""
+    with served(folder) as (url, _), opened(browser, f"file://{page_file}" if is_report else url) as (page, wrong):
+        table = page.locator("section:has([data-name='evaluation/reward']) details.values")
+        table.locator("summary").click()
+        rows = [row.split() for row in table.locator("tbody tr").all_inner_texts()]
+        assert [int(row[0]) for row in rows] == shown["step"] == [0, 2, 4, 6]
+        means = shown["values"]["evaluation/reward"]
+        assert [float(row[1]) for row in rows] == [pytest.approx(mean, abs=6e-4) for mean in means]
+        page.goto(f"{page.url.split('#')[0]}#/0/step/6")
+        page.wait_for_selector("h2:has-text('Evaluation of the weights')")
+        assert f"reward {means[-1]:.3f}" in page.locator("p.facts").last.inner_text()
+        page.locator(f"a[href='#/0~{shown['store']}/trajectories?where=version%3D%3D6']").click()
+        page.wait_for_selector("h1:has-text('Trajectories')")
+        assert page.locator("a.row").count() == 20
+        page.locator("a.row").first.click()
+        page.wait_for_selector(".tokens")
+        assert page.url.split("#")[1].startswith(f"/0~{shown['store']}/t/")
+    assert not wrong
 
 
 def test_from_the_curve_to_the_token(browser: Any, run_dir: Path):

@@ -105,6 +105,7 @@ def test_answers_and_their_errors(run_dir: Path):
         "health",
         "definition",
         "changes",
+        "evaluations",
         "trajectories/1",
         "groups/1",
         "steps/1",
@@ -113,7 +114,14 @@ def test_answers_and_their_errors(run_dir: Path):
     rows = client.get("/api/runs/0/trajectories?where=reward>=0.5&sort=-reward&limit=3").json()["rows"]
     assert len(rows) == 3
     assert all(row["reward"] >= 0.5 for row in rows)
-    for path in ("runs/7/metrics", "runs/0/trajectories/999999", "runs/0/groups/x", "runs/0/steps/99", "nothing", ""):
+    for path in (
+        "runs/7/metrics",
+        "runs/0/trajectories/999999",
+        "runs/0/groups/x",
+        "runs/0/steps/99",
+        "runs/0~x/facets",
+        "",
+    ):
         assert client.get(f"/api/{path}").status_code == 404, path
     for query in ("where=colour==1", "where=reward", "offset=-1", "limit=x"):
         reply = client.get(f"/api/runs/0/trajectories?{query}")

@@ -1,0 +1,256 @@
+"""`rlhf-pipeline evaluate`: the reward of a checkpoint, or of a model folder, on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.parser import above_zero, add_json, add_overrides, add_trust, natural, positive
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError, typed
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Evaluate, Pipeline
+    from rlhf_pipeline.run.events import Event
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.medium import Address
+
+HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
+DETAILS = """\
+Samples completions of the prompts of the definition's evaluate=Evaluate(...), or of --prompts, and grades
+them by its reward: mean with a 95 % interval over prompts, pass@k, length. The rows are stored beside the
+run's own evaluations, marked, and never learned from; what is stored already is read and not sampled again.
+
+examples:
+  rlhf-pipeline evaluate runs/copy_digits                       the newest checkpoint
+  rlhf-pipeline evaluate runs/mine --best --prompts test.jsonl  the best one, on other prompts
+  rlhf-pipeline evaluate runs/mine --step 40 --group-size 8     pass@8 of the checkpoint of step 40
+  rlhf-pipeline evaluate model --definition gsm8k --prompts test.jsonl
+
+See docs/evaluation.md."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument("path", metavar="RUN|MODEL", help="a run, or a model folder with --definition")
+    which = command.add_mutually_exclusive_group()
+    which.add_argument("--step", type=natural, metavar="N", help="the checkpoint of step N (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the kept checkpoint that the run's evaluations found best")
+    command.add_argument("--prompts", metavar="FILE", help="the prompts; read as the definition reads its own")
+    command.add_argument("--num-prompts", type=positive, metavar="N", help="the first N of them")
+    command.add_argument("--group-size", type=positive, metavar="K", help="completions per prompt; pass@K needs K")
+    command.add_argument("--temperature", type=_temperature, metavar="T", help="0 takes the most probable token")
+    command.add_argument(
+        "--definition",
+        "--pipeline",
+        metavar="NAME|FILE.py[:function]",
+        help="the definition with reward and sampling (default: the run's)",
+    )
+    command.add_argument("--out", metavar="DIR", help="takes the rows of a model (default: runs/MODEL-evaluation)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    add_overrides(command)
+    add_trust(command)
+    add_json(command)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Evaluate, and print the figures and what to look at next."""
+    from rlhf_pipeline.cli.process import import_torch, view_of_stdout
+    from rlhf_pipeline.report.words import count, evaluation_words
+    from rlhf_pipeline.run.evaluation_rows import evaluation_store
+    from rlhf_pipeline.run.events import EvaluationDone
+    from rlhf_pipeline.run.folder import RunFolder
+
+    asked = _asked(args)
+    view = view_of_stdout()
+
+    def hear(event: Event) -> None:
+        if not isinstance(event, EvaluationDone) and not args.json:
+            view(event)
+
+    import_torch(asked.device)
+    from rlhf_pipeline.run.evaluate_once import evaluate_once
+
+    figures = evaluate_once(
+        asked.pipeline,
+        run_dir=asked.folder,
+        checkpoint=asked.checkpoint,
+        step=asked.step,
+        seed=asked.seed,
+        device=asked.device,
+        on_event=hear,
+    )
+    evaluate = _evaluate_of(asked.pipeline)
+    store = evaluation_store(RunFolder(asked.folder), asked.pipeline, evaluate)
+    if args.json:
+        say_json({"step": asked.step, "store": str(store), **figures})
+        return 0
+    what = args.path if asked.run is None else f"{args.path}, step {asked.step}"
+    each = f"{count(evaluate.group_size, 'completion')} per prompt at temperature {evaluate.temperature:g}"
+    say(f"{what}: {evaluation_words(figures)}\n  {each}\nstored: {store}\nnext:")
+    for command, meaning in _next_commands(args, asked, store):
+        say(f"  {command}\n      {meaning}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What to evaluate, checked."""
+
+    pipeline: Pipeline
+    folder: Address
+    """Takes the rows."""
+    run: RunFolder | None
+    checkpoint: Path | None
+    step: int
+    seed: int
+    device: str
+
+
+def _asked(args: argparse.Namespace) -> _Asked:
+    """Check the command line, without torch."""
+    from rlhf_pipeline.cli import preflight
+    from rlhf_pipeline.policies.model_source import is_model_folder
+    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.medium import address_of
+
+    address = address_of(args.path)
+    is_model = isinstance(address, Path) and is_model_folder(address)
+    if not is_model and not is_run(address):
+        raise not_found(address, "run or model folder")
+    asked = _of_model(args) if is_model else _of_run(args, address)
+    preflight.check_device(asked.device)
+    preflight.check_evaluation(asked.pipeline, apart=not is_model)
+    return asked
+
+
+def _of_model(args: argparse.Namespace) -> _Asked:
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.config import PretrainedPolicy
+
+    if args.definition is None:
+        raise DefinitionError(
+            f"{args.path} is a model folder, which has no reward: name a definition that has one, for example "
+            f"rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
+        )
+    if args.step is not None or args.best:
+        raise DefinitionError("--step and --best choose a checkpoint of a run, and this is a model folder.")
+    place = Path(args.path).expanduser()
+    pipeline = definitions.find(args.definition).pipeline(tuple(args.overrides))
+    dtype = pipeline.policy.dtype if isinstance(pipeline.policy, PretrainedPolicy) else "auto"
+    pipeline = replace(pipeline, policy=PretrainedPolicy(path=str(place), dtype=dtype))
+    return _Asked(
+        pipeline=_evaluated(pipeline, args),
+        folder=Path(args.out or f"runs/{place.resolve().name}-evaluation").expanduser(),
+        run=None,
+        checkpoint=None,
+        step=0,
+        seed=0,
+        device=args.device or "cpu",
+    )
+
+
+def _of_run(args: argparse.Namespace, address: Address) -> _Asked:
+    from rlhf_pipeline import definitions
+    from rlhf_pipeline.run.branch import checkpoint_of
+    from rlhf_pipeline.run.changes import changes
+    from rlhf_pipeline.run.checkpoint import step_of
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+
+    if args.out is not None:
+        raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
+    run = RunFolder.open(address)
+    moved = "name its new place: --definition FILE.py[:function]"
+    definition = (
+        definitions.find(args.definition)
+        if args.definition is not None
+        else recorded_definition(run, trust=args.trust, moved=moved)
+    )
+    own = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
+    before = run.config.pipeline
+    other = [change for change in changes({"policy": before.get("policy")}, own) if change.field[:7] == "policy."]
+    if wrong := [str(change) for change in other if change.field != "policy.path"]:
+        raise RunMismatchError(f"{address} was started with another model: {'; '.join(wrong)}. Use the recorded one.")
+    pipeline = _evaluated(own, args)
+    step = _best_step(run, own) if args.best else args.step
+    checkpoint = checkpoint_of(run, step, form="--step {step}")
+    return _Asked(
+        pipeline=pipeline,
+        folder=address,
+        run=run,
+        checkpoint=checkpoint,
+        step=step_of(checkpoint),
+        seed=run.config.seed,
+        device=args.device or run.config.device,
+    )
+
+
+def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
+    """Return a definition that evaluates what the command line says."""
+    from rlhf_pipeline.config import Evaluate
+    from rlhf_pipeline.data.prompts import Prompts
+
+    names = ("num_prompts", "group_size", "temperature")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.prompts is not None:
+        own = (pipeline.prompts if pipeline.evaluate is None else pipeline.evaluate.prompts, pipeline.prompts)
+        like = next((source for source in own if isinstance(source, Prompts)), None)
+        given["prompts"] = (
+            Prompts(path=args.prompts) if like is None else replace(like, path=args.prompts, rows=None, limit=None)
+        )
+    if pipeline.evaluate is not None:
+        return replace(pipeline, evaluate=replace(pipeline.evaluate, **given))
+    if args.prompts is None:
+        raise DefinitionError(
+            "the definition has no evaluate=Evaluate(...), so say which prompts to evaluate on: --prompts FILE"
+        )
+    return replace(pipeline, evaluate=Evaluate(**given))
+
+
+def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
+    """Return the kept step with the highest mean in the run's own evaluations."""
+    from rlhf_pipeline.run.checkpoint import step_of
+    from rlhf_pipeline.run.evaluation_rows import evaluation_store, stored_evaluations
+    from rlhf_pipeline.run.folder import is_store
+    from trajectory_store import TrajectoryStore
+
+    if pipeline.evaluate is None:
+        raise DefinitionError("--best is what a run's own evaluations found, and its definition has no evaluate=.")
+    path = evaluation_store(run, pipeline, pipeline.evaluate)
+    if not is_store(path):
+        raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Leave --best out, or name a --step.")
+    kept = {step_of(checkpoint) for checkpoint in run.saved()}
+    with TrajectoryStore.open(path, mode="r") as store:
+        found = [
+            (-mean, one["step"])
+            for one in stored_evaluations(store, pipeline.evaluate.success_at)
+            if (mean := one["evaluation/reward"]) is not None and one["step"] in kept
+        ]
+    if not found:
+        raise MissingPathError(f"none of the evaluated steps of {run.address} has a checkpoint. Leave --best out.")
+    return min(found)[1]
+
+
+def _evaluate_of(pipeline: Pipeline) -> Evaluate:
+    assert pipeline.evaluate is not None
+    return pipeline.evaluate
+
+
+def _next_commands(args: argparse.Namespace, asked: _Asked, store: Address) -> Iterator[tuple[str, str]]:
+    """Yield useful next commands, each with its meaning."""
+    from rlhf_pipeline.run.checkpoint import step_of
+
+    yield f"rlhf-pipeline view {typed(store)}", "the completions, in a browser"
+    yield f"rlhf-pipeline stats {typed(store)} --filter 'version=={asked.step}'", "their rewards and lengths"
+    others = [step_of(path) for path in asked.run.saved()] if asked.run is not None else []
+    if other := [step for step in others if step != asked.step]:
+        yield f"rlhf-pipeline evaluate {typed(args.path)} --step {other[-1]}", "another checkpoint that is kept"
+
+
+def _temperature(text: str) -> float:
+    """Read a number from 0 up."""
+    return 0.0 if text in ("0", "0.0") else above_zero(text)

@@ -1,0 +1,96 @@
+"""The rows of evaluations: where a run keeps them, and the figures that are computed from them. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
+from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.inputs import evaluation_inputs, model_folder
+from rlhf_pipeline.run.medium import Address, below
+from trajectory_store import TrajectoryStore
+
+Figures = dict[str, float | int | None]
+
+
+def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> Address:
+    """Return where the evaluations of a run are stored: a name for all that decides their completions and rewards.
+
+    The weights of a run are named by their step; those of a model folder, outside a run, are part of the name.
+
+    Args:
+        run: the run folder.
+        pipeline: the definition, for its sampling and its reward.
+        evaluate: what is evaluated.
+    """
+    what = {name: getattr(evaluate, name) for name in ("prompts", "num_prompts", "group_size", "temperature")}
+    what |= {name: getattr(pipeline.collect, name) for name in ("top_k", "top_p", "min_p", "stop", "max_turns")}
+    what |= {"max_new_tokens": evaluate.max_new_tokens or pipeline.collect.max_new_tokens}
+    what |= {"reward": pipeline.reward, "environment": pipeline.environment}
+    what |= {"inputs": evaluation_inputs(pipeline, evaluate)}
+    if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
+        what |= {"policy": pipeline.policy, "weights": model_folder(Path(pipeline.policy.path).expanduser())}
+    text = json.dumps({name: to_json(value) for name, value in what.items()}, sort_keys=True, default=str)
+    return below(run.address, f"{filenames.EVALUATIONS}/{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: float) -> Figures:
+    """Return the figures of one evaluation.
+
+    Args:
+        store: where its rows are.
+        rows: int64 [n], their ids.
+        success_at: the reward from which on a completion counts as right.
+
+    Returns:
+        `evaluation/reward` (mean over prompts), `evaluation/reward_low` and `_high` (its 95 % interval), `pass@K` for
+        powers of two up to the group's size, `completion_length`, `cut_off` and `failed`.
+    """
+    rewards = store.read_scalars("task_reward", rows).astype(np.float64)
+    _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
+    graded = np.isfinite(rewards)
+    counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
+    sums = np.bincount(prompt[graded], rewards[graded], minlength=len(counts))
+    right = np.bincount(prompt[graded], rewards[graded] >= success_at, minlength=len(counts)).astype(np.int64)
+    means = sums[counts > 0] / counts[counts > 0]
+    mean, low, high = mean_interval(means) if len(means) else (None, None, None)
+    lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
+    reasons = store.read(rows, ["finish_reason"])["finish_reason"]
+    most = int(np.bincount(prompt).max())
+    return {
+        "evaluation/reward": mean,
+        "evaluation/reward_low": low,
+        "evaluation/reward_high": high,
+        **{f"evaluation/pass@{2**i}": pass_at_k(counts, right, 2**i) for i in range(most.bit_length())},
+        "evaluation/completion_length": float(lengths.mean()),
+        "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
+        "evaluation/failed": int((~graded).sum()),
+    }
+
+
+def evaluation_stores(run: RunFolder) -> dict[str, Address]:
+    """Return the stores of a run's evaluations by name."""
+    names = run.medium.inside(filenames.EVALUATIONS)
+    return {name: below(run.address, f"{filenames.EVALUATIONS}/{name}") for name in names}
+
+
+def stored_evaluations(store: TrajectoryStore, success_at: float) -> list[dict[str, Any]]:
+    """Return the step and the figures of each evaluation in a store, by step.
+
+    Args:
+        store: of one run's evaluations.
+        success_at: the reward from which on a completion counts as right.
+    """
+    ids, steps = store.ids(), store.read_scalars("policy_version")
+    return [
+        {"step": step, **evaluation_figures(store, ids[steps == step], success_at)}
+        for step in np.unique(steps).tolist()
+    ]
