@@ -16,7 +16,8 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
 
     Args:
         views: the runs, which questions name by their place.
-        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...
+        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...; a store
+            of a run's evaluations is `runs/0.NAME`.
         query: the arguments.
 
     Raises:
@@ -70,9 +71,13 @@ def _of_run(view: View, what: str, query: Query) -> Any:
 
 
 def _view(views: Sequence[View], run: str) -> View:
-    if not run.isdecimal() or int(run) >= len(views):
+    number, _, evaluation = run.partition(".")
+    if not number.isdecimal() or len(number) > 9 or int(number) >= len(views):
         raise MissingKeyError(f"there is no run {run[:20]}.")
-    return views[int(run)]
+    found = views[int(number)].evaluations().get(evaluation) if evaluation else views[int(number)]
+    if found is None:
+        raise MissingKeyError(f"there is no evaluation {evaluation[:20]} of run {number}.")
+    return found
 
 
 def _text(query: Query, name: str, default: str) -> str:
