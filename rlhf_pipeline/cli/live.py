@@ -19,12 +19,11 @@ from rich.text import Text
 
 from rlhf_pipeline.errors import PipelineError, plain
 from rlhf_pipeline.report.query import Answer, View
+from rlhf_pipeline.report.status import SILENT_S
 from rlhf_pipeline.report.words import duration, number, one_line
 from rlhf_pipeline.run.medium import Address
 from trajectory_store import StoreError
 
-LATE_S: Final = 60.0
-"""A process that has said nothing for this long is shown in red."""
 SMALL: Final = {
     "entropy": "entropy",
     "kl_k1": "kl to ref",
@@ -179,9 +178,11 @@ def _processes(processes: Sequence[Answer], now: float) -> RenderableType:
     table = _table(("process", "left"), ("state", "left"), ("at", "left"), ("seen", "right"))
     for one in processes:
         age = max(now - (one["seen"] or now), 0.0)
-        late = age > LATE_S and one.get("state") != "ended"
+        gone = not one["alive"] and one.get("state") != "ended"
+        late = gone or (age > SILENT_S and one["alive"])
         at = f"step {one['step']:,}" if one.get("step") is not None else f"{one.get('rollouts', '-')} rollouts"
-        state = Text(plain(str(one.get("state", "-"))), "bold red" if late else "green")
+        said = f"gone, was: {one.get('state')}" if gone else str(one.get("state", "-"))
+        state = Text(plain(said), "bold red" if late else "green")
         table.add_row(plain(one["name"]), state, at, Text(f"{duration(age)} ago", "red" if late else "dim"))
     return table
 

@@ -19,7 +19,7 @@ from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
     *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "compact"),
-    *("report", "view", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
+    *("report", "view", "status", "ls", "group", "ledger", "stats", "import", "export", "copy", "new-model", "doctor"),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -39,6 +39,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline status runs/copy_digits           what runs, waits, grows, looks wrong
   rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 

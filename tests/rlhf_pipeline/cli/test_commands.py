@@ -157,3 +157,15 @@ def test_closed_pipe(run_dir: Path):
     shown = subprocess.run(line, shell=True, capture_output=True, text=True, env=env, check=False)
     assert shown.stdout.startswith("trajectory 0")
     assert shown.stderr == ""
+
+
+def test_status(cli: Cli, run_dir: Path):
+    """A run's state in lines and as JSON; an alarm is exit code 1; a store alone has no state."""
+    shown = cli("status", run_dir)
+    assert shown.code == 1
+    assert shown.out.startswith(f"{run_dir}: stopped")
+    assert "  step    12 of 300, reward " in shown.out
+    assert f"rlhf-pipeline run --resume --out {run_dir}" in shown.out
+    data = json.loads(cli("status", run_dir, "--json").out)
+    assert (data["state"], data["stored"], len(data["alarms"])) == ("stopped", 48, 1)
+    assert cli("status", run_dir / "store").code == 2

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rich.console import Console
 
 from rlhf_pipeline.cli.live import Screen, braille, frame
 from rlhf_pipeline.report.query import View
+from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.rows import StepRows
 
 from ..report.conftest import write_run
@@ -33,8 +36,17 @@ COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|9[0-7])(?:;\d+)*m")
 
 
 @pytest.fixture
-def live_run(tmp_path: Path) -> Path:
-    """A run of three processes, one of which says nothing any more; it has a figure that never moves."""
+def live_run(tmp_path: Path) -> Iterator[Path]:
+    """A run of four processes, one of which says nothing any more and one is gone; it has figures that never move."""
+    run = make(tmp_path)
+    with ExitStack() as stack:
+        for name in ("learner-0", "collector-0", "collector-1"):
+            stack.enter_context(process_lock(run / "processes", name))
+        yield run
+
+
+def make(tmp_path: Path) -> Path:
+    """Write the run."""
     run = write_run(tmp_path / "demo", failed=2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name in ("metrics.jsonl", "metrics.index"):
@@ -46,6 +58,7 @@ def live_run(tmp_path: Path) -> Path:
         "learner-0": {"state": "steps", "step": 12, "time": NOW - 2},
         "collector-0": {"state": "samples", "rollouts": 6, "time": NOW - 1},
         "collector-1": {"state": "samples", "rollouts": 3, "time": NOW - 900},
+        "collector-2": {"state": "samples", "rollouts": 2, "time": NOW - 9},
     }
     for name, record in said.items():
         (run / "processes" / f"{name}.json").write_text(json.dumps(record))
