@@ -224,6 +224,12 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def row_id(text: str) -> int:
+    """Read a trajectory's id: a number, or `SEGMENT:ROW` as the pages show it."""
+    segment, colon, row = text.partition(":")
+    return natural(segment) << 32 | natural(row) if colon else natural(text)
+
+
 def positive(text: str) -> int:
     """Read a whole number from 1 up."""
     number = int(text) if text.isdecimal() else 0

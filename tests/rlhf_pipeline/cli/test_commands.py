@@ -92,6 +92,10 @@ def test_show(cli: Cli, run_dir: Path):
     step = cli("show", run_dir, "--step", 3).out.splitlines()
     assert [line.split()[0] for line in step[1:-1]] == [str(row) for row in range(8, 16)]
     assert cli("show", run_dir, "--last", 2, "--full").out.count("trajectory ") == 2
+    [item] = json.loads(cli("show", run_dir, "--id", "0:5", "--json").out)
+    assert (item["id"], item["group"], len(item["ids"])) == ("5", 1, item["num_tokens"])
+    assert [row["id"] for row in json.loads(cli("show", run_dir, "--last", 2, "--json").out)] == ["46", "47"]
+    assert "no trajectory 4294967301 in" in cli("show", run_dir, "--id", "1:5").err
 
 
 def test_verify(cli: Cli, run_dir: Path):
