@@ -12,7 +12,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +22,6 @@ from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import flat_fields
-from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store
 from rlhf_pipeline.run.medium import Address, address_of
 
@@ -100,14 +98,13 @@ class View:
     Args:
         path: the folder, or its URL.
         name: what it is called in answers; the folder's name if None.
-        texts: turns token ids into text; by the run's own tokenizer if None.
 
     Raises:
         MissingPathError: there is neither a run nor a store.
         StoreError: the store is damaged.
     """
 
-    def __init__(self, path: Address | str, *, name: str | None = None, texts: TokenTexts | None = None) -> None:
+    def __init__(self, path: Address | str, *, name: str | None = None) -> None:
         address = address_of(path)
         self.run: RunFolder | None
         if is_run(address):
@@ -117,16 +114,13 @@ class View:
             self.run, self._store_path = open_run_or_store(address)
         self.address: Address = self._store_path if self.run is None else self.run.address
         self.name = name or str(self.address).rstrip("/").rpartition("/")[2]
-        self._texts = texts or TokenTexts(self.run)
+        self._texts = TokenTexts(self.run)
         self._stored: Stored | None = None
-        self._evaluations: dict[str, View] = {}
 
     def close(self) -> None:
-        """Close the stores."""
+        """Close the store."""
         if self._stored is not None:
             self._stored.store.close()
-        for view in self._evaluations.values():
-            view.close()
 
     @property
     def stored(self) -> Stored:
@@ -147,16 +141,6 @@ class View:
             return self.stored.store.refresh()
         except MissingPathError:
             return 0
-
-    def evaluations(self) -> Mapping[str, View]:
-        """Return the stores of the run's evaluations as they are now, by their names; none for a run at a URL."""
-        if self.run is not None and isinstance(self.address, Path):
-            for folder in sorted((self.address / filenames.EVALUATIONS).glob("*/")):
-                if folder.name not in self._evaluations and is_store(folder):
-                    self._evaluations[folder.name] = View(folder, texts=self._texts)
-        for view in self._evaluations.values():
-            view.refresh()
-        return self._evaluations
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -201,13 +185,13 @@ class View:
         """Return figures of `metrics.jsonl` as columns, in evenly spaced steps.
 
         Args:
-            names: the figures; all that any of these steps has if empty.
+            names: the figures; all of the first and last row if empty.
             points: the most steps.
             after: only later steps.
         """
         rows = self._metrics()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
-        numbers = {key for row in some for key, value in row.items() if isinstance(value, int | float)}
+        numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
         wanted = list(names) or sorted(numbers - {"step", "time"})
         return {
             "step": [row["step"] for row in some],
@@ -429,8 +413,6 @@ class View:
     def step(self, step: int) -> Answer:
         """Return what an optimizer step learned from, its figures, and the evaluation of the weights behind it.
 
-        Rows of an evaluation say in `of` which of `evaluations` has them.
-
         Raises:
             MissingKeyError: there is no such step.
         """
@@ -449,11 +431,7 @@ class View:
             "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
             "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
             "rows": rows,
-            "evaluation": [
-                {**self._cut(row), "of": name}
-                for name, view in self.evaluations().items()
-                for row in view.rows(view._of_version(step)[:MOST_ROWS])
-            ],
+            "evaluation": [self._cut(row) for row in self.rows(self._evaluated(step)[:MOST_ROWS])],
         }
 
     def steps_of(self, id: int, version: int | None = None) -> list[int]:
@@ -600,9 +578,11 @@ class View:
         num = len(self.stored.ids() if ids is None else ids)
         return np.full(num, np.nan) if values is None else values.astype(np.float64)
 
-    def _of_version(self, version: int) -> Ids:
-        versions = self.stored.scalars("policy_version")
-        return np.zeros(0, np.int64) if versions is None else self.stored.ids()[versions == version]
+    def _evaluated(self, version: int) -> Ids:
+        marks, versions = self.stored.scalars("evaluation"), self.stored.scalars("policy_version")
+        if marks is None or versions is None:
+            return np.zeros(0, np.int64)
+        return self.stored.ids()[(marks != 0) & (versions == version)]
 
     def _counts(self, name: str, ids: Ids) -> dict[str, int]:
         """Count a text column's values by their bytes."""

@@ -16,8 +16,7 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
 
     Args:
         views: the runs, which questions name by their place.
-        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...; a store
-            of a run's evaluations is `runs/0.NAME`.
+        path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...
         query: the arguments.
 
     Raises:
@@ -71,13 +70,9 @@ def _of_run(view: View, what: str, query: Query) -> Any:
 
 
 def _view(views: Sequence[View], run: str) -> View:
-    number, _, evaluation = run.partition(".")
-    if not number.isdecimal() or len(number) > 9 or int(number) >= len(views):
+    if not run.isdecimal() or int(run) >= len(views):
         raise MissingKeyError(f"there is no run {run[:20]}.")
-    found = views[int(number)].evaluations().get(evaluation) if evaluation else views[int(number)]
-    if found is None:
-        raise MissingKeyError(f"there is no evaluation {evaluation[:20]} of run {number}.")
-    return found
+    return views[int(run)]
 
 
 def _text(query: Query, name: str, default: str) -> str:

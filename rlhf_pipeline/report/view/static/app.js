@@ -15,25 +15,24 @@ const KEYS = [["/", "search"], ["j, k", "next, previous row"], ["Enter", "open t
 const state = { runs: [], changes: null, seen: 0 };
 let at = null, body = nothing, leave = null, visit = 0;
 
-// A page's `run` is the run's number, or that of a store of its evaluations, 0.NAME; `of` is the run's alone.
 function route() {
   const [path, query] = location.hash.slice(2).split("?"), parts = path.split("/").filter(Boolean);
   const params = new URLSearchParams(query);
-  if (!parts.length || parts[0] === "runs") return { page: "runs", run: "0", of: 0, query: params };
-  return { run: parts[0], of: parseInt(parts[0], 10), page: parts[1], id: parts[2], query: params };
+  if (!parts.length || parts[0] === "runs") return { page: "runs", run: 0, query: params };
+  return { run: Number(parts[0]), page: parts[1], id: parts[2], query: params };
 }
 
 function shell() {
-  const run = state.runs[at.of], stored = state.changes?.watermark ?? run?.watermark, step = state.changes?.step ?? run?.step;
+  const run = state.runs[at.run], stored = state.changes?.watermark ?? run?.watermark, step = state.changes?.step ?? run?.step;
   const main = { t: "trajectories", group: "trajectories", step: "runs" }[at.page] ?? at.page;
-  const links = [["runs", "Curves", "#/runs"], ["trajectories", "Trajectories"], ["lists", "Lists", `#/${at.of}/lists/failed`],
+  const links = [["runs", "Curves", "#/runs"], ["trajectories", "Trajectories"], ["lists", "Lists", `#/${at.run}/lists/failed`],
     ["health", "Health"], ["definition", "Definition"]];
   return html`<a class="skip" href="#main" @click=${e => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header><strong>${visible(run?.name ?? "rlhf-pipeline")}</strong>
       <nav aria-label="Pages">${links.map(([page, name, to]) =>
-        html`<a href=${to ?? `#/${at.of}/${page}`} aria-current=${main === page ? "page" : nothing}>${name}</a>`)}</nav>
+        html`<a href=${to ?? `#/${at.run}/${page}`} aria-current=${main === page ? "page" : nothing}>${name}</a>`)}</nav>
       ${state.runs.length > 1 ? html`<label class="pick">run <select @change=${e => { location.hash = `/${e.target.value}/trajectories`; }}>
-        ${state.runs.map((one, i) => html`<option value=${i} ?selected=${i === at.of}>${one.name}</option>`)}</select></label>` : nothing}
+        ${state.runs.map((one, i) => html`<option value=${i} ?selected=${i === at.run}>${one.name}</option>`)}</select></label>` : nothing}
       <span class="live" id="live">${isReport ? html`report: a choice of ${fmt(stored)} trajectories` : html`<i class="dot"></i>${fmt(stored)} trajectories${
         step === null || step === undefined ? "" : `, step ${fmt(step)}`}${run?.updated ? `, ${ago(run.updated)}` : ""}`}</span>
       <span class="hidden" role="status" id="said"></span>
@@ -47,7 +46,7 @@ async function show() {
   leave?.(); leave = null;
   try {
     if (!state.runs.length) state.runs = await get("runs");
-    if (!state.runs[next.of] || !PAGES[next.page]) throw new Error(`There is no page ${location.hash}.`);
+    if (!state.runs[next.run] || !PAGES[next.page]) throw new Error(`There is no page ${location.hash}.`);
     const draw = content => { if (mine === visit) { at = next; body = content; render(shell(), root); } };
     const left = await PAGES[next.page](next, state, draw);
     if (mine !== visit) left?.(); else leave = left;
@@ -56,13 +55,13 @@ async function show() {
     at = next; body = html`<div class="card" role="alert"><h1>That did not work</h1><p>${error.message}</p><p><a href="#/runs">All runs</a></p></div>`;
     render(shell(), root);
   }
-  document.title = [at.id, at.page, state.runs[at.of]?.name].filter(Boolean).join(" · ");
+  document.title = [at.id, at.page, state.runs[at.run]?.name].filter(Boolean).join(" · ");
 }
 
 async function poll() {
   if (document.hidden || !at || !state.runs.length) return;
   try {
-    const before = state.changes, now = await get(`runs/${Math.min(at.of, state.runs.length - 1)}/changes`);
+    const before = state.changes, now = await get(`runs/${Math.min(at.run, state.runs.length - 1)}/changes`);
     state.changes = now;
     if (before && (before.watermark !== now.watermark || before.step !== now.step)) {
       state.runs = await get("runs");

@@ -13,14 +13,12 @@ export function hit(text, wanted) {
 export const finish = row => html`<span class="chip ${row.finish === "failed" || row.failure ? "bad" : ""}">${visible(row.failure ?? (row.finish || "–"))}</span>${
   row.evaluation ? html` <span class="chip">evaluation</span>` : nothing}${row.trusted === false ? html` <span class="chip bad">untrusted</span>` : nothing}`;
 
-const within = (run, row) => row.of ? `${run}.${row.of}` : run;
-
 export const rowsTable = (run, rows, { head = null, text = "", column = "completion" } = {}) => html`
   <div class="card scroll" tabindex="0" role="region" aria-label="Trajectories"><table class="rows"><thead><tr>${head ?? COLUMNS.map(([, name]) => html`<th>${name}</th>`)}
     <th>tokens</th><th class="l">finish</th><th class="l">prompt and completion</th></tr></thead><tbody>${rows.map(row => html`<tr>
-    <td data-l="id"><a class="row" href="#/${within(run, row)}/t/${row.id}" aria-label="trajectory ${short(row.id)}">${short(row.id)}</a></td><td data-l="reward">${fmt(row.reward, 2)}</td>
+    <td data-l="id"><a class="row" href="#/${run}/t/${row.id}" aria-label="trajectory ${short(row.id)}">${short(row.id)}</a></td><td data-l="reward">${fmt(row.reward, 2)}</td>
     <td data-l="adv.">${fmt(row.advantage, 2)}</td><td data-l="version">${row.version ?? "–"}</td>
-    <td data-l="group">${row.group === null ? "–" : html`<a href="#/${within(run, row)}/group/${row.group}" aria-label="group ${row.group}">${row.group}</a>`}</td><td data-l="tokens">${fmt(row.tokens)}</td>
+    <td data-l="group">${row.group === null ? "–" : html`<a href="#/${run}/group/${row.group}" aria-label="group ${row.group}">${row.group}</a>`}</td><td data-l="tokens">${fmt(row.tokens)}</td>
     <td class="l">${finish(row)}</td><td class="text"><div class="soft" dir="auto">${column === "prompt" ? hit(row.prompt, text) : visible(row.prompt)}</div>
     <div dir="auto">${column === "completion" ? hit(row.completion, text) : visible(row.completion)}${row.error ? html`<span class="bad"> ${visible(row.error)}</span>` : nothing}</div></td></tr>`)}</tbody></table></div>`;
 
