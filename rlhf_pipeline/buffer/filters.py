@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from trajectory_store import Schema, TrajectoryStore
+from trajectory_store import RaggedArray, Schema, TrajectoryStore
+from trajectory_store.texts import Texts
 from trajectory_store.where import evaluate
 
 Ids = npt.NDArray[np.int64]
@@ -65,23 +66,22 @@ def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.ND
 
 def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
     """Return a text column as it is stored, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
+    rows = _stored_bytes(store, name, ids)
+    return rows.values, rows.offsets
+
+
+def _stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
     column = store.schema[name]
     batch = store.read_batch(ids, Schema([column]))
     flat = batch.values.get(name, np.zeros(0, np.uint8)).view(np.uint8)
-    lengths = batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64))
-    return flat, np.concatenate([[0], np.cumsum(lengths)])
+    return RaggedArray(flat, batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64)))
 
 
 def _equals(store: TrajectoryStore, name: str, ids: Ids, value: bytes) -> npt.NDArray[np.bool_]:
-    """Compare stored bytes, first by their length; decoding a million texts takes over a second."""
-    found = np.zeros(len(ids), bool)
-    wanted = np.frombuffer(value, np.uint8)
-    for first in range(0, len(ids), _TEXT_ROWS):
-        flat, starts = text_bytes(store, name, ids[first : first + _TEXT_ROWS])
-        rows = np.flatnonzero(np.diff(starts) == len(wanted))
-        same = (flat[starts[rows, None] + np.arange(len(wanted))] == wanted).all(axis=1) if len(rows) else True
-        found[first + rows] = same
-    return found
+    """Compare stored bytes block by block, as the store's `where` does."""
+    blocks = (ids[first : first + _TEXT_ROWS] for first in range(0, len(ids), _TEXT_ROWS))
+    same = [Texts(_stored_bytes(store, name, block), bytes) == value for block in blocks]
+    return np.concatenate([np.zeros(0, bool), *same])
 
 
 def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:

@@ -18,7 +18,7 @@ from rlhf_pipeline.run.medium import below
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     """Write the report, and print the result of the run and the next commands."""
     from rlhf_pipeline.report.one_file import write_report
-    from rlhf_pipeline.report.samples import before_and_after
+    from rlhf_pipeline.report.show import before_and_after
 
     run = RunFolder.open(finished.run_dir)
     if plan.pipeline.replay is not None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from rlhf_pipeline.errors import PipelineError, plain
 from rlhf_pipeline.report.words import count, duration
@@ -68,6 +69,11 @@ def warn(text: str) -> None:
     """Print to standard error, and ignore an error there."""
     with contextlib.suppress(OSError):
         print(plain(pasted(text)), file=sys.stderr, flush=True)
+
+
+def can_draw(out: TextIO) -> bool:
+    """Return whether a stream is a terminal that can be drawn on: not `TERM=dumb`, and with Unicode."""
+    return out.isatty() and os.environ.get("TERM") != "dumb" and "utf" in (out.encoding or "").lower()
 
 
 class Ticker:

@@ -20,22 +20,9 @@ from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
-    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay"),
-    *(
-        "evaluate",
-        "compact",
-        "report",
-        "view",
-        "ls",
-        "group",
-        "ledger",
-        "stats",
-        "import",
-        "export",
-        "copy",
-        "new-model",
-        "doctor",
-    ),
+    *("run", "collect", "learn", "list", "config", "inspect", "show", "tail", "diff", "verify", "replay", "evaluate"),
+    *("compact", "report", "view", "status", "ls", "group", "ledger", "stats"),
+    *("import", "export", "copy", "new-model", "doctor"),
 )
 """In the order of `--help`; each command has a file of the same name."""
 
@@ -55,6 +42,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
+  rlhf-pipeline status runs/copy_digits           what runs, waits, grows, looks wrong
   rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
   rlhf-pipeline evaluate runs/mine --best         its best checkpoint on held-out prompts
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
@@ -261,6 +249,12 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
     return int(text)
+
+
+def row_id(text: str) -> int:
+    """Read a trajectory's id: a number, or `SEGMENT:ROW` as the pages show it."""
+    segment, colon, row = text.partition(":")
+    return natural(segment) << 32 | natural(row) if colon else natural(text)
 
 
 def positive(text: str) -> int:

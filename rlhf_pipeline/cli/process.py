@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from rlhf_pipeline.cli.output import warn
+from rlhf_pipeline.cli.output import can_draw, warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.cli.several import is_one_of_several
 from rlhf_pipeline.errors import DefinitionError
@@ -73,9 +73,8 @@ def attend(
 
 
 def view_of_stdout(log_name: str = filenames.LOG) -> RunView:
-    """Return a view that draws one line in place in a terminal, and prints lines elsewhere."""
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return RunView(sys.stdout, live=live, log_name=log_name)
+    """Return a view that draws a run in place in a terminal, and prints lines elsewhere."""
+    return RunView(sys.stdout, live=can_draw(sys.stdout), log_name=log_name)
 
 
 def stopped_code(seen: list[int]) -> int:

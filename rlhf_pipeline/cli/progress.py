@@ -1,17 +1,16 @@
-"""Progress of a run: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run: a frame drawn in place in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from rlhf_pipeline.cli.output import pasted
 from rlhf_pipeline.errors import plain
-from rlhf_pipeline.report.sparkline import sparkline
 from rlhf_pipeline.report.words import count, duration, evaluation_words, number
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
@@ -19,20 +18,22 @@ from rlhf_pipeline.run.events import EvaluationDone, Event, Notice, RolloutDone,
 _NOTICES_OF_A_KIND = 3
 _STEPS_BETWEEN_LINES = 10
 _SECONDS_BETWEEN_LINES = 1.0
-_FRAMES_PER_SECOND = 12
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.cli.live import Screen
 
 
 class RunView:
     """Writes a run's events to a text stream; pass it as `on_event`.
 
-    In a terminal one line is redrawn in place. Elsewhere a line is printed for the first step, then every second
-    or every ten steps. A stream that breaks (a closed pipe, a lost terminal) never stops the run.
+    In a terminal a frame of the run is redrawn in place. Elsewhere, and for a run at a URL, a line is printed for the
+    first step, then every second or every ten steps. A stream that breaks (a closed pipe, a lost terminal) never stops
+    the run.
 
     Args:
         out: the stream to write to.
-        live: draw one line in place; False prints lines.
+        live: draw in place; False prints lines.
         clock: returns seconds; for tests.
-        columns: returns the terminal's width; for tests.
         log_name: the file in the run folder that receives every notice.
     """
 
@@ -42,19 +43,15 @@ class RunView:
         *,
         live: bool,
         clock: Callable[[], float] = time.monotonic,
-        columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
         log_name: str = filenames.LOG,
     ) -> None:
         self._out = out
         self._live = live
         self._clock = clock
-        self._columns = columns
         self._log_name = log_name
-        self._ascii = "utf" not in (getattr(out, "encoding", None) or "").lower()
         self._latest: dict[str, float | int] = {}
-        self._rewards: list[float] = []
         self._seen: Counter[str] = Counter()
-        self._drawn = False
+        self._screen: Screen | None = None
         self._broken = False
         self._line_at = -1e9
         self._line_step = -1
@@ -75,22 +72,29 @@ class RunView:
             case Notice():
                 self._notice(event)
             case RunFinished():
-                self._erase()
+                self._draw()
+                self.close()
 
     def say(self, text: str) -> None:
-        """Print a line; the live line is redrawn below it."""
-        self._erase()
-        self._write(f"{plain(pasted(text))}\n")
+        """Print a line; a frame is redrawn below it."""
+        screen, line = self._screen, plain(pasted(text))
+        self._try(lambda: self._out.write(f"{line}\n") if screen is None else screen.say(line))
 
     def close(self) -> None:
-        """Erase the live line, so that the next output starts on a fresh line."""
-        self._erase()
+        """End the frame, which stays as it is; what is said next stands below it."""
+        if self._screen is not None:
+            screen, self._screen = self._screen, None
+            self._try(screen.close)
 
     def _started(self, event: RunStarted) -> None:
         self._step_at = self._clock()
         where = f"{count(event.num_parameters, 'parameter')}, {count(event.total_steps, 'step')} at most"
         again = f", going on after step {event.first_step}" if event.first_step else ""
         self.say(f"{event.run_dir}: {where}{again}. Ctrl-C stops after a step and saves.")
+        if self._live and self._screen is None and isinstance(event.run_dir, Path):
+            from rlhf_pipeline.cli.live import Screen
+
+            self._screen = Screen(event.run_dir, self._out)
 
     def _step(self, event: StepDone) -> None:
         now = self._clock()
@@ -99,22 +103,18 @@ class RunView:
             self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
         self._step_at = now
         self._latest.update({name: value for name, value in event.metrics.items() if value is not None})
-        reward = event.metrics.get("task_reward")
-        if reward is not None:
-            self._rewards.append(reward)
-        last = event.step == event.total_steps
-        if self._live:
-            if last or now - self._line_at >= 1 / _FRAMES_PER_SECOND:
+        if self._screen is not None:
+            if now - self._line_at >= _SECONDS_BETWEEN_LINES:
                 self._line_at = now
-                self._draw(self._fit(self._fields(event, graph=True), self._columns() - 1))
+                self._draw()
         elif (
-            last
+            event.step == event.total_steps
             or self._line_step < 0
             or now - self._line_at >= _SECONDS_BETWEEN_LINES
             or event.step - self._line_step >= _STEPS_BETWEEN_LINES
         ):
             self._line_at, self._line_step = now, event.step
-            self._write("  ".join(self._fields(event, graph=False)) + "\n")
+            self.say("  ".join(self._fields(event)))
 
     def _evaluated(self, event: EvaluationDone) -> None:
         """Print the figures of an evaluation."""
@@ -123,9 +123,13 @@ class RunView:
 
     def _rollout(self, event: RolloutDone) -> None:
         """Print a collector's stored rollout, at most one line a second."""
-        if (now := self._clock()) - self._line_at < _SECONDS_BETWEEN_LINES:
+        now = self._clock()
+        if now - self._line_at < _SECONDS_BETWEEN_LINES:
             return
         self._line_at = now
+        if self._screen is not None:
+            self._draw()
+            return
         self.say(
             f"{event.collector}: rollout {event.rollout}  weights of step {event.policy_version}  "
             f"reward {number(event.task_reward)}  {count(event.num_trajectories, 'trajectory')} "
@@ -146,13 +150,12 @@ class RunView:
         more = f" (more like this go to {self._log_name} only)" if is_last else ""
         self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 
-    def _fields(self, event: StepDone, *, graph: bool) -> list[str]:
-        """Return the parts of the line, the ones to keep longest first."""
+    def _fields(self, event: StepDone) -> list[str]:
+        """Return the parts of the line."""
         width = len(str(event.total_steps))
         fields = [f"step {event.step:>{width}}/{event.total_steps}"]
-        if self._rewards:
-            curve = f" {sparkline(self._rewards, width=16, ascii_only=self._ascii)}" if graph else ""
-            fields.append(f"reward {number(self._rewards[-1])}{curve}")
+        if "task_reward" in self._latest:
+            fields.append(f"reward {number(self._latest['task_reward'])}")
         kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, otherwise to the behaviour policy
         shown = (
             (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_approx {:.3f}"),
@@ -167,30 +170,19 @@ class RunView:
             fields.append(f"eta {_clock_time(self._step_seconds * (event.total_steps - event.step))}")
         return fields
 
-    @staticmethod
-    def _fit(fields: list[str], columns: int) -> str:
-        """Join as many fields as fit on the line; the ETA, which is last, is kept longest."""
-        while len(fields) > 3 and len("  ".join(fields)) > columns:
-            del fields[-2]
-        return "  ".join(fields)[: max(columns, 0)]
+    def _draw(self) -> None:
+        if self._screen is not None:
+            self._try(self._screen.draw)
 
-    def _draw(self, line: str) -> None:
-        self._write(f"\r{line}\x1b[K")
-        self._drawn = True
-
-    def _erase(self) -> None:
-        if self._drawn:
-            self._write("\r\x1b[K")
-            self._drawn = False
-
-    def _write(self, text: str) -> None:
+    def _try(self, write: Callable[[], object]) -> None:
+        """Write; where the terminal or the pipe is gone, the run continues."""
         if self._broken:
             return
         try:
-            self._out.write(text)
+            write()
             self._out.flush()
         except (OSError, ValueError):
-            self._broken = True  # the terminal or the pipe is gone; the run continues
+            self._broken = True
 
 
 def _clock_time(seconds: float) -> str:

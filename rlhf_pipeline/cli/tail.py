@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say, warn
+from rlhf_pipeline.cli.output import can_draw, say, warn
 from rlhf_pipeline.cli.parser import add_filter, natural
 
 _POLL_S = 0.25
+_FRAME_S = 1.0
 _POLL_URL_S = 2.0
 """The interval at a URL, where each poll costs a few requests."""
 
 HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
 One line per trajectory: id, policy version, group, reward, completion tokens, finish reason, and the
-start of the completion. For a run also the newest optimizer step, and with --follow each new one.
+start of the completion. With --follow, of a run: in a terminal its curve, figures, processes and newest
+groups, drawn in place; elsewhere, or with --plain, one line per step. Of a run's store, or with --filter:
+each new trajectory.
 
 examples:
   rlhf-pipeline tail runs/copy_digits
   rlhf-pipeline tail runs/copy_digits -f           watch a running run
+  rlhf-pipeline tail runs/copy_digits -f | grep -v nan
+  rlhf-pipeline tail runs/copy_digits/store -f     each trajectory
   rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
@@ -34,7 +41,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("-n", "--num", type=natural, default=10, metavar="N", help="how many (default: %(default)s)")
-    command.add_argument("-f", "--follow", action="store_true", help="print new ones as they are stored, until Ctrl-C")
+    command.add_argument("-f", "--follow", action="store_true", help="go on with what is new, until Ctrl-C")
+    command.add_argument("--plain", action="store_true", help="lines in a terminal as well")
     add_filter(command)
 
 
@@ -42,12 +50,15 @@ def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow`, continue until Ctrl-C, which exits as quietly as `tail -f`."""
     from rlhf_pipeline.report.follow import Follower
     from rlhf_pipeline.report.stored import Stored
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.folder import is_run, open_run_or_store
     from rlhf_pipeline.run.medium import address_of, is_url
 
+    address = address_of(args.path)
     try:
+        if args.follow and not args.filters and is_run(address):
+            return _steps(address, args.num, draw=can_draw(sys.stdout) and not args.plain)
         if args.follow:
-            _wait_for_store(address_of(args.path))
+            _wait_for_store(address)
         run, store_path = open_run_or_store(args.path)
         with Stored(store_path) as stored:
             follower = Follower(run, stored, args.filters, say, shutil.get_terminal_size((110, 24)).columns)
@@ -59,6 +70,35 @@ def execute(args: argparse.Namespace) -> int:
             raise
         return 128 + signal.SIGINT
     return 0
+
+
+def _steps(address: Path | str, num: int, *, draw: bool) -> int:
+    """Draw a run, or print its newest steps and each new one, until Ctrl-C or until the run is gone."""
+    from rlhf_pipeline.report.follow import waiter
+    from rlhf_pipeline.report.tail import step_line
+    from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
+    from rlhf_pipeline.run.medium import is_url
+    from rlhf_pipeline.run.rows import NewRows
+
+    wait = waiter()
+    if draw:
+        from rlhf_pipeline.cli.live import Screen
+
+        with closing(Screen(address, sys.stdout)) as screen:
+            while True:
+                screen.draw()
+                wait(_POLL_URL_S if is_url(address) else _FRAME_S)
+    run = RunFolder.open(address)
+    steps = NewRows(run.rows(run.metrics_file))
+    rows = steps.rows[-num:] if num else []
+    while True:
+        for row in rows:
+            say(step_line(row))
+        if wait(_POLL_URL_S if is_url(address) else _POLL_S):
+            return 0
+        if not is_run(address):
+            raise not_found(address, "run")
+        rows = steps.read()
 
 
 def _wait_for_store(folder: Path | str) -> None:

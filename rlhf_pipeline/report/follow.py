@@ -54,7 +54,7 @@ class Follower:
         Raises:
             MissingPathError: the store was removed or replaced.
         """
-        wait = _waiter()
+        wait = waiter()
         while not wait(every):
             # Steps are read first, so that the trajectories they refer to are found afterwards.
             steps = self._steps.read() if self._steps is not None else []
@@ -91,7 +91,7 @@ def _root(store: Address) -> bytes | None:
         return None
 
 
-def _waiter() -> Callable[[float], bool]:
+def waiter() -> Callable[[float], bool]:
     """Return a function that waits, and returns whether the reader of a pipe (head, grep -q) has exited."""
     try:
         poll = system.poll()

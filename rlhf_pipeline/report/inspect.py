@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,8 @@ from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction
-from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.stored import Ids, Stored, disk_usage
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
-from trajectory_store.fs import disk_bytes
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -354,16 +351,6 @@ def histogram(lengths: Ids, counts: Ids) -> tuple[tuple[int, int, int], ...]:
     return tuple(
         (start, min(start + width - 1, high), int(num)) for start, num in zip(starts, sums.tolist(), strict=True)
     )
-
-
-def disk_usage(folder: Address) -> int:
-    """Return the bytes that a folder takes on disk, or the objects at a URL; holes in sparse files do not count."""
-    if not isinstance(folder, Path):
-        from trajectory_store.objects.remote import ObstoreBucket, open_bucket
-
-        bucket = open_bucket(folder, durable=False)
-        return bucket.size() if isinstance(bucket, ObstoreBucket) else 0
-    return disk_bytes(folder)
 
 
 def _or_none(value: float) -> float | None:

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.buffer.filters import meets, num_completion_tokens, text_bytes
-from rlhf_pipeline.errors import MissingKeyError
-from rlhf_pipeline.report.samples import read_trajectories
+from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.report.words import flat_fields
@@ -36,6 +35,7 @@ MOST_TOKENS: Final = 4096
 SORTS: Final = {"reward": "task_reward", "advantage": "advantage", "version": "policy_version", "group": "group_id"}
 LISTS: Final = ("failed", "untrusted", "drift", "mismatch")
 
+_FURTHER = ("newest_policy_version", "created_at", "evaluation")
 _BLOCK_BYTES = 1 << 22
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
@@ -132,11 +132,11 @@ class View:
         """The store as it is now.
 
         Raises:
-            MissingKeyError: the run has stored nothing yet.
+            MissingPathError: the run has stored nothing yet, or its store is gone.
         """
         if self._stored is None:
             if not is_store(self._store_path):
-                raise MissingKeyError(f"{self.name} has stored nothing yet.")
+                open_run_or_store(self.address)  # says what is missing, and what to do
             self._stored = Stored(self._store_path, whole=True)
         return self._stored
 
@@ -144,7 +144,7 @@ class View:
         """See what was stored since; return the watermark, 0 if nothing is stored yet."""
         try:
             return self.stored.store.refresh()
-        except MissingKeyError:
+        except MissingPathError:
             return 0
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class View:
             MissingRowError: an id is not in the store.
         """
         stored, num = self.stored, len(ids)
-        numbers = {name: stored.scalars(name, ids) for name in (*SORTS.values(), "created_at", "evaluation")}
+        numbers = {name: stored.scalars(name, ids) for name in (*SORTS.values(), *_FURTHER)}
         texts = {name: stored.texts(name, ids) for name in ("finish_reason", "prompt", "completion", "failure_reason")}
         tokens = num_completion_tokens(stored.store, ids)
         trusted = stored.scalars("reward_trusted", ids)
@@ -323,6 +323,7 @@ class View:
                 "advantage": value("advantage", row, _number),
                 "group": value("group_id", row),
                 "version": value("policy_version", row),
+                "newest": value("newest_policy_version", row),
                 "tokens": int(tokens[row]),
                 "finish": texts["finish_reason"][row],
                 "failure": texts["failure_reason"][row] or None,
@@ -335,43 +336,61 @@ class View:
             for row in range(num)
         ]
 
-    def trajectory(self, id: int, *, first: int = 0) -> Answer:
-        """Return all of one trajectory, with at most 4,096 tokens from a place on.
+    def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
+        """Return all of one trajectory.
+
+        Args:
+            id: of the trajectory.
+            first: the place of the first token of the answer.
+            most: the most tokens of the answer; None for all.
 
         Raises:
             MissingKeyError: there is no such trajectory.
         """
-        ids = self.stored.ids()
+        stored, one = self.stored, np.array([id], np.int64)
+        ids = stored.ids()
         here = np.flatnonzero(ids == id)
         if not len(here):
-            raise MissingKeyError(f"there is no trajectory {id} in {self.name}.")
-        one = np.array([id], np.int64)
-        (item,), (row,) = read_trajectories(self.stored, one, self._texts), self.rows(one)
+            known = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
+            raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {known}.")
+        (row,), (context,) = self.rows(one), stored.contexts(one)
         near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here[0] - 1, here[0] + 1)]
-        part = slice(first, first + MOST_TOKENS)
-        extra = {name: self._per_token(name, one, part) for name in ("policy_log_probs", "entropy")}
+        tokens = self._row("input_ids", one)
+        head = stored.scalars("num_prompt_tokens", one)
+        start = max(int(head[0]), 0) if head is not None else 0
+        mask = self._row("assistant_mask", one)  # one that was left out reads as False
+        mask = mask if any(mask) else [0] * start + [1] * (len(tokens) - start)
+        spans, heat = stored.rows("version_spans", one), stored.scalars("temperature", one)
+        part = slice(first, None if most is None else first + most)
+        per_token = {
+            name: self._per_token(column, one, part, len(tokens))
+            for name, column in (
+                ("log_probs", "log_probs"),
+                ("ref", "ref_log_probs"),
+                ("policy", "policy_log_probs"),
+                ("entropy", "entropy"),
+            )
+        }
         return {
             **row,
             "prev": near[0],
             "next": near[1],
-            "steps": self.steps_of(id, item.policy_version),
-            "newest": item.newest_policy_version,
-            "spans": [list(span) for span in item.version_spans],
-            "answer": item.answer,
-            "error": item.error,
-            "engine": item.engine,
-            "temperature": item.temperature,
+            "steps": self.steps_of(id, row["version"]),
+            "spans": [] if spans is None else [[int(at), int(of)] for at, of in spans[0]],
+            "answer": _text(context.answer),
+            "error": context.error,
+            "engine": stored.texts("engine", one)[0],
+            "temperature": None if heat is None else _number(heat[0]),
+            "log_prob_mode": stored.texts("log_prob_mode", one)[0],
             "messages": self._messages(one),
-            "num_tokens": len(item.token_ids),
-            "prompt_tokens": item.num_prompt_tokens,
+            "num_tokens": len(tokens),
+            "prompt_tokens": start,
             "first": first,
-            "ids": list(item.token_ids[part]),
-            "pieces": list(item.pieces[part]),
-            "mask": [int(own) for own in item.mask[part]],
-            "log_probs": list(item.log_probs[part]),
-            "ref": None if item.ref_log_probs is None else list(item.ref_log_probs[part]),
-            "policy": extra["policy_log_probs"],
-            "entropy": extra["entropy"],
+            "ids": tokens[part],
+            "pieces": self._texts.pieces(tokens, start, row["prompt"], row["completion"])[part],
+            "mask": [int(own) for own in mask[part]],
+            **per_token,
+            "log_probs": per_token["log_probs"] or [],
         }
 
     def group(self, group: int) -> Answer:
@@ -666,10 +685,14 @@ class View:
             short[name] = ("…" if begin else "") + row[name][begin : begin + most]
         return row | short
 
-    def _per_token(self, name: str, one: Ids, part: slice) -> list[float | None] | None:
+    def _row(self, name: str, one: Ids) -> list[Any]:
         rows = self.stored.rows(name, one)
-        values = [] if rows is None else [_number(value) for value in rows[0][part]]
-        return values if any(value is not None for value in values) else None
+        return [] if rows is None else rows[0].tolist()
+
+    def _per_token(self, name: str, one: Ids, part: slice, num: int) -> list[float | None] | None:
+        """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
+        values = [_number(value) for value in self._row(name, one)]
+        return values[part] if len(values) == num and any(value is not None for value in values) else None
 
     def _messages(self, one: Ids) -> list[Answer] | None:
         meta = self.stored.texts("meta", one)[0]
@@ -683,6 +706,11 @@ def _number(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     return float(value) if math.isfinite(value) else None
+
+
+def _text(value: Any) -> str | None:
+    """Return an answer as text; JSON for what is no text."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _whole(value: Any) -> int | None:

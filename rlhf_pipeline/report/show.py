@@ -8,66 +8,67 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rlhf_pipeline.errors import DataError, plain, typed
-from rlhf_pipeline.report.samples import Trajectory
+from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count, number, one_line
 from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import MissingRowError
 
+_TIES = 64
 
-def brief(items: Sequence[Trajectory], width: int = 110) -> Iterator[str]:
+
+def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
     """Yield a table with one line per trajectory.
 
     Args:
-        items: the trajectories to show.
+        items: the trajectories to show, from `View.rows`.
         width: columns of the terminal; texts are cut to fit.
     """
-    id_width = max([len(str(item.id)) for item in items] + [2])
-    group_width = max([len(_or_dash(item.group_id)) for item in items] + [6])
+    id_width = max([len(item["id"]) for item in items] + [2])
+    group_width = max([len(_or_dash(item["group"])) for item in items] + [6])
     room = max((width - id_width - group_width - 46) // 2, 12)
     head = ("group", group_width), ("version", 7), ("tokens", 6), ("reward", 7), ("advant.", 8)
     yield f"{'id':>{id_width}}  {' '.join(f'{name:>{space}}' for name, space in head)}  prompt -> completion"
     for item in items:
-        texts = f"{one_line(item.prompt, room)} -> {one_line(item.completion, room)}"
-        tail = "" if item.finish_reason in ("stop", "length", "") else f"  ({plain(item.finish_reason)})"
+        texts = f"{one_line(item['prompt'], room)} -> {one_line(item['completion'], room)}"
+        tail = "" if item["finish"] in ("stop", "length", "") else f"  ({plain(item['finish'])})"
         yield (
-            f"{item.id:>{id_width}}  {_or_dash(item.group_id):>{group_width}} {_versions(item):>7} "
-            f"{sum(item.mask):>6} {number(item.reward):>7} {number(item.advantage):>8}  "
+            f"{item['id']:>{id_width}}  {_or_dash(item['group']):>{group_width}} {_versions(item):>7} "
+            f"{item['tokens']:>6} {number(item['reward']):>7} {number(item['advantage']):>8}  "
             f"{texts}{tail}"
         )
 
 
-def full(item: Trajectory, *, max_tokens: int | None = None) -> Iterator[str]:
+def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     """Yield all stored values of one trajectory.
 
     Args:
-        item: the trajectory to show.
+        item: the trajectory to show, all of its tokens, from `View.trajectory`.
         max_tokens: the most rows of the token table; the completion has priority. None shows all.
     """
     yield (
-        f"trajectory {item.id}: group {_or_dash(item.group_id)}, policy version {_versions(item)}, "
-        f"finished by {plain(item.finish_reason) or '-'}"
+        f"trajectory {item['id']}: group {_or_dash(item['group'])}, policy version {_versions(item)}, "
+        f"finished by {plain(item['finish']) or '-'}"
     )
-    # A run's uses are in its ledger; the column stays at 0.
-    used = f", used {count(item.use_count, 'time')}" if item.use_count else ""
-    yield f"  reward {number(item.reward, 4)}, advantage {number(item.advantage, 4)}{used}"
-    if item.engine:
-        heat = "" if item.temperature is None else f" at temperature {item.temperature:g}"
-        mode = f", {plain(item.log_prob_mode)} log-probs" if item.log_prob_mode else ""
-        yield f"  sampled by {plain(item.engine)}{heat}{mode}"
-    if item.version_spans:
-        yield "  weights: " + ", ".join(f"version {of} from place {at}" for at, of in item.version_spans)
-    if item.error is not None:
-        yield f"  its reward call failed: {plain(item.error)}"
-    yield from _text("prompt", item.prompt)
-    yield from _text("completion", item.completion)
-    if item.answer is not None:
-        yield from _text("answer", item.answer)
-    scored = [value for value, mine in zip(item.log_probs, item.mask, strict=False) if mine and value is not None]
-    num, rest = sum(item.mask), len(item.token_ids) - item.num_prompt_tokens - sum(item.mask)
+    steps = f", learned from in step {', '.join(map(str, item['steps']))}" if item["steps"] else ""
+    yield f"  reward {number(item['reward'], 4)}, advantage {number(item['advantage'], 4)}{steps}"
+    if item["engine"]:
+        heat = "" if item["temperature"] is None else f" at temperature {item['temperature']:g}"
+        mode = f", {plain(item['log_prob_mode'])} log-probs" if item["log_prob_mode"] else ""
+        yield f"  sampled by {plain(item['engine'])}{heat}{mode}"
+    if item["spans"]:
+        yield "  weights: " + ", ".join(f"version {of} from place {at}" for at, of in item["spans"])
+    if item["error"] is not None:
+        yield f"  its reward call failed: {plain(item['error'])}"
+    yield from _text("prompt", item["prompt"])
+    yield from _text("completion", item["completion"])
+    if item["answer"] is not None:
+        yield from _text("answer", item["answer"])
+    mine = [value for value, own in zip(item["log_probs"], item["mask"], strict=False) if own and value is not None]
+    num, rest = sum(item["mask"]), item["num_tokens"] - item["prompt_tokens"] - sum(item["mask"])
     between = f", {count(rest, 'token')} of replies" if rest else ""
-    total = f", log-prob {number(sum(scored))} in all, {number(sum(scored) / len(scored))} per token" if scored else ""
-    yield f"  {count(item.num_prompt_tokens, 'prompt token')}, {count(num, 'completion token')}{between}{total}"
+    total = f", log-prob {number(sum(mine))} in all, {number(sum(mine) / len(mine))} per token" if mine else ""
+    yield f"  {count(item['prompt_tokens'], 'prompt token')}, {count(num, 'completion token')}{between}{total}"
     yield from _token_table(item, max_tokens)
 
 
@@ -78,25 +79,25 @@ def _text(label: str, text: str) -> Iterator[str]:
         yield f"  {'':<10}  {line}"
 
 
-def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
-    places = list(range(len(item.token_ids)))
+def _token_table(item: Answer, max_tokens: int | None) -> Iterator[str]:
+    places = list(range(item["num_tokens"]))
     if max_tokens is not None and len(places) > max_tokens:
         # The policy's own tokens matter most; a few prompt tokens before them show where they start.
-        start = max(0, item.num_prompt_tokens - 4)
+        start = max(0, item["prompt_tokens"] - 4)
         places = places[start : start + max_tokens]
-    reference, spans = item.ref_log_probs, item.version_spans
+    reference, spans = item["ref"], item["spans"]
     version = f" {'version':>7}" if spans else ""
     yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6}{version} {'log-prob':>9} {'prob':>6}" + (
         f" {'ref':>9} {'k1':>8}" if reference else ""
     )
     for place in places:
-        value = item.log_probs[place] if item.log_probs else None
-        mine = item.mask[place]
-        origin = "policy" if mine else "prompt" if place < item.num_prompt_tokens else "reply"
+        value = item["log_probs"][place] if item["log_probs"] else None
+        mine = item["mask"][place]
+        origin = "policy" if mine else "prompt" if place < item["prompt_tokens"] else "reply"
         if spans:
             version = f" {next((str(of) for at, of in reversed(spans) if mine and at <= place), ''):>7}"
         line = (
-            f"  {place:>7} {item.token_ids[place]:>7}  {one_line(item.pieces[place], 16):<16} "
+            f"  {place:>7} {item['ids'][place]:>7}  {one_line(item['pieces'][place], 16):<16} "
             f"{origin:<6}{version} {_digits(value, 4):>9} "
             f"{_digits(None if value is None else math.exp(value), 3):>6}"
         )
@@ -105,7 +106,7 @@ def _token_table(item: Trajectory, max_tokens: int | None) -> Iterator[str]:
             k1 = None if value is None or ref is None or not mine else value - ref
             line += f" {_digits(ref, 4):>9} {_digits(k1, 4):>8}"
         yield line
-    left_out = len(item.token_ids) - len(places)
+    left_out = item["num_tokens"] - len(places)
     if left_out:
         yield f"  {count(left_out, 'token')} left out; --full shows all"
 
@@ -118,14 +119,13 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _versions(item: Trajectory) -> str:
-    newest = item.newest_policy_version
-    return _or_dash(item.policy_version) + ("" if newest is None else f"-{newest}")
+def _versions(item: Answer) -> str:
+    newest = item["newest"]
+    return _or_dash(item["version"]) + ("" if newest is None else f"-{newest}")
 
 
 def choose(
-    stored: Stored,
-    run: RunFolder | None,
+    view: View,
     *,
     id: int | None = None,
     group: int | None = None,
@@ -135,8 +135,7 @@ def choose(
     """Return the requested ids, or the newest one if none were requested.
 
     Args:
-        stored: the store.
-        run: its run, if it has one.
+        view: the run or store.
         id: the trajectory with this id.
         group: all trajectories of this group.
         step: the trajectories that this optimizer step learned from.
@@ -144,8 +143,8 @@ def choose(
 
     Raises:
         DataError: there are no such trajectories.
-        MissingRowError: the id is not in the store (raised when it is read).
     """
+    stored = view.stored
     ids = stored.ids()
     if not len(ids):
         raise DataError(f"{stored.path} holds no trajectories.")
@@ -156,7 +155,7 @@ def choose(
     if group is not None:
         return _group(stored, ids, group)
     if step is not None:
-        return _step(stored, run, ids, step)
+        return _step(stored, view.run, ids, step)
     return ids[-(last or 1) :]
 
 
@@ -198,3 +197,60 @@ def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
 def _what_is_there(stored: Stored, ids: Ids) -> str:
     newest = f"rlhf-pipeline show {typed(stored.path)} --last 20"
     return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}. The newest: {newest}"
+
+
+def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
+    """Return the ids of one typical trajectory each of the first and of the last policy version.
+
+    A typical trajectory is the one whose reward is nearest to the mean of its rollout, rather than the best or the
+    worst. None if there are no rewards, or only one version.
+    """
+    versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
+    if versions is None or rewards is None:
+        return None
+    graded = np.isfinite(rewards)
+    if not graded.any():
+        return None
+    first, last = (int(end) for end in (versions[graded].min(), versions[graded].max()))
+    if first == last:
+        return None
+    ids = stored.ids()
+
+    def typical(version: int) -> int:
+        places = np.flatnonzero(graded & (versions == version))
+        found = rewards[places].astype(np.float64)  # in float32 the sum of large rewards overflows
+        distance = np.abs(found - found.mean())
+        nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
+        # Among equally typical completions, take the first that is not empty.
+        texts = stored.texts("completion", nearest)
+        return int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
+
+    return typical(first), typical(last)
+
+
+def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
+    """Return two lines of text, a typical completion of the first policy version and one of the last."""
+    view = View(run.address)
+    try:
+        pair = typical_of_first_and_last(view.stored)
+        shown = [view.trajectory(id) for id in pair or ()]
+    finally:
+        view.close()
+    if not shown:
+        return []
+    room = max((width - 64) // 2, 12)
+    parts = [
+        (
+            label,
+            one_line(item["prompt"], room),
+            one_line(item["completion"], room) or "(nothing)",
+            f"reward {number(item['reward'])}"
+            + ("" if item["answer"] is None else f", answer {one_line(item['answer'], 24)}"),
+        )
+        for label, item in zip(("before", "after"), shown, strict=True)
+    ]
+    prompt_width, text_width = (max(len(part[column]) for part in parts) for column in (1, 2))
+    return [
+        f"  {label:<6}  {prompt:<{prompt_width}}  ->  {text:<{text_width}}  ({judged})"
+        for label, prompt, text, judged in parts
+    ]

@@ -601,6 +601,19 @@ class RunFolder:
             with nullcontext() if shared else self._alone(advice):
                 yield
 
+    def in_use_since(self) -> float | None:
+        """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
+        if self.medium.is_alive(_OWNER):
+            return self.medium.said(_OWNER).get("started", 0.0)
+        try:
+            with (self.path / filenames.LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return (self.path / filenames.LOCK).stat().st_mtime
+
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""

@@ -119,6 +119,10 @@ def test_show(cli: Cli, run_dir: Path):
     step = cli("show", run_dir, "--step", 3).out.splitlines()
     assert [line.split()[0] for line in step[1:-1]] == [str(row) for row in range(8, 16)]
     assert cli("show", run_dir, "--last", 2, "--full").out.count("trajectory ") == 2
+    [item] = json.loads(cli("show", run_dir, "--id", "0:5", "--json").out)
+    assert (item["id"], item["group"], len(item["ids"])) == ("5", 1, item["num_tokens"])
+    assert [row["id"] for row in json.loads(cli("show", run_dir, "--last", 2, "--json").out)] == ["46", "47"]
+    assert "no trajectory 4294967301 in" in cli("show", run_dir, "--id", "1:5").err
 
 
 def test_verify(cli: Cli, run_dir: Path):
@@ -184,3 +188,15 @@ def test_closed_pipe(run_dir: Path):
     shown = subprocess.run(line, shell=True, capture_output=True, text=True, env=env, check=False)
     assert shown.stdout.startswith("trajectory 0")
     assert shown.stderr == ""
+
+
+def test_status(cli: Cli, run_dir: Path):
+    """A run's state in lines and as JSON; an alarm is exit code 1; a store alone has no state."""
+    shown = cli("status", run_dir)
+    assert shown.code == 1
+    assert shown.out.startswith(f"{run_dir}: stopped")
+    assert "  step    12 of 300, reward " in shown.out
+    assert f"rlhf-pipeline run --resume --out {run_dir}" in shown.out
+    data = json.loads(cli("status", run_dir, "--json").out)
+    assert (data["state"], data["stored"], len(data["alarms"])) == ("stopped", 48, 1)
+    assert cli("status", run_dir / "store").code == 2

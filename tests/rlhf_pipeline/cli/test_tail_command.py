@@ -111,7 +111,7 @@ def ends(lines: list[str]) -> list[str]:
 
 def test_follow_a_live_writer(run_dir: Path, followers: list[Follower]):
     """What another process commits is shown as it comes, each once, through a compaction; Ctrl-C ends it quietly."""
-    plain, picky = Follower(run_dir, "-n", 1), Follower(run_dir, "-n", 0, "--filter", "reward==1")
+    plain, picky = Follower(run_dir / "store", "-n", 1), Follower(run_dir, "-n", 0, "--filter", "reward==1")
     followers += [plain, picky]
     assert plain.next(3)[1].split()[0] == "47"
     assert picky.next(2)[1].startswith("step 12:")
@@ -142,10 +142,20 @@ def test_follow_a_live_writer(run_dir: Path, followers: list[Follower]):
     assert picky.stop() == (130, "")
 
 
+def test_follow_the_steps(run_dir: Path, followers: list[Follower]):
+    """Without a terminal there is one line per step, whatever is stored meanwhile."""
+    steps = Follower(run_dir, "-n", 2)
+    followers.append(steps)
+    assert [line.split(":")[0] for line in steps.next(2)] == ["step 11", "step 12"]
+    StepRows(run_dir / "metrics.jsonl").append({"step": 13, "task_reward": 0.5, "watermark": 51})
+    assert steps.next(1) == ["step 13: reward 0.500"]
+    assert steps.stop() == (130, "")
+
+
 def test_follow_waits_for_the_first_trajectory(run_dir: Path, followers: list[Follower]):
     """A run that has only begun is waited for; a store that is removed ends it with a reason."""
     (run_dir / "store").rename("later")
-    early = Follower(run_dir, "-n", 1)
+    early = Follower(run_dir, "-n", 1, "--filter", "reward>=0")
     followers.append(early)
     assert early.process.stderr is not None
     assert "has stored nothing yet; waiting for it" in early.process.stderr.readline()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.report.samples import Trajectory, before_and_after, read_trajectories, typical_of_first_and_last
-from rlhf_pipeline.report.show import brief, choose, full
+from rlhf_pipeline.report.query import Answer, View
+from rlhf_pipeline.report.show import before_and_after, brief, choose, full, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.folder import RunFolder
@@ -25,34 +24,35 @@ from trajectory_store import TrajectoryStore
 from .conftest import write_run
 
 
-def one(**changes: object) -> Trajectory:
+def one(**changes: object) -> Answer:
     """Return a trajectory of two prompt tokens and two completion tokens."""
-    values: dict[str, object] = {
-        "id": 7,
+    return {
+        "id": "7",
         "prompt": "a=",
         "completion": "bc",
         "answer": "bd",
         "error": None,
         "reward": 0.5,
         "advantage": -0.25,
-        "group_id": 3,
-        "trajectory_id": 13,
-        "policy_version": 4,
-        "newest_policy_version": None,
-        "version_spans": (),
+        "group": 3,
+        "version": 4,
+        "newest": None,
+        "tokens": 2,
+        "steps": [2, 3],
+        "spans": [],
         "engine": "",
         "temperature": None,
         "log_prob_mode": "",
-        "finish_reason": "length",
-        "use_count": 1,
-        "num_prompt_tokens": 2,
-        "token_ids": (10, 11, 12, 13),
-        "pieces": ("a", "=", "b", "c"),
-        "mask": (False, False, True, True),
-        "log_probs": (None, None, math.log(0.5), math.log(0.25)),
-        "ref_log_probs": None,
+        "finish": "length",
+        "num_tokens": 4,
+        "prompt_tokens": 2,
+        "ids": [10, 11, 12, 13],
+        "pieces": ["a", "=", "b", "c"],
+        "mask": [0, 0, 1, 1],
+        "log_probs": [None, None, math.log(0.5), math.log(0.25)],
+        "ref": None,
+        **changes,
     }
-    return Trajectory(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_full_shows_each_token():
@@ -60,7 +60,7 @@ def test_full_shows_each_token():
     lines = list(full(one()))
     text = "\n".join(lines)
     assert "trajectory 7: group 3, policy version 4, finished by length" in text
-    assert "reward 0.5000, advantage -0.2500, used 1 time" in text
+    assert "reward 0.5000, advantage -0.2500, learned from in step 2, 3" in text
     assert "2 prompt tokens, 2 completion tokens, log-prob -2.08 in all, -1.04 per token" in text
     assert [line.split() for line in lines[-2:]] == [
         ["2", "12", "b", "policy", "-0.6931", "0.500"],
@@ -70,25 +70,25 @@ def test_full_shows_each_token():
 
 def test_tokens_of_replies_are_neither_the_prompts_nor_the_policys():
     """After the prompt only what the policy produced is the completion's."""
-    item = one(mask=(False, False, True, False), log_probs=(None, None, math.log(0.5), None), use_count=0)
+    item = one(mask=[0, 0, 1, 0], log_probs=[None, None, math.log(0.5), None], tokens=1, steps=[])
     lines = list(full(item))
     assert "2 prompt tokens, 1 completion token, 1 token of replies, log-prob -0.69 in all" in "\n".join(lines)
     assert [line.split()[3] for line in lines[-3:]] == ["prompt", "policy", "reply"]
     assert list(brief([item]))[1].split()[3] == "1"
-    assert "used" not in "\n".join(lines)  # a run's uses are in its ledger
+    assert "learned" not in "\n".join(lines)
 
 
 def test_full_shows_the_reference():
     """With reference log-probs the k1 of each of the policy's tokens is shown."""
-    lines = list(full(one(ref_log_probs=(None, None, math.log(0.25), math.log(0.25)))))
+    lines = list(full(one(ref=(None, None, math.log(0.25), math.log(0.25)))))
     assert lines[-2].split()[-2:] == ["-1.3863", "0.6931"]
     assert lines[-1].split()[-1] == "0.0000"
 
 
 def test_full_shows_which_weights_sampled_each_token():
     """A trajectory of several versions has them at its tokens; how it was sampled is shown where it is stored."""
-    item = one(newest_policy_version=6, version_spans=((2, 4), (3, 6)), engine="vllm", log_prob_mode="processed")
-    lines = list(full(replace(item, temperature=0.8)))
+    item = one(newest=6, spans=[[2, 4], [3, 6]], engine="vllm", log_prob_mode="processed", temperature=0.8)
+    lines = list(full(item))
     assert "policy version 4-6, finished" in lines[0]
     assert "  sampled by vllm at temperature 0.8, processed log-probs" in lines
     assert "  weights: version 4 from place 2, version 6 from place 3" in lines
@@ -102,8 +102,8 @@ def test_full_leaves_out_what_is_too_long():
     """With a limit the completion's start is kept and what is left out is counted."""
     lines = list(full(one(), max_tokens=2))
     assert "2 tokens left out; --full shows all" in lines[-1]
-    long = one(token_ids=tuple(range(100)), pieces=("x",) * 100, mask=(False,) * 90 + (True,) * 10)
-    cut = list(full(replace(long, log_probs=(-1.0,) * 100, num_prompt_tokens=90), max_tokens=64))
+    long = one(ids=list(range(100)), pieces=["x"] * 100, mask=[0] * 90 + [1] * 10, log_probs=[-1.0] * 100)
+    cut = list(full({**long, "num_tokens": 100, "prompt_tokens": 90}, max_tokens=64))
     assert [line.split()[0] for line in cut[-15:-1]] == [str(place) for place in range(86, 100)]
 
 
@@ -123,10 +123,10 @@ def test_control_characters_are_spelled_out():
 
 def test_brief_is_one_line_each():
     """Several trajectories are one line each, cut to the width of the terminal."""
-    lines = list(brief([one(), one(id=8, completion="x\n" * 200)], width=90))
+    lines = list(brief([one(), one(id="8", completion="x\n" * 200)], width=90))
     assert len(lines) == 3
     assert all(len(line) <= 90 for line in lines)
-    wide = list(brief([one(group_id=2**62), one()], width=110))  # as `converse` draws them
+    wide = list(brief([one(group=2**62), one()], width=110))  # as `converse` draws them
     assert len({line.index(word) for line, word in zip(wide, ("prompt", "a=", "a="), strict=True)}) == 1
 
 
@@ -163,14 +163,14 @@ def test_pieces_of_split_characters(run_dir: Path):
 
 def test_reads_a_trajectory_whole(run_dir: Path):
     """What was stored comes back: tokens, mask, log-probs without NaN, scalars and context."""
-    run = RunFolder.open(run_dir)
-    with Stored(run.store_path) as stored:
-        item = read_trajectories(stored, np.array([47]), TokenTexts(run))[0]
-    assert (item.id, item.group_id, item.trajectory_id, item.policy_version) == (47, 11, 47, 10)
-    assert "".join(item.pieces) == item.prompt + item.completion
-    assert item.answer == item.completion
-    assert item.log_probs[:5] == (None,) * 5
-    assert item.ref_log_probs is None
+    view = View(run_dir)
+    item = view.trajectory(47)
+    view.close()
+    assert (item["id"], item["group"], item["version"], item["newest"]) == ("47", 11, 10, None)
+    assert "".join(item["pieces"]) == item["prompt"] + item["completion"]
+    assert item["answer"] == item["completion"]
+    assert item["log_probs"][:5] == [None] * 5
+    assert item["ref"] is None
 
 
 def test_typical_is_near_the_mean(run_dir: Path):
@@ -196,9 +196,8 @@ def test_rewards_near_the_largest_have_a_typical_one(tmp_path: Path):
 def test_a_step_without_a_batch_is_told(run_dir: Path):
     """Nothing has been evicted where nothing was learned from."""
     StepRows(run_dir / "ledger.jsonl").append({"step": 13, "row_ids": [], "watermark": 48})
-    run = RunFolder.open(run_dir)
-    with Stored(run.store_path) as stored, pytest.raises(DataError, match="step 13 had nothing to learn from"):
-        choose(stored, run, step=13)
+    with closing(View(run_dir)) as view, pytest.raises(DataError, match="step 13 had nothing to learn from"):
+        choose(view, step=13)
 
 
 def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -209,11 +208,10 @@ def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.Capt
     rows.pop("ids", None)
     with TrajectoryStore.create(run_dir / "store", schema, max_trajectories=12) as store:
         store.append(rows)
-    run = RunFolder.open(run_dir)
-    with Stored(run.store_path) as stored:
+    with closing(View(run_dir)) as view:
         with pytest.raises(DataError, match="none of the 8 trajectories of step 1 is in the store"):
-            choose(stored, run, step=1)
-        assert choose(stored, run, step=9).tolist() == [36, 37, 38, 39]
+            choose(view, step=1)
+        assert choose(view, step=9).tolist() == [36, 37, 38, 39]
     assert main(["show", str(run_dir), "--step", "9"]) == 0
     assert "of the 8 trajectories of step 9, 4 were evicted" in capsys.readouterr().out
 
