@@ -24,7 +24,8 @@ from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
-from rlhf_pipeline.data.trajectories import Flat, Text
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
+from rlhf_pipeline.environments.environment import has_effects
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_any
@@ -32,6 +33,7 @@ from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRef
 from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
 
@@ -143,6 +145,10 @@ class Collector:
                 as_chat=prompts.as_chat,
                 template=template_options(prompts),
             )
+        self.keeps_each = has_effects(environment) and hasattr(self.policy.engine, "converse")
+        """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
+        if self.keeps_each:
+            _check_keeps_each(self.grader, kl_reward)
         self.stored = StoredGroups(buffer.store)
         """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -185,6 +191,8 @@ class Collector:
         started = time.perf_counter()
         first = rollout * self.config.prompts_per_rollout
         cursors = np.arange(first, first + self.config.prompts_per_rollout)
+        if self.keeps_each:
+            return self._collect_each(rollout, cursors, policy_version, started, refresh, digests, stop, say)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
         store, size = self.buffer.store, len(cursors) * self.config.group_size
         rows = np.empty(0, np.int64) if is_first else self._rows_of(cursors)
@@ -203,8 +211,7 @@ class Collector:
             return replace(found, **lost)
 
         prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
-        if self.hand_over is not None and self.policy.engine.version != policy_version:
-            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
+        self._load(policy_version)
         beside, grading = None, self.grader.begin(self.config.group_size)
         with grading:
             if self.conversations is None:
@@ -213,26 +220,14 @@ class Collector:
                 drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
         check_all_failed(grades, self.grader.rewards)
-        batch = trajectories(
-            prompts,
-            drawn,
-            grades,
-            cursors=cursors,
-            group_size=self.config.group_size,
-            policy_version=policy_version,
-            digests=digests,
-            sampled_by=self._sampled_by(),
-        )
-        batch |= self._graded(grades)
-        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
+        batch = self._rows(prompts, drawn, grades, cursors, policy_version=policy_version, digests=digests)
         if beside is not None:
             batch |= beside.columns(batch)
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
-        if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
-            say(f"rollout {rollout}: {alarm}")
+        self._sound(rollout, grades, say)
         figures = rollout_figures(
             lengths=drawn.lengths - drawn.num_prompt_tokens,
             cut_off=np.array(
@@ -248,6 +243,94 @@ class Collector:
         )
         num_tokens = int(drawn.assistant.sum())
         return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=False)
+
+    def _collect_each(
+        self,
+        rollout: int,
+        cursors: np.ndarray,
+        policy_version: int,
+        started: float,
+        refresh: WeightRefresh | None,
+        digests: Mapping[int, int] | None,
+        stop: Callable[[], bool] | None,
+        say: Callable[[str], None] | None,
+    ) -> Rollout:
+        """Store each conversation of a rollout as it ends; those that are in the store already are not begun again."""
+        size, store, conversations = self.config.group_size, self.buffer.store, self.conversations
+        assert conversations is not None
+        known = {*store.read_scalars("trajectory_id", self._rows_of(cursors)).tolist()}
+        names = (cursors[:, None] * size + np.arange(size)).ravel().tolist()
+        left = [place for place, name in enumerate(names) if name not in known]
+        grades: list[Grade] = []
+        num_tokens = 0
+
+        def ended(place: int, talk: Conversation) -> None:
+            nonlocal num_tokens
+            with self.grader.begin(1) as grading:
+                _grade(grading, 0, talk)
+                (grade,) = grading.results(stop, say)
+            assert talk.row is not None
+            drawn = drawn_conversations([talk], [self._text(talk.row.ids[talk.row.num_prompt :])], group_size=1)
+            drawn = replace(drawn, member=np.array([place % size]))
+            self.buffer.extend(
+                self._rows(
+                    [talk.prompt],
+                    drawn,
+                    [grade],
+                    cursors[[place // size]],
+                    policy_version=policy_version,
+                    digests=digests,
+                )
+            )
+            grades.append(grade)
+            num_tokens += int(drawn.assistant.sum())
+
+        if left:
+            prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
+            self._load(policy_version)
+            conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
+            self._sound(rollout, grades, say)
+        else:
+            self.observe(cursors)
+        rows = self._rows_of(cursors)
+        rewards, figures = store.read_scalars("task_reward", rows), stored_figures(store, rows, self._names)
+        error = next((grade.error for grade in grades if grade.error is not None), None)
+        return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=not left)
+
+    def _load(self, policy_version: int) -> None:
+        """Give an engine with weights of its own the policy's."""
+        if self.hand_over is not None and self.policy.engine.version != policy_version:
+            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
+
+    def _sound(self, rollout: int, grades: Sequence[Grade], say: Callable[[str], None] | None) -> None:
+        """Report a rollout of which many trajectories failed."""
+        if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
+            say(f"rollout {rollout}: {alarm}")
+
+    def _rows(
+        self,
+        prompts: Sequence[Prompt],
+        drawn: Drawn,
+        grades: Sequence[Grade],
+        cursors: np.ndarray,
+        *,
+        policy_version: int,
+        digests: Mapping[int, int] | None,
+    ) -> Trajectories:
+        """Return sampled and graded rows with all columns that the collector knows."""
+        batch = trajectories(
+            prompts,
+            drawn,
+            grades,
+            cursors=cursors,
+            group_size=self.config.group_size,
+            policy_version=policy_version,
+            digests=digests,
+            sampled_by=self._sampled_by(),
+        )
+        batch |= self._graded(grades)
+        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
+        return batch
 
     def _completed(
         self, prompts: Sequence[Prompt], cursors: np.ndarray, grading: Grading, refresh: WeightRefresh | None
@@ -297,19 +380,7 @@ class Collector:
         """Run a conversation for each member; their reward calls begin as they end."""
 
         def ended(place: int, talk: Conversation) -> None:
-            if talk.failure is not None:
-                grading.fail(place, talk.failure)
-                return
-            one = Sampled(
-                prompt=talk.prompt,
-                completion=talk.last_text,
-                finish_reason=talk.finish_reason,
-                conversation=tuple(talk.messages),
-                num_asked=talk.num_asked,
-                rewards=dict(talk.rewards),
-                turns=talk.num_turns,
-            )
-            grading.add(place, one, ended=True)
+            _grade(grading, place, talk)
 
         talks = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
         texts = [self._text(talk.row.ids[talk.row.num_prompt :]) for talk in talks if talk.row is not None]
@@ -418,6 +489,32 @@ class Collector:
             from_store=from_store,
             figures=figures,
         )
+
+
+def _grade(grading: Grading, place: int, talk: Conversation) -> None:
+    """Begin the reward calls of a conversation that is over."""
+    if talk.failure is not None:
+        grading.fail(place, talk.failure)
+        return
+    one = Sampled(
+        prompt=talk.prompt,
+        completion=talk.last_text,
+        finish_reason=talk.finish_reason,
+        conversation=tuple(talk.messages),
+        num_asked=talk.num_asked,
+        rewards=dict(talk.rewards),
+        turns=talk.num_turns,
+    )
+    grading.add(place, one, ended=True)
+
+
+def _check_keeps_each(grader: Grader, kl_reward: KLRewardTransform | None) -> None:
+    """Refuse what sees several conversations at once where each is stored as it ends."""
+    why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
+    if any(form.batched for form in grader.forms):
+        raise DefinitionError(f"{why}; a reward function of a whole group cannot be used. Give one of a completion.")
+    if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):
+        raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
 
 
 def _alarm(grades: Sequence[Grade], most: float) -> str | None:

@@ -60,7 +60,7 @@ class Conversation:
         turn_rewards: the sum of each turn's rewards.
         info: what the environment wants stored.
         failure: why its reward is not to be trusted, or None.
-        row: its tokens, once all conversations are over.
+        row: its tokens, once it is over.
         last_text: the last turn as text.
         as_chat: it goes through the chat template.
     """
@@ -130,6 +130,7 @@ class Conversations:
         self._caller = Caller(config.step_timeout_s)
         self._ended: Callable[[int, Conversation], None] | None = None
         self._turns: dict[int, EndedTurn] = {}
+        self._places: Sequence[int] = ()
 
     def run(
         self,
@@ -138,6 +139,7 @@ class Conversations:
         *,
         refresh: WeightRefresh | None = None,
         ended: Callable[[int, Conversation], None] | None = None,
+        only: Sequence[int] | None = None,
     ) -> list[Conversation]:
         """Run a group of conversations on each prompt until all are over.
 
@@ -145,7 +147,8 @@ class Conversations:
             prompts: one for each group.
             cursors: the number of each prompt; with the seed and the member it fixes the random numbers.
             refresh: loads newer weights during sampling.
-            ended: takes each conversation when it is over, with its place.
+            ended: takes each conversation when it is over, with its place. With the slot engine its `row` is whole.
+            only: the places of the conversations to run, in order; None runs all.
 
         Returns:
             The conversations, prompt-major and member-minor.
@@ -158,6 +161,8 @@ class Conversations:
         size = self.config.group_size
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
         self._ended, self._turns = ended, {}
+        self._places = range(len(prompts) * size) if only is None else only
+        whole = len(self._places) == len(prompts) * size
         self._caller = Caller(self.config.step_timeout_s)
         try:
             firsts = self._reset(prompts, cursors, most)
@@ -165,13 +170,14 @@ class Conversations:
             rows = converse(
                 self.policy.engine,
                 Request(
-                    prompts=firsts,
-                    group_size=size,
+                    prompts=firsts if whole else [firsts[place // size] for place in self._places],
+                    group_size=size if whole else 1,
+                    members=None if whole else [place % size for place in self._places],
                     max_new_tokens=self.config.max_new_tokens,
                     temperature=self.temperature,
                     end_token_ids=self.policy.eos_token_ids,
                     seed=self.seed,
-                    stream_ids=[int(cursor) for cursor in cursors],
+                    stream_ids=[int(cursors[place // size]) for place in self._places[:: size if whole else 1]],
                     truncation=truncation if self.config.is_truncated else None,
                     stops=self.stops,
                 ),
@@ -188,8 +194,6 @@ class Conversations:
                 "none of it was stored. Did another client of the engine stop them? Type the same command with "
                 "--resume: the rollout is sampled again."
             )
-        for talk, row in zip(self.talks, rows, strict=True):
-            talk.row = row
         return self.talks
 
     # Beginnings
@@ -197,11 +201,12 @@ class Conversations:
     def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> list[list[int]]:
         """Make and reset all environments, and return the first tokens of each group."""
         size = self.config.group_size
-        made = self._caller.run([self.make] * (len(prompts) * size))
+        prompt_of = [place // size for place in self._places]
+        made = self._caller.run([self.make] * len(prompt_of))
         seeds = [int(stream_keys(self.seed, [int(cursor)], [-1])[0] >> 1) for cursor in cursors]
         calls = [
-            functools.partial(_reset, environment, prompts[place // size], seeds[place // size])
-            for place, environment in enumerate(made)
+            functools.partial(_reset, environment, prompts[index], seeds[index])
+            for index, environment in zip(prompt_of, made, strict=True)
         ]
         shown = self._caller.run(calls)
         for place, outcome in enumerate(shown):
@@ -212,7 +217,7 @@ class Conversations:
                 shown[place] = outcome
         self.talks, firsts = [], list[list[int]]()
         for index, prompt in enumerate(prompts):
-            group = range(index * size, (index + 1) * size)
+            group = [place for place, owner in enumerate(prompt_of) if owner == index]
             first = next((shown[place] for place in group if not isinstance(shown[place], BaseException)), None)
             messages, ids, as_chat = self._first(prompt, first)
             if len(ids) >= most:
@@ -374,7 +379,7 @@ class Conversations:
     def _end(self, places: Sequence[int]) -> None:
         """Ask environments for their last rewards, and pass on the conversations that are over."""
         for place in places:
-            del self._turns[place]
+            self.talks[place].row = self._turns.pop(place).row
         asked = [place for place in places if hasattr(self.talks[place].environment, "end")]
         calls = [
             functools.partial(cast(Any, self.talks[place].environment).end, self.talks[place].finish_reason)
@@ -392,7 +397,7 @@ class Conversations:
                 talk.fail(error)
         for place in places:
             if self._ended is not None:
-                self._ended(place, self.talks[place])
+                self._ended(self._places[place], self.talks[place])
 
 
 def _reset(environment: Any, prompt: Prompt, seed: int) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "checked_estimator",
     "group_advantage",
     "penalty_rounding",
+    "turn_advantage",
     "whitened_step_rewards",
 ]
 
@@ -287,3 +288,57 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
             f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
         )
     return group_advantage(rewards, torch.repeat_interleave(group_ids, lengths), "grpo")
+
+
+def turn_advantage(
+    rewards: torch.Tensor, group_ids: torch.Tensor, turns: torch.Tensor, *, discount: float = 1.0
+) -> GroupAdvantage:
+    """Compute one advantage per turn: turn-level GRPO.
+
+    With `r_ik` the reward of turn `k` of trajectory `i`, and mean and (unbiased) spread over the members of its group
+    that have a turn `k`:
+
+        A_ik = sum over l >= k of discount ** (l - k) * (r_il - mean_l) / max(std_l, 1e-6)
+
+    So a turn answers for itself and for what comes after it, and not for what came before. For two turns, the second
+    with the outcome's reward, it is MT-GRPO: `A_1 = A(turn) + discount * A(outcome)`, `A_2 = A(outcome)`
+    (arXiv:2505.11821v1, whose weight of the outcome is `discount`).
+
+    Args:
+        rewards: flat [sum of turns], the turns of one trajectory after another.
+        group_ids: int64 [N].
+        turns: int64 [N], turns per trajectory, 0 or more.
+        discount: weight of the next turn's advantage, from 0 to 1.
+
+    Returns:
+        One advantage per turn, in the dtype of the rewards. It is flagged as degenerate where no member of the group
+        differs from another in this turn or a later one, and is then 0.
+
+    Raises:
+        DefinitionError: the turns do not add up to the number of rewards, a reward is not finite, or the discount is
+            out of range.
+
+    >>> rewards = torch.tensor([0.0, 1.0, 2.0, 0.0])  # two trajectories of two turns
+    >>> turn_advantage(rewards, torch.tensor([7, 7]), torch.tensor([2, 2]), discount=0.5).advantages
+    tensor([-0.3536,  0.7071,  0.3536, -0.7071])
+    """
+    if int(turns.sum()) != rewards.numel() or turns.shape != group_ids.shape:
+        raise DefinitionError(
+            f"turns {list(turns.shape)} add up to {int(turns.sum())}, group_ids is {list(group_ids.shape)} and there "
+            f"are {rewards.numel()} rewards."
+        )
+    if not 0.0 <= discount <= 1.0:
+        raise DefinitionError(f"discount is {discount}; it must be between 0 and 1.")
+    if not rewards.numel():
+        return group_advantage(rewards, rewards.long())
+    most = int(turns.max())
+    owner = torch.repeat_interleave(turns)
+    number = torch.arange(rewards.numel(), device=rewards.device) - (turns.cumsum(0) - turns)[owner]
+    own = group_advantage(rewards, _numbers(group_ids)[owner] * most + number, "grpo")
+    values = torch.zeros(len(turns), most, dtype=torch.float64, device=rewards.device)
+    varied = torch.zeros(len(turns), most, dtype=torch.bool, device=rewards.device)
+    values[owner, number], varied[owner, number] = own.advantages.double(), ~own.degenerate
+    for turn in range(most - 2, -1, -1):
+        values[:, turn] += discount * values[:, turn + 1]
+        varied[:, turn] |= varied[:, turn + 1]
+    return GroupAdvantage(values[owner, number].to(own.advantages.dtype), ~varied[owner, number])

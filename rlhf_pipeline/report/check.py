@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.report.drift import drift_text, drifted
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.choice import Choice
@@ -30,7 +31,7 @@ class Finding:
 
 
 def check_store(path: Address, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
-    """Check every checksum of a store.
+    """Check every checksum of a store, and its conversations for tokens that were not sampled so.
 
     Args:
         path: the store.
@@ -40,12 +41,15 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
     try:
         with Stored(path, whole=True) as stored:
             report = stored.store.verify()
+            strayed = list(drifted(stored)) if report.ok else []
     except StoreError as error:
         yield Finding(part=part, ok=False, text=str(error))
         return
     if report.ok:
         text = f"{count(report.trajectories, what)}, {report.bytes / 1e6:.1f} MB: every checksum holds"
         yield Finding(part=part, ok=True, text=text)
+        if strayed:
+            yield Finding(part=part, ok=False, text=drift_text(strayed))
         return
     for problem in report.problems:
         yield Finding(part=part, ok=False, text=problem)

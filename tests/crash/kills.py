@@ -37,40 +37,30 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import (
-    GRPOLoss,
-    KLRewardTransform,
-    Learn,
-    Learner,
-    MCAdvantage,
     Pipeline,
     PretrainedPolicy,
     Replay,
-    RetrieveLogProb,
     Sample,
-    TrajectoryReplayBuffer,
     scratch_policy,
 )
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.cli import main as rlhf_pipeline
-from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
+from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run import choice
-from rlhf_pipeline.run.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
+from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 from rlhf_pipeline.run.retake import plan_rerun, retake
-from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
-from tests.rlhf_pipeline.small import calculator, talker
+from tests.rlhf_pipeline.small import PlainCalculator
 from trajectory_store import TrajectoryStore, diff
 
 Act = Callable[[Path], int]
@@ -210,57 +200,11 @@ def offline(folder: Path) -> Act:
     return act
 
 
-def multi_turn(folder: Path) -> Act:
-    """A program of public parts: conversations with a tool, the write path, steps, checkpoints."""
-    sizes = {"hidden_size": 16, "num_layers": 1}
+def multi_turn(_folder: Path) -> Act:
+    """Conversations with an environment."""
+    changes = {"collect__max_turns": "3", "write__kl_coef": "0.1"}
+    return typed(replace(tiny(**changes), environment=PlainCalculator, reward=environment_reward))
 
-    def act(run_dir: Path) -> int:
-        folder, policy = RunFolder(run_dir), talker(0, **sizes)
-        run_dir.mkdir(exist_ok=True)
-        buffer = TrajectoryReplayBuffer(
-            storage=str(folder.store_path),
-            transform=Compose(MCAdvantage(4), KLRewardTransform(coef=0.1), RetrieveLogProb(talker(1, **sizes))),
-        )
-        learner = Learner(
-            policy=policy,
-            loss=GRPOLoss(policy),
-            buffer=buffer,
-            config=Learn(lr=1e-2),
-            max_staleness=0,
-            max_completion_tokens=24,
-            ledger=Ledger(folder.ledger_file),
-            seed=0,
-        )
-        metrics, newest = StepRows(folder.metrics_file), newest_checkpoint(folder.checkpoints)
-        if newest is None:
-            torch.manual_seed(0)
-        first = 1 if newest is None else load_checkpoint(newest, learner)["step"] + 1
-        for step in range(first, MULTI_TURN_STEPS + 1):
-            groups = [2 * step, 2 * step + 1]
-            stored = np.isin(buffer.store.read_scalars("group_id"), groups).sum()
-            assert stored in (0, 8), "half of a rollout was stored"
-            if not stored:
-                talks = converse(
-                    policy, ["1+2", "3+1"], calculator, group_size=4, max_turns=3, max_new_tokens=4, seed=3,
-                    stream_ids=groups,
-                )  # fmt: skip
-                rewards = [talk.num_turns - sum(talk.assistant_mask) / 8 for talk in talks]
-                rows = conversation_rows(
-                    talks, rewards, group_ids=groups, policy_version=step - 1, tokenizer=policy.tokenizer
-                )
-                buffer.extend(rows)
-            row = {"step": step, **learner.step(step)}
-            if step > metrics.last_step:
-                metrics.append(row)
-            if step % 3 == 0:
-                save_checkpoint(folder.checkpoints, step, learner, state={}, keep=2)
-        buffer.trajectories.close()
-        return MULTI_TURN_STEPS
-
-    return act
-
-
-MULTI_TURN_STEPS = 9
 
 VARIANTS: dict[str, Callable[[Path], Act]] = {
     "plain": settings(),

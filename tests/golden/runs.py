@@ -24,6 +24,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import (
+    Collect,
+    Collector,
     GRPOLoss,
     KLRewardTransform,
     Learn,
@@ -37,13 +39,14 @@ from rlhf_pipeline import (
     TrajectoryStorage,
     override,
 )
-from rlhf_pipeline.collectors.multi_turn import conversation_rows, converse
+from rlhf_pipeline.buffer.trajectory_schema import TURNS
+from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
-from tests.rlhf_pipeline.small import calculator, talker
+from tests.rlhf_pipeline.small import Calculator, Sums, talker
 from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
@@ -238,7 +241,7 @@ def multi_turn(folder: Path) -> Digest:
     """Conversations with a tool through the whole write path, and three optimizer steps on them."""
     policy, reference = talker(0), talker(1)
     buffer = TrajectoryReplayBuffer(
-        storage=str(folder / "store"),
+        storage=TrajectoryStorage(folder / "store", extra=[TURNS]),
         transform=Compose(MCAdvantage(8), KLRewardTransform(coef=0.1), RetrieveLogProb(reference)),
     )
     learner = Learner(
@@ -251,21 +254,18 @@ def multi_turn(folder: Path) -> Digest:
         ledger=None,
         seed=0,
     )
+    collector = Collector(
+        policy=policy,
+        prompts=Sums(),
+        reward=environment_reward,
+        buffer=buffer,
+        config=Collect(prompts_per_rollout=2, group_size=8, max_turns=3, max_new_tokens=8),
+        seed=3,
+        environment=Calculator,
+    )
     metrics = []
     for step in range(1, 4):
-        talks = converse(
-            policy, ["1+2", "3+1"], calculator, group_size=8, max_turns=3, max_new_tokens=8, seed=3,
-            stream_ids=[2 * step, 2 * step + 1],
-        )  # fmt: skip
-        buffer.extend(
-            conversation_rows(
-                talks,
-                [t.num_turns - sum(t.assistant_mask) / 8 for t in talks],
-                group_ids=[2 * step, 2 * step + 1],
-                policy_version=step - 1,
-                tokenizer=policy.tokenizer,
-            )
-        )
+        collector.collect(step, policy_version=step - 1)
         found = learner.step(step)
         metrics.append({name: hexadecimal(found[name]) for name in FIGURES if name in found})
     columns = stored_columns(buffer.store)

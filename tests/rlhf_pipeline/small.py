@@ -19,8 +19,11 @@ from rlhf_pipeline import (
     CopyDigits,
     Learn,
     Pipeline,
+    Prompt,
     Replay,
+    Step,
     TinyPolicy,
+    Turn,
     WritePath,
     scratch_policy,
     token_match,
@@ -216,10 +219,37 @@ def talker(seed: int = 0, *, hidden_size: int = 32, num_layers: int = 2, **optio
     return policy
 
 
-def calculator(messages: Any) -> Any:
-    """Adds up the digits of the last turn; a turn without any ends the conversation."""
-    digits = re.findall(r"\d", messages[-1]["content"])
-    return [{"role": "tool", "content": str(sum(map(int, digits)))}] if digits else None
+class Calculator:
+    """Adds up the digits of a turn; a turn without any ends the conversation."""
+
+    answers = "tool"
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Show the prompt."""
+
+    def step(self, turn: Turn) -> Step:
+        """Answer with the sum."""
+        rewards, digits = {"turns": 1 - len(turn.token_ids) / 8}, re.findall(r"\d", turn.text)
+        if not digits or turn.finish_reason == "length":
+            return Step(done=True, rewards=rewards)
+        return Step([{"role": self.answers, "content": str(sum(map(int, digits)))}], rewards=rewards)
+
+
+class PlainCalculator(Calculator):
+    """The same without a chat template."""
+
+    answers = "user"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Two sums to ask for, through the chat template."""
+
+    as_chat: bool = True
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return one of them."""
+        return Prompt(text=("1+2", "3+1")[cursor % 2])
 
 
 class Clock:

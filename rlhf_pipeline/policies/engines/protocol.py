@@ -47,6 +47,7 @@ class Request:
         seed: fixes the random numbers of a completion, together with the stream id and the member, as far as the
             engine's arithmetic is reproducible.
         stream_ids: one id per prompt; the prompt's index when None.
+        members: with a `group_size` of 1, the member that each completion is of its group; 0 when None.
         deadline_s: seconds after which unfinished completions are aborted; None waits.
         truncation: top-k, top-p and min-p; None keeps every token. Only the slot engine has it.
         stops: texts that end a completion. An engine may go on past them: the policy cuts what it returns.
@@ -59,6 +60,7 @@ class Request:
     end_token_ids: Sequence[int] = ()
     seed: int = 0
     stream_ids: Sequence[int] | None = None
+    members: Sequence[int] | None = None
     deadline_s: float | None = None
     truncation: Truncation | None = None
     stops: StopStrings | None = None
@@ -76,6 +78,8 @@ class Request:
     @property
     def member_of(self) -> Int64Array:
         """The member of each completion, int64 `[count]`: member-minor."""
+        if self.members is not None:
+            return np.asarray(self.members, np.int64)
         return np.tile(np.arange(self.group_size, dtype=np.int64), len(self.prompts))
 
     def streams(self) -> list[int]:

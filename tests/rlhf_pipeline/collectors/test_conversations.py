@@ -12,13 +12,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrl.envs import Compose
 
-from rlhf_pipeline import CausalLMPolicy, Collect, FrozenLake, LakeMaps, Prompt, Step, Tools, Turn, scratch_policy
+from rlhf_pipeline import (
+    CausalLMPolicy,
+    Collect,
+    Collector,
+    FrozenLake,
+    GRPOLoss,
+    KLRewardTransform,
+    LakeMaps,
+    MCAdvantage,
+    Prompt,
+    RetrieveLogProb,
+    Step,
+    Tools,
+    TrajectoryReplayBuffer,
+    TrajectoryStorage,
+    Turn,
+    scratch_policy,
+)
+from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.drawn import drawn_conversations
+from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.turn_rows import POLICY
+from tests.rlhf_pipeline.small import Calculator, Sums, talker
 
 LIMITS: dict[str, Any] = {"group_size": 4, "max_new_tokens": 2, "max_turns": 6, "max_row_tokens": 60, "num_slots": 16}
 
@@ -239,3 +260,44 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
     )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["failed/tool_error"] for line in lines) == sum(failed)
+
+
+def test_the_write_path_and_the_loss(tmp_path):
+    """Advantages, reference and loss are those of the sampled tokens of all turns, and of no other."""
+    policy, reference = talker(), talker(seed=1)
+    buffer = TrajectoryReplayBuffer(
+        storage=TrajectoryStorage(tmp_path / "store", extra=[TURNS]),
+        transform=Compose(MCAdvantage(16), KLRewardTransform(coef=0.1), RetrieveLogProb(reference)),
+    )
+    collector = Collector(
+        policy=policy,
+        prompts=Sums(),
+        reward=environment_reward,
+        buffer=buffer,
+        config=Collect(prompts_per_rollout=2, group_size=16, max_turns=3, max_new_tokens=8),
+        seed=3,
+        environment=Calculator,
+    )
+    assert collector.collect(0, policy_version=0).num_trajectories == 32
+    rows, batch = buffer.store.read(buffer.store.ids()), buffer.read(buffer.store.ids())
+    assert max(map(len, rows["turn_spans"])) > 1
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (row, said) in enumerate(zip(rows["input_ids"], rows["assistant_mask"], strict=True)):
+        ids, said = torch.tensor(row[None], dtype=torch.int64), torch.tensor(said)[1:]
+        scores, wanted = (
+            torch.log_softmax(one.model(input_ids=ids).logits[0, :-1].double(), -1).gather(1, ids[0, 1:, None])[:, 0]
+            for one in (policy, reference)
+        )
+        for name, values in (("log_probs", scores), ("ref_log_probs", wanted)):
+            stored = torch.tensor(rows[name][i][1:])
+            torch.testing.assert_close(stored[said].double(), values[said].detach(), rtol=0, atol=2e-6)
+        total = total - (scores * batch["advantage"][i, 1 : len(row)] * said).sum()
+    # The gradient is that of -sum(A log p) / N over the sampled tokens of all turns, by plain autograd.
+    out: Any = GRPOLoss(policy, entropy_bonus=False)(batch)
+    assert float(out.num_tokens) == sum(mask.sum() for mask in rows["assistant_mask"])
+    out.total_loss().backward()
+    got = policy.head_weight.grad.clone()
+    policy.model.zero_grad()
+    (total / float(out.num_tokens)).backward()
+    torch.testing.assert_close(got, policy.head_weight.grad, rtol=1e-4, atol=1e-7)
+    buffer.trajectories.close()

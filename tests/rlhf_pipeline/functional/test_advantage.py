@@ -15,6 +15,7 @@ from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
     group_advantage,
     penalty_rounding,
+    turn_advantage,
     whitened_step_rewards,
 )
 
@@ -200,3 +201,36 @@ def test_an_estimator_of_ones_own_is_used_and_checked():
         group_advantage(returns, groups, lambda returns, groups, lengths: returns[:1])
     with pytest.raises(DefinitionError, match="not finite"):
         group_advantage(returns, groups, lambda returns, groups, lengths: returns / 0)
+
+
+def test_turns_answer_for_themselves_and_for_what_follows():
+    """Ragged turns of two groups against the formula, written out turn by turn in float64."""
+    talks = [(4, [0.5, 1.0, -2.0]), (9, [3.0]), (4, [1.5]), (9, [1.0, 2.0]), (4, [0.0, 4.0]), (9, [1.0, 2.0])]
+    rewards = torch.tensor([r for _, one in talks for r in one], dtype=torch.float64)
+    groups, turns = torch.tensor([group for group, _ in talks]), torch.tensor([len(one) for _, one in talks])
+    found = turn_advantage(rewards, groups, turns, discount=0.7)
+
+    def own(group: int, k: int, reward: float) -> float:
+        peers = [one[k] for other, one in talks if other == group and len(one) > k]
+        spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
+        return (reward - statistics.mean(peers)) / spread if spread else 0.0
+
+    want = [
+        sum(0.7 ** (later - k) * own(group, later, one[later]) for later in range(k, len(one)))
+        for group, one in talks
+        for k in range(len(one))
+    ]
+    assert found.advantages.dtype == torch.float64
+    assert found.advantages.tolist() == pytest.approx(want, abs=1e-12)
+    # The third turn is one member's alone; the second ones of group 9 are equal, and follow first ones that are not.
+    assert found.degenerate.tolist() == [False, False, True, False, False, False, True, False, False, False, True]
+    assert turn_advantage(rewards[:0], groups[:0], turns[:0]).advantages.shape == (0,)
+
+
+def test_turns_that_do_not_fit_are_refused():
+    """Turns that do not add up, and a discount out of range."""
+    groups = torch.tensor([0, 0])
+    with pytest.raises(DefinitionError, match="add up to 3"):
+        turn_advantage(torch.zeros(4), groups, torch.tensor([1, 2]))
+    with pytest.raises(DefinitionError, match="discount is"):
+        turn_advantage(torch.zeros(3), groups, torch.tensor([1, 2]), discount=1.5)

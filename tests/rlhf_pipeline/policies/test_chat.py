@@ -19,6 +19,7 @@ from rlhf_pipeline.policies.chat import (
     has_generation_markers,
 )
 from rlhf_pipeline.policies.new_model import new_model
+from tests.rlhf_pipeline.small import talker
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +244,27 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         encode_prompt(tokenizer, "")
     with pytest.raises(DataError, match=r"'1a' has a character that the tokenizer does not know\. It knows '01='"):
         encode_prompt(tokenizer, "1a")
+
+
+def test_replies_are_encoded_once_and_sampled_ends_are_kept():
+    """A sampled end is not written twice; a turn that was cut gets the template's."""
+    tokenizer = talker().tokenizer
+    before, reply = [{"role": "user", "content": "1"}], [{"role": "tool", "content": "2"}]
+    turn = tokenizer.encode("0")
+    glue = tokenizer.encode("\nT:2\nA:")
+    assert encode_reply(tokenizer, before, [*turn, 1], reply) == glue
+    assert encode_reply(tokenizer, before, turn, reply) == [1, *glue]
+    whole = tokenizer.apply_chat_template(
+        [*before, {"role": "assistant", "content": "0"}, *reply], add_generation_prompt=True, return_dict=False
+    )
+    assert whole == [*tokenizer.encode("U:1\nA:"), *turn, 1, *glue]
+
+
+def test_a_template_must_show_the_turn_before_a_reply():
+    """Without a template, or with one that does not write the assistant's turn, there is nothing to cut off."""
+    with pytest.raises(DefinitionError, match="no chat template"):
+        encode_reply(scratch_policy("01").tokenizer, [], [2], [])
+    tokenizer = talker().tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'assistant' %}x{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="renders an assistant's turn 0 times"):
+        encode_reply(tokenizer, [{"role": "user", "content": "1"}], [2], [{"role": "tool", "content": "1"}])

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhf_pipeline import scratch_policy
+from rlhf_pipeline import (
+    CausalLMPolicy,
+    Collect,
+    Collector,
+    Prompt,
+    Step,
+    TrajectoryReplayBuffer,
+    TrajectoryStorage,
+    Turn,
+    scratch_policy,
+)
+from rlhf_pipeline.buffer.trajectory_schema import FAILURES, TURNS
+from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt, encode_reply, rewrites_history
+from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, POLICY
 
 FAMILIES: dict[str, tuple[str, tuple[str, str]]] = {
     "qwen2_5": ("<|im_start|> <|im_end|>", ("<|im_end|>", "<|im_end|>")),
@@ -75,3 +91,71 @@ def test_a_template_that_refuses_a_reply_is_one_error():
     """A tool's reply without a call before it: the template's own error, in a sentence."""
     with pytest.raises(DataError, match="the chat template refuses the messages"):
         encode_reply(codec("gptoss"), ASKED, [2], [{"role": "tool", "content": "4"}])
+
+
+class Asks:
+    """Asks again, shortly and at length by turns, and keeps the tokens of each turn as it was told them."""
+
+    SAID = ("No?", "And 4 more than that, please?" + "?" * LONG_REPLY)
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        self.heard: list[Any] = []
+
+    def step(self, turn: Turn) -> Step:
+        self.heard.append([int(token) for token in turn.token_ids])
+        return Step(self.SAID[turn.number % 2], rewards={"turns": 1.0}, info={"heard": self.heard})
+
+
+class Questions:
+    """Prompts that are asked through the chat template."""
+
+    as_chat = True
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        return Prompt(text=f"What is {cursor}+2?")
+
+
+@pytest.mark.slow
+@pytest.mark.peer
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "gpt_neox"])
+def test_stored_conversations_are_those_of_the_model(architecture, name, make_model, oracle, tmp_path):
+    """Log-probs of all sampled tokens to 1e-5, NaN and no mask at every other; replies are the template's."""
+    tokenizer = codec(name)
+    ends = tokenizer.convert_tokens_to_ids([*dict.fromkeys(FAMILIES[name][1])])
+    longest = "n_positions" if architecture == "gpt2" else "max_position_embeddings"
+    model = make_model(architecture, vocab_size=len(tokenizer), **{longest: 2048})
+    storage = TrajectoryStorage(tmp_path / "store", extra=[*FAILURES, TURNS])
+    collector = Collector(
+        policy=CausalLMPolicy(model, tokenizer, eos_token_id=ends, num_slots=5),
+        prompts=Questions(),
+        reward=environment_reward,
+        buffer=TrajectoryReplayBuffer(storage=storage),
+        config=Collect(prompts_per_rollout=2, group_size=3, max_new_tokens=30, max_turns=3),
+        seed=1,
+        environment=Asks,
+    )
+    collector.collect(0, policy_version=0)
+    rows = storage.store.read(storage.store.ids())
+    storage.close()
+    ended = set()
+    for i, ids in enumerate(row.tolist() for row in rows["input_ids"]):
+        messages: list[dict[str, str]] = [{"role": "user", "content": f"What is {i // 3}+2?"}]
+        cuts = [*rows["turn_spans"][i].tolist(), (len(ids), POLICY)]
+        parts = [(role, ids[start:end]) for (start, role), (end, _) in itertools.pairwise(cuts)]
+        assert ids[: cuts[0][0]] == encode_prompt(tokenizer, messages)
+        heard = json.loads(rows["meta"][i])["info"]["heard"]
+        assert [part for role, part in parts if role == POLICY] == heard
+        assert len(heard) == 3
+        for number, reply in enumerate(part for role, part in parts if role != POLICY):
+            messages += [{"role": "assistant", "content": "TURN"}, {"role": "user", "content": Asks.SAID[1 - number]}]
+            shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            tail, text = shown.rpartition("TURN")[2], tokenizer.decode(reply)
+            last = heard[number][-1]
+            ended.add(last in ends)
+            assert tail in ((text, tokenizer.decode([last]) + text) if last in ends else (text,))
+        mask = np.concatenate([[False] * cuts[0][0], *([role == POLICY] * len(part) for role, part in parts)])
+        assert rows["assistant_mask"][i].tolist() == mask.tolist()
+        assert np.isfinite(rows["log_probs"][i]).tolist() == mask.tolist()
+        np.testing.assert_allclose(rows["log_probs"][i][mask], oracle(model, ids)[mask], rtol=0, atol=1e-5)
+    assert ended == {False, True}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhf_pipeline.report.check import Finding, check_run
+from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE, trajectory_schema
+from rlhf_pipeline.report.check import Finding, check_run, check_store
 from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store import TrajectoryStore
 
 
 def damage(folder: Path) -> list[Finding]:
@@ -103,3 +107,45 @@ def test_damaged_line(run_dir: Path):
     findings = list(check_run(RunFolder.open(run_dir)))
     assert any("metrics.jsonl:1" in finding.text for finding in findings if not finding.ok)
     assert any(finding.part == "store" and finding.ok for finding in findings)
+
+
+def conversations(path: Path, **changed: Any) -> list[str]:
+    """What is found of a group of two and of one that continues the first, with these columns changed."""
+    nan = math.nan
+    columns: dict[str, Any] = {
+        "input_ids": [[5, 6, 7, 8, 9], [5, 6, 7, 9], [5, 6, 7, 8, 9, 4, 3]],
+        "assistant_mask": [[0, 0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1]],
+        "log_probs": [[nan, nan, -1, nan, -2], [nan, nan, -1, -1], [nan] * 6 + [-1]],
+        "turn_spans": [[[2, 1], [3, 0], [4, 1]], [[2, 1]], [[6, 1]]],
+        "num_prompt_tokens": [2, 2, 6],
+        "group_id": [4, 4, 5],
+        "trajectory_id": [8, 9, 10],
+        "parent_id": [-1, -1, 8],
+    } | changed
+    columns["assistant_mask"] = [np.array(mask, bool) for mask in columns["assistant_mask"]]
+    with TrajectoryStore.create(path, trajectory_schema(PROVENANCE)) as store:
+        store.append(columns)
+    return [finding.text for finding in check_store(path) if not finding.ok]
+
+
+def test_conversations_that_drifted_are_named(tmp_path):
+    """A turn against its mask, another prompt in a group, another beginning than the conversation continued."""
+    assert conversations(tmp_path / "good") == []
+    for number, (changed, wanted) in enumerate(
+        (
+            ({"turn_spans": [[[2, 1], [4, 0]], [[2, 1]], [[6, 1]]]}, "id 0: token 3 is one of a turn of the policy"),
+            ({"turn_spans": [[[2, 1], [3, 0], [4, 1]], [[1, 1]], [[6, 1]]]}, "id 1: its turns begin at [1]"),
+            ({"log_probs": [[-1.0] * 5, [math.nan] * 4, [math.nan] * 7]}, "id 0: token 0 was not sampled and has"),
+            (
+                {"input_ids": [[5, 6, 7, 8, 9], [5, 5, 7, 9], [5, 6, 7, 8, 9, 4, 3]]},
+                "id 1: its prompt has other tokens",
+            ),
+            (
+                {"input_ids": [[5, 6, 7, 8, 9], [5, 6, 7, 9], [5, 6, 7, 3, 9, 4, 3]]},
+                "id 2: it continues trajectory 8, and token 3 is another",
+            ),
+        )
+    ):
+        (text,) = conversations(tmp_path / str(number), **changed)
+        assert text.startswith("1 conversation drifted from what was sampled (")
+        assert wanted in text

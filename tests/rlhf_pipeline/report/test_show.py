@@ -126,7 +126,7 @@ def test_brief_is_one_line_each():
     lines = list(brief([one(), one(id="8", completion="x\n" * 200)], width=90))
     assert len(lines) == 3
     assert all(len(line) <= 90 for line in lines)
-    wide = list(brief([one(group=2**62), one()], width=110))  # as `converse` draws them
+    wide = list(brief([one(group=2**62), one()], width=110))
     assert len({line.index(word) for line, word in zip(wide, ("prompt", "a=", "a="), strict=True)}) == 1
 
 

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torchrl.data.llm import History
 
-from rlhf_pipeline import CausalLMPolicy
+from rlhf_pipeline import CausalLMPolicy, ChatHistory
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import columns_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
-from tests.rlhf_pipeline.small import qwen2
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, qwen2, talker
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +213,28 @@ def test_a_tokenizer_of_ones_own_gets_the_template_that_the_model_names():
     asked = RetrieveLogProb(Templated(), tokenizer=given, tokenizer_kwargs={"chat_template": "asked for"})
     assert asked.tokenizer.chat_template == "asked for"
     assert given.chat_template == "its own"
+
+
+def test_conversations_that_exist_as_text_only():
+    """Where nothing was sampled here, the template's generation markers tell the assistant's tokens of every turn."""
+    policy = talker()
+    policy.tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}",
+        "{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
+    )
+    roles = ("user", "assistant", "tool", "assistant")
+    chats = [list(zip(roles, words, strict=True)) for words in (("1+2", "12", "3", "3"), ("7", "07+", "7", "777"))]
+    history = History.from_chats([[{"role": r, "content": c} for r, c in chat] for chat in chats])
+    td = TensorDict(history=ChatHistory(full=history), batch_size=[2])
+    out: Any = RetrieveLogProb(policy.get_new_version(input_mode="history")).inv(td)
+    for row, chat in zip(out.unbind(0), chats, strict=True):
+        ids, said = row["tokens", "full"].tolist(), row["masks", "all_assistant_mask"]
+        assert len(ids) == sum(len(content) + 3 + (role == "assistant") for role, content in chat)
+        want = [i for role, content in chat if role == "assistant" for i in [*policy.tokenizer.encode(content), 1]]
+        assert [i for i, mine in zip(ids, said.tolist(), strict=True) if mine] == want
+    found = torch.cat([row["next", "ref_log_probs", "full"] for row in out.unbind(0)])
+    torch.testing.assert_close(
+        found.double(), one_by_one(policy, out.unbind(0), 1.0), rtol=0, atol=2e-6, equal_nan=True
+    )

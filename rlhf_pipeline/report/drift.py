@@ -1,0 +1,104 @@
+"""Whether stored conversations are the tokens that the policy saw and sampled.
+
+Text can be encoded in several ways, so a conversation whose ids were made again from text may differ from what was
+sampled although it reads the same. What a store tells of it is checked: turns against mask and log-probs, the prompt of
+each member against its group's, and the beginning of a continued conversation against the one that it continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.words import count
+
+_POLICY = 1
+_NEEDED = ("turn_spans", "assistant_mask", "log_probs", "num_prompt_tokens")
+_EXAMPLES = 8
+
+
+def turns_problem(
+    spans: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_], log_probs: npt.NDArray[np.float32], num_prompt: int
+) -> str | None:
+    """Return what contradicts the turns of a row, or None.
+
+    Args:
+        spans: int64 [n, 2], first token and role (1 the policy, 0 a reply) of each turn.
+        mask: bool [T], the tokens that the policy sampled.
+        log_probs: float32 [T], in nats; NaN where there is none.
+        num_prompt: tokens of the prompt.
+
+    >>> mask, log_probs = np.array([False, True, False]), np.array([np.nan, -1.0, np.nan])
+    >>> turns_problem(np.array([[1, 1], [2, 0]]), mask, log_probs, 1) is None
+    True
+    >>> turns_problem(np.array([[1, 1]]), mask, log_probs, 1)
+    'token 2 is one of a turn of the policy, and the mask says that it was not sampled'
+    """
+    starts, roles = spans[:, 0], spans[:, 1]
+    if starts[0] != num_prompt or (np.diff(starts) <= 0).any() or starts[-1] > len(mask):
+        return f"its turns begin at {starts.tolist()}, in a row of {len(mask)} tokens with a prompt of {num_prompt}"
+    sampled = np.repeat(np.append(0, roles), np.diff(np.concatenate([[0], starts, [len(mask)]]))) == _POLICY
+    if (wrong := np.flatnonzero(sampled != mask)).size:
+        whose, said = ("a turn of the policy", "not ") if sampled[wrong[0]] else ("the prompt or a reply", "")
+        return f"token {wrong[0]} is one of {whose}, and the mask says that it was {said}sampled"
+    if (wrong := np.flatnonzero(np.isfinite(log_probs) & ~mask)).size:
+        return f"token {wrong[0]} was not sampled and has a log-prob"
+    return None
+
+
+def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
+    """Yield the conversations that are not what was sampled, as far as a store can tell: row id and why.
+
+    Args:
+        stored: the store; one without `turn_spans` and `parent_id` has nothing to find.
+    """
+    if set(_NEEDED) <= set(stored.columns):
+        prompts: dict[int, bytes] = {}
+        for ids in stored.blocks():
+            ids = ids[stored.lengths("turn_spans", ids) > 0]
+            rows = stored.store.read(ids, [*_NEEDED, "input_ids", "group_id"])
+            for i, row in enumerate(ids.tolist()):
+                columns = [rows[name][i] for name in _NEEDED]
+                problem, group = turns_problem(*columns), int(rows["group_id"][i])
+                prompt = rows["input_ids"][i][: columns[-1]].tobytes()
+                if problem is None and group >= 0 and prompts.setdefault(group, prompt) != prompt:
+                    problem = f"its prompt has other tokens than that of another member of group {group}"
+                if problem is not None:
+                    yield row, problem
+    if {"parent_id", "trajectory_id", "num_prompt_tokens"} <= set(stored.columns):
+        yield from _continued(stored)
+
+
+def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
+    """Compare continued conversations with those that they continue, where these are still stored."""
+    ids, parents = stored.ids(), stored.scalars("parent_id")
+    named = stored.scalars("trajectory_id")
+    if parents is None or named is None:
+        return
+    order = np.argsort(named, kind="stable")
+    for at in np.flatnonzero(parents >= 0).tolist():
+        place = min(int(np.searchsorted(named, parents[at], sorter=order)), len(ids) - 1)
+        if named[order[place]] != parents[at]:
+            continue
+        pair: Ids = ids[[at, order[place]]]
+        rows: dict[str, Any] = stored.store.read(pair, ["input_ids", "num_prompt_tokens"])
+        child, parent = rows["input_ids"]
+        common = min(int(rows["num_prompt_tokens"][0]), len(parent))
+        if (wrong := np.flatnonzero(child[:common] != parent[:common])).size:
+            yield (
+                int(ids[at]),
+                f"it continues trajectory {parents[at]}, and token {wrong[0]} is another than was sampled there",
+            )
+
+
+def drift_text(found: list[tuple[int, str]]) -> str:
+    """Return the finding on drifted conversations in words."""
+    some = "; ".join(f"id {row}: {problem}" for row, problem in found[:_EXAMPLES])
+    return (
+        f"{count(len(found), 'conversation')} drifted from what was sampled ({some}). Leave these ids out, and keep "
+        "the sampler's own tokens where they were written."
+    )

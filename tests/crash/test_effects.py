@@ -1,0 +1,125 @@
+"""An environment with effects outside itself: a kill repeats no conversation that has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from rlhf_pipeline import FrozenLake, Pipeline, Prompt, Reward, Step, Turn, definitions
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
+from trajectory_store import TrajectoryStore
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
+
+NUM = 2 * 4 * 4
+"""Conversations of the run."""
+
+
+class Sends(FrozenLake):
+    """Writes each beginning and end to a file, and may end the process between two of them."""
+
+    has_effects = True
+    file: ClassVar[Path]
+    kill_after: ClassVar[int | None] = None
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        """Note a beginning."""
+        self.note("begins")
+        return super().reset(prompt, seed)
+
+    def step(self, turn: Turn) -> Step:
+        """Kill the process if so many conversations have ended."""
+        ended = self.file.read_text().split().count("ends")
+        if self.kill_after is not None and ended >= self.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(turn)
+
+    def end(self, reason: str) -> dict[str, float]:
+        """Note an end."""
+        self.note("ends")
+        return {}
+
+    def note(self, word: str) -> None:
+        """Append a word to the file."""
+        with self.file.open("a") as file:
+            file.write(f"{word}\n")
+
+
+def pipeline() -> Pipeline:
+    """Two steps on a rollout of four groups of four each."""
+    changes = {
+        "collect.prompts_per_rollout": "4",
+        "collect.group_size": "4",
+        "policy.hidden_size": "16",
+        "learn.lr_schedule": "constant",
+        "learn.steps": "2",
+        "learn.checkpoint_every": "1",
+    }
+    found = definitions.find("frozen_lake").pipeline([*changes.items()])
+    return dataclasses.replace(found, evaluate=None, environment=Sends)
+
+
+def live(folder: Path, kill_after: int | None) -> int | None:
+    """Go on with a run in a process of its own; return its exit code."""
+
+    def act() -> None:
+        torch.set_num_threads(1)
+        Sends.file, Sends.kill_after = folder / "notes", kill_after
+        Sends.file.touch()
+        run(pipeline(), run_dir=folder / "run", resume=RunFolder(folder / "run").is_recorded)
+
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def rows(folder: Path) -> dict[int, list[int]]:
+    """The tokens of each stored conversation."""
+    with TrajectoryStore.open(folder / "run" / "store") as store:
+        found = store.read(store.ids(), ["trajectory_id", "input_ids"])
+    return dict(zip(found["trajectory_id"].tolist(), map(list, found["input_ids"]), strict=True))
+
+
+def test_a_kill_repeats_no_conversation_that_has_ended(tmp_path):
+    """Killed in either rollout: what had ended is stored and not begun again, and the rest is sampled as without."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    assert live(straight, None) == 0
+    notes, stored = killed / "notes", list[int]()
+    for kill_after in (5, 21):
+        begun = Counter(notes.read_text().split())["begins"] if notes.exists() else 0
+        assert live(killed, kill_after) == -signal.SIGKILL
+        said = Counter(notes.read_text().split())
+        assert said["ends"] == len(rows(killed))
+        begins = 16 if not stored else 16 - stored[-1] + 16
+        assert said["begins"] - begun == begins
+        stored.append(len(rows(killed)))
+    assert 5 <= stored[0] < 16 < 21 <= stored[1] < NUM
+    assert live(killed, None) == 0
+    assert Counter(notes.read_text().split())["ends"] == NUM
+    assert rows(killed) == rows(straight)
+    with TrajectoryStore.open(killed / "run" / "store") as store:
+        assert not torch.tensor(store.read_scalars("advantage")).isnan().any()
+
+
+def test_rewards_of_whole_groups_are_refused(tmp_path):
+    """Each conversation is graded as it ends, and such a function needs all of them."""
+
+    def of_group(completions: list[str], **columns: object) -> list[float]:
+        return [0.0] * len(completions)
+
+    Sends.file = tmp_path / "notes"
+    with pytest.raises(DefinitionError, match="a reward function of a whole group cannot be used"):
+        run(dataclasses.replace(pipeline(), reward=Reward(of_group)), run_dir=tmp_path / "run")
