@@ -122,6 +122,13 @@ class Collect(Settings):
 
     prompts_per_rollout: int = setting(16, min=1, help="Prompts in one rollout; each gets a whole group.")
     group_size: int = setting(16, min=1, help="Completions per prompt.")
+    dynamic: int = setting(
+        1,
+        min=1,
+        help="Dynamic sampling (DAPO, arXiv:2503.14476): the most rounds of `prompts_per_rollout` prompts for one "
+        "rollout, which keeps the first groups whose rewards are not all equal. If there are too few after the last "
+        "round, groups without spread fill it. 1 keeps every group.",
+    )
     max_new_tokens: int = setting(
         64,
         min=1,
@@ -229,6 +236,10 @@ class Collect(Settings):
                 "of the tokens that they leave, without which ratios would be wrong.",
             ),
             (all(self.stop), "a stop string is empty."),
+            (
+                self.dynamic == 1 or self.group_size > 1,
+                f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
+            ),
         ]
 
 

@@ -14,7 +14,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, FAILURES, SAMPLED_BY, SUPPORT, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import skips_too_long
@@ -362,8 +362,10 @@ def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
     turns = () if pipeline.environment is None else (TURNS,)
+    cursor = (CURSOR,) if collect.dynamic > 1 else ()
     return (
         *sampled_by,
+        *cursor,
         *support,
         *turns,
         *FAILURES,
