@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
+from rlhf_pipeline.data.prompts import Curriculum, Mix, NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import (
     EnvironmentReward,
     Reward,
@@ -731,6 +731,11 @@ class Pipeline(Settings):
         Settings.__post_init__(self)
 
     @property
+    def curriculum(self) -> Curriculum | None:
+        """Of the prompts, if the run takes any."""
+        return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
+
+    @property
     def longest_completion(self) -> int:
         """The most tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
@@ -758,6 +763,12 @@ class Pipeline(Settings):
             (
                 self.evaluate is None or self.reward is not no_reward,
                 "evaluate needs a reward function, with replay as well.",
+            ),
+            (
+                self.curriculum is None
+                or (room is None and self.collect.dynamic == 1 and self.write.zero_variance != "drop"),
+                "a curriculum follows the success of every group, and buffer.max_trajectories, collect.dynamic and "
+                "write.zero_variance=drop each leave groups out of the store. Leave them out, or prompts.curriculum.",
             ),
             (
                 room is None or room >= rollout,

@@ -46,6 +46,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "share",
                 "with `collect.dynamic`: of the groups up to the last one needed, the share without spread",
             ),
+            Figure(
+                "source_weight/N", "share", "with a curriculum: weight of source N, from 0, for the rollout's prompts"
+            ),
             Figure("reward/NAME", "reward", "mean result of the reward NAME where it applies, without its weight"),
             Figure(
                 "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"
