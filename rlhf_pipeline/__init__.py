@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from rlhf_pipeline.config_text import override
     from rlhf_pipeline.data import keys
-    from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompt, Prompts
+    from rlhf_pipeline.data.prompts import CopyDigits, Curriculum, Mix, Prompt, Prompts
     from rlhf_pipeline.data.rewards import (
         LeftOut,
         Matches,
@@ -65,7 +65,7 @@ _NAMES = {
     "config": "Buffer Collect Evaluate GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
     "config_text": "override",
     "data": "keys",
-    "data.prompts": "CopyDigits Mix Prompt Prompts",
+    "data.prompts": "CopyDigits Curriculum Mix Prompt Prompts",
     "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
     "math_verify_match token_match",
     "environments.games": "FrozenLake LakeMaps",
@@ -100,6 +100,7 @@ __all__ = [
     "Buffer",
     "Collect",
     "CopyDigits",
+    "Curriculum",
     "Environment",
     "Evaluate",
     "FrozenLake",

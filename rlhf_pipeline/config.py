@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rlhf_pipeline.data.prompts import NoPrompts, PromptSource
+from rlhf_pipeline.data.prompts import Curriculum, Mix, NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import (
     EnvironmentReward,
     Reward,
@@ -123,6 +123,13 @@ class Collect(Settings):
 
     prompts_per_rollout: int = setting(16, min=1, help="Prompts in one rollout; each gets a whole group.")
     group_size: int = setting(16, min=1, help="Completions per prompt.")
+    dynamic: int = setting(
+        1,
+        min=1,
+        help="Dynamic sampling (DAPO, arXiv:2503.14476): the most rounds of `prompts_per_rollout` prompts for one "
+        "rollout, which keeps the first groups whose rewards are not all equal. If there are too few after the last "
+        "round, groups without spread fill it. 1 keeps every group.",
+    )
     max_new_tokens: int = setting(
         64,
         min=1,
@@ -230,6 +237,10 @@ class Collect(Settings):
                 "of the tokens that they leave, without which ratios would be wrong.",
             ),
             (all(self.stop), "a stop string is empty."),
+            (
+                self.dynamic == 1 or self.group_size > 1,
+                f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
+            ),
         ]
 
 
@@ -729,6 +740,11 @@ class Pipeline(Settings):
         Settings.__post_init__(self)
 
     @property
+    def curriculum(self) -> Curriculum | None:
+        """Of the prompts, if the run takes any."""
+        return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
+
+    @property
     def longest_completion(self) -> int:
         """The most tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
@@ -756,6 +772,12 @@ class Pipeline(Settings):
             (
                 self.evaluate is None or self.reward is not no_reward,
                 "evaluate needs a reward function, with replay as well.",
+            ),
+            (
+                self.curriculum is None
+                or (room is None and self.collect.dynamic == 1 and self.write.zero_variance != "drop"),
+                "a curriculum follows the success of every group, and buffer.max_trajectories, collect.dynamic and "
+                "write.zero_variance=drop each leave groups out of the store. Leave them out, or prompts.curriculum.",
             ),
             (
                 room is None or room >= rollout,

@@ -77,6 +77,9 @@ SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
 """Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
 
+CURSOR = Column("prompt_cursor", "int64", fill=-1)
+"""Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
+
 EVALUATION = Column("evaluation", "bool", fill=False)
 """Marks the trajectories of an evaluation, which are never learned from."""
 

@@ -179,7 +179,7 @@ def _shown(value: Any) -> str:
 def page() -> Iterator[str]:
     """Yield docs/settings.md."""
     from rlhf_pipeline.config import Pipeline, PretrainedPolicy, TinyPolicy
-    from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompts
+    from rlhf_pipeline.data.prompts import CopyDigits, Curriculum, Mix, Prompts
     from rlhf_pipeline.settings import settings_of
 
     yield "# Settings"
@@ -192,6 +192,7 @@ def page() -> Iterator[str]:
     yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])
     sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]
     sections += [("prompts", CopyDigits), ("prompts", Prompts), ("prompts", Mix)]
+    sections += [("prompts.curriculum", Curriculum)]
     sections += [(item.name, group) for item in whole for group in item.groups if item.name != "policy"]
     for name, kind in sections:
         yield from _section(f"{name}: {kind.__name__}", kind, f"{name}.", list(settings_of(kind)))

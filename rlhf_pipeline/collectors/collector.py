@@ -14,8 +14,10 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.drawn import Drawn, drawn_completions, drawn_conversations, trajectories
+from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
 from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.config import Collect
@@ -64,6 +66,10 @@ class Collector:
     Rollout `r` takes the prompts from cursor `r * prompts_per_rollout` on. The prompt's cursor is its `group_id` and
     seeds its completions, so a rollout that a crash interrupts is sampled again token for token, and a rollout that is
     in the store already is not sampled again: no prompt is lost or repeated.
+
+    With `config.dynamic` above 1 (`collectors.dynamic`) a rollout has up to that many rounds, its groups keep their
+    numbers, and the prompts from cursor `r * prompts_per_rollout * dynamic` on are its own: which of them it took
+    depends on nothing but the weights, the seed and `r`. It is still one commit.
 
     Args:
         policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
@@ -148,7 +154,7 @@ class Collector:
         self.keeps_each = has_effects(environment) and hasattr(self.policy.engine, "converse")
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:
-            _check_keeps_each(self.grader, kl_reward)
+            _check_keeps_each(config, self.grader, kl_reward)
         self.stored = StoredGroups(buffer.store)
         """Finds groups that are in the store already."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
@@ -177,7 +183,8 @@ class Collector:
             digests: of the published weights by version, read after sampling; None if none are published.
             is_first: this is the first attempt at the rollout, so the store is not searched for it.
             stop: whether a signal has asked to stop; reward calls are then not waited for.
-            say: takes a sentence that names a reward call which takes long, or that many trajectories failed.
+            say: takes a sentence: a reward call takes long, many trajectories failed, or too few groups have spread
+                after the last round of dynamic sampling.
 
         Returns:
             The summary of the rollout, read from the store if it was there already.
@@ -188,59 +195,73 @@ class Collector:
             EngineError: the engine is out of reach, or aborted a completion. Nothing was stored.
             StoreError: the store could not take the rollout; none of it was acknowledged.
         """
-        started = time.perf_counter()
-        first = rollout * self.config.prompts_per_rollout
-        cursors = np.arange(first, first + self.config.prompts_per_rollout)
+        started, config = time.perf_counter(), self.config
+        groups = rollout * config.prompts_per_rollout + np.arange(config.prompts_per_rollout)
         if self.keeps_each:
-            return self._collect_each(rollout, cursors, policy_version, started, refresh, digests, stop, say)
+            return self._collect_each(rollout, groups, policy_version, started, refresh, digests, stop, say)
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
-        store, size = self.buffer.store, len(cursors) * self.config.group_size
-        rows = np.empty(0, np.int64) if is_first else self._rows_of(cursors)
+        store, size = self.buffer.store, len(groups) * config.group_size
+        rows = np.empty(0, np.int64) if is_first else self._rows_of(groups)
         # A rollout is one commit. A stored rollout lacks rows if the write path dropped groups, or if a ring is
         # evicting it: then its remaining rows are the oldest in the store, and are evicted next.
         cut = 0 < len(rows) < size and len(store) < store.watermark and rows[0] == store.ids()[0]
         if len(rows) >= size or (
             len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
         ):
-            self.observe(cursors)
-            figures = stored_figures(store, rows, self._names)
-            rewards = store.read_scalars("task_reward", rows)
+            self.observe(groups)
+            figures, rewards = stored_figures(store, rows, self._names), store.read_scalars("task_reward", rows)
+            if config.dynamic > 1 and CURSOR.name in store.schema:
+                figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, rows), rewards)
             found = self._summary(rollout, rewards, 0, None, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
-        prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
         self._load(policy_version)
-        beside, grading = None, self.grader.begin(self.config.group_size)
-        with grading:
-            if self.conversations is None:
-                drawn, beside = self._completed(prompts, cursors, grading, refresh)
-            else:
-                drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
-            grades = grading.results(stop, say)
-        check_all_failed(grades, self.grader.rewards)
-        batch = self._rows(prompts, drawn, grades, cursors, policy_version=policy_version, digests=digests)
+        beside = None if self.retrieve is None or self.conversations is not None else ScoringBeside(self.retrieve)
+        rounds: list[Round] = []
+        while not rounds or (len(rounds) < config.dynamic and sum(len(one.spread) for one in rounds) < len(groups)):
+            rounds.append(self._round(rollout, len(rounds), beside, refresh, stop, say))
+        one, kept = rounds[0], np.arange(len(groups))
+        if config.dynamic > 1:
+            one = as_one(rounds)
+            kept = kept_groups(one.spread, len(one.prompts), len(groups))
+        drawn = one.drawn
+        places = np.flatnonzero(np.isin(drawn.prompt_index, kept)).tolist()
+        grades = [one.grades[place] for place in places]
+        names = np.full(len(one.prompts), -1)
+        names[kept] = groups
+        batch = self._rows(one, names, policy_version=policy_version, digests=digests)
         if beside is not None:
             batch |= beside.columns(batch)
+        if len(places) < batch.n:
+            batch = batch.select(torch.tensor(places))
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
-        self._sound(rollout, grades, say)
+        self._sound(rollout, one.grades, say)
         figures = rollout_figures(
-            lengths=drawn.lengths - drawn.num_prompt_tokens,
+            lengths=(drawn.lengths - drawn.num_prompt_tokens)[places],
             cut_off=np.array(
-                [reason == "length" and not item.broken for reason, item in zip(drawn.reasons, grades, strict=True)]
+                [drawn.reasons[place] == "length" and not one.grades[place].broken for place in places], bool
             ),
             rewards=rewards,
-            groups=cursors[drawn.prompt_index],
+            groups=names[drawn.prompt_index[places]],
             kinds=[item.kind for item in grades],
             values={
                 name: np.array([item.values[i] for item in grades], np.float32) for i, name in enumerate(self._names)
             },
-            turns=drawn.turns,
+            turns=None if drawn.turns is None else drawn.turns[places],
         )
+        if config.dynamic > 1:
+            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], rewards)
+            if say is not None and len(one.spread) < len(groups):
+                say(
+                    f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(one.spread)} of "
+                    f"{len(one.prompts)} groups have rewards that are not all equal; "
+                    f"{len(groups) - len(one.spread)} without spread fill the rollout."
+                )
         num_tokens = int(drawn.assistant.sum())
         return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=False)
 
@@ -272,16 +293,9 @@ class Collector:
             assert talk.row is not None
             drawn = drawn_conversations([talk], [self._text(talk.row.ids[talk.row.num_prompt :])], group_size=1)
             drawn = replace(drawn, member=np.array([place % size]))
-            self.buffer.extend(
-                self._rows(
-                    [talk.prompt],
-                    drawn,
-                    [grade],
-                    cursors[[place // size]],
-                    policy_version=policy_version,
-                    digests=digests,
-                )
-            )
+            at = cursors[[place // size]]
+            one = Round(prompts=[talk.prompt], cursors=at, drawn=drawn, grades=[grade])
+            self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
             num_tokens += int(drawn.assistant.sum())
 
@@ -308,34 +322,60 @@ class Collector:
             say(f"rollout {rollout}: {alarm}")
 
     def _rows(
-        self,
-        prompts: Sequence[Prompt],
-        drawn: Drawn,
-        grades: Sequence[Grade],
-        cursors: np.ndarray,
-        *,
-        policy_version: int,
-        digests: Mapping[int, int] | None,
+        self, one: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None
     ) -> Trajectories:
         """Return sampled and graded rows with all columns that the collector knows."""
         batch = trajectories(
-            prompts,
-            drawn,
-            grades,
-            cursors=cursors,
+            one.prompts,
+            one.drawn,
+            one.grades,
+            groups=groups,
             group_size=self.config.group_size,
             policy_version=policy_version,
             digests=digests,
-            sampled_by=self._sampled_by(),
         )
-        batch |= self._graded(grades)
-        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
+        batch |= self._further(one)
         return batch
 
+    def _round(
+        self,
+        rollout: int,
+        number: int,
+        beside: ScoringBeside | None,
+        refresh: WeightRefresh | None,
+        stop: Callable[[], bool] | None,
+        say: Callable[[str], None] | None,
+    ) -> Round:
+        """Sample and grade one round of a rollout."""
+        size = self.config.prompts_per_rollout
+        cursors = (rollout * self.config.dynamic + number) * size + np.arange(size)
+        prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
+        grading = self.grader.begin(self.config.group_size)
+        with grading:
+            if self.conversations is None:
+                drawn = self._completed(
+                    prompts, cursors, grading, refresh, beside, number * size * self.config.group_size
+                )
+            else:
+                drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
+            grades = grading.results(stop, say)
+        check_all_failed(grades, self.grader.rewards)
+        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades)
+
+    def _dynamic_figures(self, rollout: int, cursors: np.ndarray, rewards: np.ndarray) -> Figures:
+        wanted, most = self.config.prompts_per_rollout, self.config.dynamic
+        return dynamic_figures(cursors - rollout * wanted * most, rewards, wanted=wanted, most_rounds=most)
+
     def _completed(
-        self, prompts: Sequence[Prompt], cursors: np.ndarray, grading: Grading, refresh: WeightRefresh | None
-    ) -> tuple[Drawn, ScoringBeside | None]:
-        """Sample one turn for each member; their reward calls begin as they end."""
+        self,
+        prompts: Sequence[Prompt],
+        cursors: np.ndarray,
+        grading: Grading,
+        refresh: WeightRefresh | None,
+        beside: ScoringBeside | None,
+        num_before: int,
+    ) -> Drawn:
+        """Sample one turn for each member, after so many of earlier rounds; their reward calls begin as they end."""
         as_chat, options = self.prompts.as_chat, template_options(self.prompts)
         prompt_ids = [
             encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
@@ -345,17 +385,13 @@ class Collector:
             how["stop"] = self.config.stop
         if self.config.is_truncated:
             how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
-        beside = None
         texts: dict[int, str] = {}
-        if self.retrieve is not None:
-            beside = ScoringBeside(self.retrieve, prompt_ids, self.config.group_size)
 
         def ended(place: int, tokens: Sequence[int]) -> None:
-            texts[place] = self._text(tokens)
-            prompt = prompts[place // self.config.group_size]
-            grading.add(place, Sampled(prompt=prompt, completion=texts[place], token_ids=tokens))
+            texts[place], owner = self._text(tokens), place // self.config.group_size
+            grading.add(place, Sampled(prompt=prompts[owner], completion=texts[place], token_ids=tokens))
             if beside is not None:
-                beside.ended(place, tokens)
+                beside.ended(num_before + place, prompt_ids[owner], tokens)
 
         if isinstance(self.policy, TokenPolicy):  # a TorchRL wrapper passes nothing on
             how["ended"] = ended
@@ -367,7 +403,7 @@ class Collector:
             texts[place] = texts[place] if place in texts else self._text(given)
             one = Sampled(prompt=prompt, completion=texts[place], token_ids=given, finish_reason=reason)
             grading.add(place, one, ended=True)
-        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))]), beside
+        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))])
 
     def _conversed(
         self,
@@ -415,26 +451,33 @@ class Collector:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
         return text
 
-    def _graded(self, grades: Sequence[Grade]) -> dict[Key, Flat | Text]:
-        """Return the columns of failures and of each reward, as far as the store has them."""
-        found: dict[Key, Flat | Text] = {}
-        if any(item.kind for item in grades):
-            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
+    def _further(self, one: Round) -> dict[Key, Flat | Text]:
+        """Return the columns of how rows were sampled, of failures and of each reward, as far as the store has them."""
+        engine, num = getattr(self.policy, "engine", None), len(one.grades)  # a TorchRL wrapper has no engine
+        found: dict[Key, Flat | Text] = {
+            keys.ENGINE: Text(["" if engine is None else engine.name] * num),
+            keys.TEMPERATURE: Flat(torch.full((num,), self.temperature)),
+            keys.LOG_PROB_MODE: Text(["processed"] * num),
+            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.drawn.prompt_index])),
+        }
+        if any(item.kind for item in one.grades):
+            found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in grades]
+            values = [item.values[number] for item in one.grades]
             found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
-        return {key: column for key, column in found.items() if key in self.buffer.store.schema}
+        marks = {name: Flat(torch.full((num,), mark)) for name, mark in self.marks.items()}
+        return {key: column for key, column in found.items() if key in self.buffer.store.schema} | marks
 
-    def observe(self, cursors: np.ndarray) -> None:
+    def observe(self, groups: np.ndarray) -> None:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
-            cursors: int64 [n], the groups' ids, consecutive.
+            groups: int64 [n], their ids, consecutive.
         """
         if self.kl_reward is None:
             return
-        store, rows = self.buffer.store, self._rows_of(cursors)
+        store, rows = self.buffer.store, self._rows_of(groups)
         log_probs, ref_log_probs, mask = (
             store.read_ragged(name, rows) for name in ("log_probs", "ref_log_probs", "assistant_mask")
         )
@@ -445,25 +488,15 @@ class Collector:
             torch.from_numpy(np.asarray(mask.lengths, dtype=np.int64)),
         )
 
-    def _sampled_by(self) -> dict[Key, str | float]:
-        """Return how completions are sampled, as far as the store has columns for it."""
-        engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
-        facts: dict[Key, str | float] = {
-            keys.ENGINE: "" if engine is None else engine.name,
-            keys.TEMPERATURE: self.temperature,
-            keys.LOG_PROB_MODE: "processed",
-        }
-        return {key: fact for key, fact in facts.items() if key in self.buffer.store.schema}
-
     def _by_these_weights(self, rows: np.ndarray, version: int, digests: Mapping[int, int] | None) -> bool:
         """Return whether the weights of this version sampled the rows, so that they would sample the same rollout."""
         read = self.buffer.store.read_scalars
         same = read("policy_version", rows) == version
         return bool(same.all() and (digests is None or (read("policy_digest", rows) == digests.get(version, 0)).all()))
 
-    def _rows_of(self, cursors: np.ndarray) -> np.ndarray:
-        """Return the row ids of the groups from the first to the last cursor, int64, in the order of arrival."""
-        return self.stored.rows(int(cursors[0]), int(cursors[-1]))
+    def _rows_of(self, groups: np.ndarray) -> np.ndarray:
+        """Return the row ids of the groups from the first to the last one, int64, in the order of arrival."""
+        return self.stored.rows(int(groups[0]), int(groups[-1]))
 
     @staticmethod
     def _summary(
@@ -508,11 +541,13 @@ def _grade(grading: Grading, place: int, talk: Conversation) -> None:
     grading.add(place, one, ended=True)
 
 
-def _check_keeps_each(grader: Grader, kl_reward: KLRewardTransform | None) -> None:
+def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLRewardTransform | None) -> None:
     """Refuse what sees several conversations at once where each is stored as it ends."""
     why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
     if any(form.batched for form in grader.forms):
         raise DefinitionError(f"{why}; a reward function of a whole group cannot be used. Give one of a completion.")
+    if config.dynamic > 1:
+        raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} leaves out whole groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):
         raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
 

@@ -14,9 +14,8 @@ import torch
 from rlhf_pipeline.collectors.conversations import Conversation
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import Key
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 from rlhf_pipeline.policies.engines.turn_rows import POLICY
 
@@ -150,6 +149,38 @@ def drawn_conversations(talks: Sequence[Conversation], texts: Sequence[str], *, 
     )
 
 
+def joined(parts: Sequence[Drawn]) -> Drawn:
+    """Return the rows of several rounds as those of one; prompts are numbered on."""
+    num_prompts = np.cumsum([0, *(int(part.prompt_index.max(initial=-1)) + 1 for part in parts)])
+    masses = [np.zeros_like(part.log_probs) if part.log_mass is None else part.log_mass for part in parts]
+    return Drawn(
+        lengths=np.concatenate([part.lengths for part in parts]),
+        num_prompt_tokens=np.concatenate([part.num_prompt_tokens for part in parts]),
+        tokens=np.concatenate([part.tokens for part in parts]),
+        assistant=np.concatenate([part.assistant for part in parts]),
+        log_probs=np.concatenate([part.log_probs for part in parts]),
+        log_mass=None if all(part.log_mass is None for part in parts) else np.concatenate(masses),
+        prompt_index=np.concatenate(
+            [part.prompt_index + before for part, before in zip(parts, num_prompts[:-1], strict=True)]
+        ),
+        member=np.concatenate([part.member for part in parts]),
+        reasons=[reason for part in parts for reason in part.reasons],
+        texts=[text for part in parts for text in part.texts],
+        metas=[meta for part in parts for meta in part.metas],
+        version_spans=_joined_spans([part.version_spans for part in parts]),
+        turn_spans=_joined_spans([part.turn_spans for part in parts]),
+    )
+
+
+def _joined_spans(parts: Sequence[Flat | None]) -> Flat | None:
+    """Return the spans of all rows; None where those of a part are not known."""
+    known = [(one.values, one.lengths) for one in parts if one is not None and one.lengths is not None]
+    if len(known) < len(parts):
+        return None
+    values, lengths = zip(*known, strict=True)
+    return Flat(torch.cat(values), torch.cat(lengths))
+
+
 def _meta(talk: Conversation) -> dict[str, Any]:
     return {"messages": talk.messages, "turn_rewards": talk.turn_rewards} | ({"info": talk.info} if talk.info else {})
 
@@ -165,11 +196,10 @@ def trajectories(
     drawn: Drawn,
     grades: Sequence[Grade],
     *,
-    cursors: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.int64],
     group_size: int,
     policy_version: int,
     digests: Mapping[int, int] | None = None,
-    sampled_by: Mapping[Key, str | float] | None = None,
 ) -> Trajectories:
     """Return `n` completed trajectories.
 
@@ -177,11 +207,10 @@ def trajectories(
         prompts: the prompts that were sampled from, [P].
         drawn: the sampled rows, [n].
         grades: the rewards, [n].
-        cursors: int64 [P], the cursor of each prompt; it is the group's id.
+        groups: int64 [P], the id of each prompt's group.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, if the rows do not record it.
         digests: of the published weights, by version; a missing digest is unknown.
-        sampled_by: further facts about the sampling, the same for all.
     """
     owner = drawn.prompt_index
     # A prompt's own, the same for each member without an error.
@@ -199,8 +228,8 @@ def trajectories(
         log_probs=drawn.log_probs,
         num_prompt_tokens=drawn.num_prompt_tokens,
         rewards=[item.reward for item in grades],
-        group_ids=cursors[owner],
-        trajectory_ids=cursors[owner] * group_size + drawn.member,
+        group_ids=groups[owner],
+        trajectory_ids=groups[owner] * group_size + drawn.member,
         policy_versions=np.full(len(drawn), policy_version),
         version_spans=drawn.version_spans,
         finish_reasons=[
@@ -217,9 +246,6 @@ def trajectories(
         out[keys.SUPPORT_LOG_MASS] = Flat(torch.from_numpy(drawn.log_mass), torch.from_numpy(drawn.lengths))
     if drawn.turn_spans is not None:
         out[keys.TURN_SPANS] = drawn.turn_spans
-    for key, fact in (sampled_by or {}).items():
-        number = isinstance(fact, float)
-        out[key] = Flat(torch.full((out.n,), fact)) if number else Text([fact] * out.n)
     if digests is not None:
         oldest: Any = out[keys.POLICY_VERSION]
         out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))

@@ -328,6 +328,36 @@ class Chosen:
         return self.source.all_prompts()[self.positions[cursor]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curriculum(Settings):
+    """How the weights of a mixture follow the success that a run has stored.
+
+    After every `every` rollouts each weight is set anew, from those rollouts: the mixture's own weight times
+    `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members
+    that are right. A source whose prompts are all solved, or none, is left with `least` of its weight; one that gave no
+    graded prompt in that time has its own weight again.
+
+    >>> Curriculum(every=10, least=0.2).weight(1.0, [0.5, 1.0])
+    0.6
+    """
+
+    every: int = setting(min=1, help="Rollouts between two changes of the weights.")
+    success_at: float = setting(1.0, help="The reward from which on a completion counts as right.")
+    least: float = setting(
+        0.1, above=0, max=1, help="The share of its weight that a source keeps whose prompts are all solved, or none."
+    )
+
+    def weight(self, base: float, success: Sequence[float]) -> float:
+        """Return a source's weight, to four places.
+
+        Args:
+            base: its weight in the mixture.
+            success: at least one; the share of right members in each of its groups.
+        """
+        learnable = sum(4 * rate * (1 - rate) for rate in success) / len(success)
+        return max(round(base * (self.least + (1 - self.least) * learnable), 4), 1e-4)
+
+
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
     """Several sources at once, each with a weight: of every run of prompts, each source has its share.
@@ -338,6 +368,7 @@ class Mix(Settings):
     Args:
         sources: the sources. They agree on `as_chat` and on the arguments of the chat template.
         weights: one per source, above 0; equal ones if there are none.
+        curriculum: how the weights change during a run that collects in its own process; None keeps them.
 
     >>> mix = Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=5)), weights=(3, 1))
     >>> [len(mix.prompt(cursor, seed=0).answer) for cursor in range(8)]
@@ -346,6 +377,9 @@ class Mix(Settings):
 
     sources: tuple[PromptSource, ...] = setting(help="The sources of prompts.")
     weights: tuple[float, ...] = setting((), above=0, help="A weight per source; none for equal ones.")
+    curriculum: Curriculum | None = setting(
+        None, help="Change the weights by the success that is stored, see `Curriculum`; none keeps them."
+    )
 
     def _rules(self) -> list[tuple[bool, str]]:
         same = {(source.as_chat, json.dumps(template_options(source), sort_keys=True)) for source in self.sources}
@@ -374,28 +408,41 @@ class Mix(Settings):
         Raises:
             PipelineError: as the source does.
         """
-        source, own = self._turn(cursor)
-        return prompt_at(self.sources[source], own, seed)
+        source, given = turn(self.base_weights, cursor)
+        return prompt_at(self.sources[source], given[source], seed)
+
+    @property
+    def base_weights(self) -> tuple[float, ...]:
+        """One per source, as given."""
+        return self.weights or (1.0,) * len(self.sources)
 
     def with_sources(self, sources: Sequence[PromptSource]) -> Mix:
         """Return the same mixture of other sources."""
         return replace(self, sources=tuple(sources))
 
-    def _turn(self, cursor: int) -> tuple[int, int]:
-        """Return the source whose turn it is, and how many prompts it has given before.
 
-        Source `s` gives its prompt number `j` at the time `(j + 1/2) / weight`, and turns are taken in the order of
-        time. Before the time `(cursor - sources) / all weights`, at most `cursor` of them have passed.
-        """
-        weights = [Fraction(weight) for weight in self.weights] or [Fraction(1)] * len(self.sources)
-        start = max(Fraction(cursor - len(weights), 1) / sum(weights), Fraction(0))
-        given = [int(start * weight + Fraction(1, 2)) for weight in weights]
-        while True:
-            times = [(number + Fraction(1, 2)) / weight for number, weight in zip(given, weights, strict=True)]
-            source = times.index(min(times))
-            if sum(given) == cursor:
-                return source, given[source]
-            given[source] += 1
+def turn(weights: Sequence[float], cursor: int) -> tuple[int, list[int]]:
+    """Return the source of prompt number `cursor` of a mixture, and how many prompts each has given before.
+
+    Source `s` gives its prompt number `j` at the time `(j + 1/2) / weight`, and turns are taken in the order of time.
+    Before the time `(cursor - sources) / all weights`, at most `cursor` of them have passed.
+
+    Args:
+        weights: one per source, above 0.
+        cursor: 0, 1, 2, ...
+
+    >>> [turn((3.0, 1.0), cursor)[0] for cursor in range(4)], turn((3.0, 1.0), 4)[1]
+    ([0, 0, 1, 0], [3, 1])
+    """
+    shares = [Fraction(weight) for weight in weights]
+    start = max(Fraction(cursor - len(shares), 1) / sum(shares), Fraction(0))
+    given = [int(start * share + Fraction(1, 2)) for share in shares]
+    while True:
+        times = [(number + Fraction(1, 2)) / share for number, share in zip(given, shares, strict=True)]
+        source = times.index(min(times))
+        if sum(given) == cursor:
+            return source, given
+        given[source] += 1
 
 
 def skips_too_long(source: PromptSource) -> bool:

@@ -40,6 +40,15 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("turns", "turns", "mean number of the policy's turns; only with an environment"),
             Figure("reward_std_in_group", "reward", "standard deviation of the rewards of a group, mean over groups"),
             Figure("flat_groups", "share", "share of groups whose rewards are all equal"),
+            Figure("rounds", "rounds", "with `collect.dynamic`: rounds that the rollout took"),
+            Figure(
+                "dropped_groups",
+                "share",
+                "with `collect.dynamic`: of the groups up to the last one needed, the share without spread",
+            ),
+            Figure(
+                "source_weight/N", "share", "with a curriculum: weight of source N, from 0, for the rollout's prompts"
+            ),
             Figure("reward/NAME", "reward", "mean result of the reward NAME where it applies, without its weight"),
             Figure(
                 "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"

@@ -14,10 +14,11 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, SAMPLED_BY, SUPPORT, TEMPERATURE, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, FAILURES, SAMPLED_BY, SUPPORT, TEMPERATURE, TURNS
 from rlhf_pipeline.collectors.collector import Collector
+from rlhf_pipeline.collectors.curriculum import FollowedMix
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
-from rlhf_pipeline.data.prompts import skips_too_long
+from rlhf_pipeline.data.prompts import Mix, skips_too_long
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
@@ -63,6 +64,7 @@ class Parts:
     collector: Collector
     learner: Learner
     kl_reward: KLRewardTransform | None
+    curriculum: FollowedMix | None = None
 
     def write_path_state(self) -> dict[str, Any]:
         """Return the state of the transforms, JSON-ready."""
@@ -289,14 +291,16 @@ def build_parts(
         prompts = pipeline.prompts
         if skips_too_long(prompts):
             prompts = fitting(prompts, models.policy)
+        followed = None
+        if pipeline.curriculum is not None and isinstance(prompts, Mix):
+            each = pipeline.collect.prompts_per_rollout
+            followed = prompts = FollowedMix(prompts, pipeline.curriculum, buffer.store, each)
         yield Parts(
             policy=models.policy,
             buffer=buffer,
             collector=Collector(
                 policy=models.policy,
-                prompts=fitting(pipeline.prompts, models.policy)
-                if skips_too_long(pipeline.prompts)
-                else pipeline.prompts,
+                prompts=prompts,
                 reward=pipeline.reward,
                 buffer=buffer,
                 config=pipeline.collect,
@@ -317,6 +321,7 @@ def build_parts(
                 check_sampler=True,
             ),
             kl_reward=kl_reward,
+            curriculum=followed,
         )
 
 
@@ -362,8 +367,10 @@ def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
     turns = () if pipeline.environment is None else (TURNS,)
+    cursor = (CURSOR,) if collect.dynamic > 1 else ()
     return (
         *sampled_by,
+        *cursor,
         *support,
         *turns,
         *FAILURES,

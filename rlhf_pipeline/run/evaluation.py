@@ -115,6 +115,7 @@ def open_evaluator(
             pipeline.collect,
             prompts_per_rollout=count,
             group_size=evaluate.group_size,
+            dynamic=1,
             max_new_tokens=evaluate.max_new_tokens or pipeline.collect.max_new_tokens,
             **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} if not evaluate.temperature else {}),
         )

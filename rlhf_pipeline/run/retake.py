@@ -29,8 +29,8 @@ from rlhf_pipeline.run.sources import recorded_admission
 from rlhf_pipeline.run.temperatures import sampled_at
 from trajectory_store import MissingRowError, TrajectoryStore
 
-_OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess"})
-"""The fields that the learner itself writes into a ledger row; others mean that a caller chose the rows."""
+_OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess", "source_weights"})
+"""The fields of a ledger row whose rows the learner itself chose; others mean that a caller chose them."""
 
 _CLOSE = 1e-3
 """The largest relative difference from the recorded loss on a device that does not repeat its bits."""

@@ -95,7 +95,13 @@ class MadeHere(_Collected):
                     "trajectories are stored and not learned from."
                     + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
                 )
-        return Batch(task_reward=rollout.task_reward if rollout else None, about=_about(index, rollout))
+        followed = self._parts.curriculum
+        weights = [] if followed is None or rollout is None else followed.weights(index)
+        return Batch(
+            task_reward=rollout.task_reward if rollout else None,
+            about=_about(index, rollout) | {f"source_weight/{source}": one for source, one in enumerate(weights)},
+            ledger_fields={"source_weights": weights} if weights else None,
+        )
 
 
 class Arrivals(_Collected):

@@ -187,12 +187,10 @@ class ScoringBeside:
 
     Args:
         retrieve: of the write path, which leaves trajectories that have reference log-probs alone.
-        prompts: token ids of the rollout's prompts.
-        group_size: completions per prompt.
     """
 
-    def __init__(self, retrieve: RetrieveLogProb, prompts: Sequence[Sequence[int]], group_size: int) -> None:
-        self._retrieve, self._prompts, self._group_size = retrieve, prompts, group_size
+    def __init__(self, retrieve: RetrieveLogProb) -> None:
+        self._retrieve = retrieve
         self._waiting: list[tuple[int, int, Tensor]] = []
         self._longest = 0
         self._passes: list[Pass] = []
@@ -202,9 +200,8 @@ class ScoringBeside:
             # The weights may have moved on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def ended(self, index: int, tokens: Sequence[int]) -> None:
-        """Take a completion that has ended; see `Ended`."""
-        prompt = self._prompts[index // self._group_size]
+    def ended(self, index: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take a completion that has ended, with its prompt's token ids and its place among all of the rollout."""
         row = torch.tensor([*prompt, *tokens])
         if max(self._longest, len(row)) * (len(self._waiting) + 1) > self._retrieve.token_budget:
             self._start()

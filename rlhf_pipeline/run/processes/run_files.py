@@ -48,11 +48,16 @@ def shared_run(
     Raises:
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
-        DefinitionError: the library of `learn.logger` is not installed, if `record_again`.
+        DefinitionError: the library of `learn.logger` is not installed, if `record_again`; or there is a curriculum.
         DataError: parts of the run are missing or damaged.
         RunStorageError: the folder cannot be written, now or later in the block.
     """
     pipeline, seed, begins = setup.pipeline, setup.seed, False
+    if pipeline.curriculum is not None:
+        raise DefinitionError(
+            "a curriculum needs every earlier rollout in the store, and collectors beside a learner work on several "
+            "at once. Collect in one process (`rlhf-pipeline run` without --collectors), or leave it out."
+        )
     if record_again:
         check_logger(pipeline.learn.logger)
     with folder.named_disk_errors():

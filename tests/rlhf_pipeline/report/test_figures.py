@@ -19,6 +19,7 @@ SMALL = (
 )
 REPLAYED = (
     ("write.kl_coef", "0.1"),
+    ("collect.dynamic", "2"),
     ("loss.kl_to_ref_coeff", "0.1"),
     ("learn.updates_per_rollout", "2"),
     ("buffer.max_staleness", "4"),
@@ -29,7 +30,7 @@ REPLAYED = (
 
 
 def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path):
-    """Runs, plain, with KL, replay and guard, and with an environment, write the table's names; all have a unit."""
+    """Runs, plain, with KL, replay, guard and rounds, with an environment, write the table's names; all have a unit."""
     from rlhf_pipeline.run.start import run
 
     written: set[str] = set()

@@ -1,0 +1,79 @@
+"""A mixture of prompts whose weights follow the success that is stored; see `rlhf_pipeline.data.prompts.Curriculum`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_pipeline.buffer.stored_groups import StoredGroups
+from rlhf_pipeline.data.prompts import Curriculum, Mix, Prompt, prompt_at, template_options, turn
+from trajectory_store import TrajectoryStore
+
+
+class FollowedMix:
+    """A mixture with a curriculum over the store of its run.
+
+    The weights of an interval of rollouts are a function of the rows of the interval before, so a run that is resumed
+    asks for the same prompts, whatever was stored since. A group's id is its prompt's cursor.
+
+    Args:
+        mix: with a curriculum.
+        curriculum: the mixture's.
+        store: of the run; it holds all earlier rollouts when a prompt of an interval is asked for.
+        prompts_per_rollout: groups of a rollout.
+    """
+
+    def __init__(self, mix: Mix, curriculum: Curriculum, store: TrajectoryStore, prompts_per_rollout: int) -> None:
+        self.mix = mix
+        self._curriculum = curriculum
+        self._store = store
+        self._stored = StoredGroups(store)
+        self._size = curriculum.every * prompts_per_rollout
+        # Of each interval: the weights, and how many prompts each source gave before it.
+        self._intervals = [(mix.base_weights, [0] * len(mix.sources))]
+
+    @property
+    def as_chat(self) -> bool:
+        """As of the mixture."""
+        return self.mix.as_chat
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """As of the mixture."""
+        return template_options(self.mix)
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return prompt number `cursor`: the next one of the source whose turn it is by the interval's weights."""
+        interval, place = divmod(cursor, self._size)
+        weights, before = self._interval(interval)
+        source, given = turn(weights, place)
+        return prompt_at(self.mix.sources[source], before[source] + given[source], seed)
+
+    def weights(self, rollout: int) -> list[float]:
+        """Return the weights that a rollout's prompts are taken by, one per source."""
+        return list(self._interval(rollout // self._curriculum.every)[0])
+
+    def _interval(self, number: int) -> tuple[tuple[float, ...], list[int]]:
+        while len(self._intervals) <= number:
+            weights, before = self._intervals[-1]
+            given = turn(weights, self._size)[1]
+            sources = np.array([turn(weights, place)[0] for place in range(self._size)])
+            found = self._success((len(self._intervals) - 1) * self._size)
+            rates = [found[(sources == source) & np.isfinite(found)] for source in range(len(given))]
+            following = tuple(
+                base if not len(of_one) else self._curriculum.weight(base, of_one.tolist())
+                for base, of_one in zip(self.mix.base_weights, rates, strict=True)
+            )
+            self._intervals.append((following, [old + new for old, new in zip(before, given, strict=True)]))
+        return self._intervals[number]
+
+    def _success(self, first: int) -> np.ndarray:
+        """Return the share of right members of each group of the interval from a group on; NaN of none graded."""
+        rows = self._stored.rows(first, first + self._size - 1)
+        rewards = self._store.read_scalars("task_reward", rows)
+        graded, groups = np.isfinite(rewards), self._store.read_scalars("group_id", rows) - first
+        right = np.bincount(groups, graded & (rewards >= self._curriculum.success_at), minlength=self._size)
+        counts = np.bincount(groups, graded, minlength=self._size)
+        return np.divide(right, counts, out=np.full(self._size, np.nan), where=counts > 0)

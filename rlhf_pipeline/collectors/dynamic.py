@@ -1,0 +1,114 @@
+"""Dynamic sampling: which groups of a rollout are kept, and the figures about the others.
+
+Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2 and equation 11, whose constraint `0 < right answers < G` is
+here that rewards of a group are not all equal, so that it holds for any reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.collectors.drawn import Drawn, joined
+from rlhf_pipeline.collectors.grading import Grade
+from rlhf_pipeline.collectors.rollout_figures import Figures
+from rlhf_pipeline.data.prompts import Prompt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """What one round of a rollout sampled, or several rounds together.
+
+    Attributes:
+        prompts: [P].
+        cursors: int64 [P], which prompts of the source they are.
+        drawn: the sampled rows, [n].
+        grades: their rewards, [n].
+    """
+
+    prompts: Sequence[Prompt]
+    cursors: Ints
+    drawn: Drawn
+    grades: Sequence[Grade]
+
+    @property
+    def spread(self) -> Ints:
+        """The prompts whose group has rewards that are not all equal, ascending, int64 [k]."""
+        rewards = np.array([item.reward for item in self.grades], np.float32)
+        return spread_groups(rewards, self.drawn.prompt_index)
+
+
+def as_one(rounds: Sequence[Round]) -> Round:
+    """Return several rounds as one."""
+    return Round(
+        prompts=[prompt for one in rounds for prompt in one.prompts],
+        cursors=np.concatenate([one.cursors for one in rounds]),
+        drawn=joined([one.drawn for one in rounds]),
+        grades=[grade for one in rounds for grade in one.grades],
+    )
+
+
+def spread_groups(rewards: npt.NDArray[np.floating], groups: npt.NDArray[np.int64]) -> Ints:
+    """Return the groups whose rewards are not all equal, ascending, int64 `[k]`.
+
+    Args:
+        rewards: [n]; NaN for a trajectory without, which does not count.
+        groups: int64 [n], the group of each.
+
+    >>> spread_groups(np.array([0.0, 1.0, 1.0, 1.0, 0.0, np.nan]), np.array([7, 7, 8, 8, 9, 9])).tolist()
+    [7]
+    """
+    known = np.isfinite(rewards)
+    found, place = np.unique(groups[known], return_inverse=True)
+    low, high = np.full(len(found), math.inf), np.full(len(found), -math.inf)
+    np.minimum.at(low, place, rewards[known])
+    np.maximum.at(high, place, rewards[known])
+    return found[high > low]
+
+
+def kept_groups(spread: Ints, num_sampled: int, wanted: int) -> Ints:
+    """Return the groups to store, ascending, int64 `[wanted]`: the first with spread, then the first without.
+
+    Args:
+        spread: int64 [k], the groups with spread, ascending.
+        num_sampled: of groups 0, 1, 2, ..., at least `wanted`.
+        wanted: the groups of a rollout.
+
+    >>> kept_groups(np.array([1, 4, 5]), 6, 2).tolist(), kept_groups(np.array([4]), 6, 2).tolist()
+    ([1, 4], [0, 4])
+    """
+    rest = np.setdiff1d(np.arange(num_sampled), spread)[: max(wanted - len(spread), 0)]
+    return np.sort(np.concatenate([spread[:wanted], rest]))
+
+
+def dynamic_figures(
+    offsets: npt.NDArray[np.int64], rewards: npt.NDArray[np.floating], *, wanted: int, most_rounds: int
+) -> Figures:
+    """Return the figures of a rollout's dynamic sampling, which the stored groups alone determine.
+
+    The last group of a full rollout is in the last round, and groups before it that are not stored had no spread. A
+    rollout in which a stored group has none was not full after all rounds.
+
+    Args:
+        offsets: int64 [n], for each stored trajectory, how many groups of the rollout were sampled before its own.
+        rewards: [n], theirs.
+        wanted: the groups of a rollout, and of each round.
+        most_rounds: the most rounds.
+
+    Returns:
+        `rounds`, and `dropped_groups`: of the groups up to the last one that was needed, the share that was left out.
+
+    >>> dynamic_figures(np.array([1, 1, 4, 4]), np.array([0.0, 1.0, 0.0, 1.0]), wanted=2, most_rounds=4)
+    {'rounds': 3, 'dropped_groups': 0.6}
+    >>> dynamic_figures(np.array([0, 0, 4, 4]), np.array([0.0, 0.0, 0.0, 1.0]), wanted=2, most_rounds=4)
+    {'rounds': 4, 'dropped_groups': 0.75}
+    """
+    full = len(spread_groups(rewards, offsets)) == wanted
+    looked_at = int(offsets.max()) + 1 if full else wanted * most_rounds
+    return {"rounds": -(-looked_at // wanted), "dropped_groups": 1.0 - wanted / looked_at}
