@@ -646,6 +646,11 @@ class Learn(Settings):
         help="The device's peak floating-point operations per second, for the metric `mfu`. None takes the data sheet "
         "of a known GPU; on a CPU the metric is then left out.",
     )
+    keep_token_figures: bool = setting(
+        False,
+        help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` shows ratio "
+        "and entropy; the newest use wins. One more forward pass a step, and 8 bytes a token.",
+    )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",

@@ -74,6 +74,12 @@ SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
 """Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
 
+TOKEN_FIGURES = (
+    Column("policy_log_probs", "float32", ragged=True, mutable=True, fill=math.nan),
+    Column("entropy", "float32", ragged=True, mutable=True, fill=math.nan),
+)
+"""Of the newest step that used a token, before it; only a run with `learn.keep_token_figures` has them."""
+
 EVALUATION = Column("evaluation", "bool", fill=False)
 """Marks the trajectories of an evaluation, which are never learned from."""
 

@@ -466,6 +466,23 @@ class GRPOLoss(LossModule):
         kept = flat.split([int(mask.sum()) for mask in masks])
         return [mask.masked_scatter(mask, part) for mask, part in zip(masks, kept, strict=True)]
 
+    @torch.no_grad()
+    def token_figures(self, batch: LossBatch) -> torch.Tensor:
+        """Return the policy's log-prob and entropy of the tokens of a batch's mask, in nats.
+
+        Returns:
+            float32 [2, B, T] on the host, NaN outside the mask.
+
+        Raises:
+            DefinitionError: the actor gives no entropy.
+        """
+        found = self._actor().rows(batch, entropy=True)
+        log_probs, entropy = self._scores(found, self._gather(batch, found[0].device))
+        if entropy is None:
+            raise DefinitionError("learn.keep_token_figures needs an actor that gives entropies. Set it to false.")
+        mask, values = batch.mask.cpu(), torch.stack([log_probs, entropy]).float().cpu()
+        return torch.full((2, *mask.shape), torch.nan).masked_scatter(mask.expand(2, *mask.shape), values)
+
     def _scores(self, found: HeadRows | Scores, rows: TokenRows) -> Scores:
         """Return log-probs and entropies, from the head if they are not there yet."""
         if isinstance(found, Scores):
