@@ -18,7 +18,7 @@ from rlhf_pipeline.config import KLEstimator, Level, MaskLevel, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.upload import download, upload
-from rlhf_pipeline.errors import DataError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
