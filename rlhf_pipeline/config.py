@@ -666,6 +666,11 @@ class Learn(Settings):
         help="Functions that add figures of one's own to each step's line, `MetricFunction` in "
         "`rlhf_pipeline.learner.metrics`; on a command line `FILE.py:NAME`.",
     )
+    keep_token_figures: bool = setting(
+        False,
+        help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` shows ratio "
+        "and entropy; the newest use wins. One more forward pass a step, and 8 bytes a token.",
+    )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",

@@ -80,6 +80,12 @@ TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fil
 CURSOR = Column("prompt_cursor", "int64", fill=-1)
 """Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
 
+TOKEN_FIGURES = (
+    Column("policy_log_probs", "float32", ragged=True, mutable=True, fill=math.nan),
+    Column("entropy", "float32", ragged=True, mutable=True, fill=math.nan),
+)
+"""Of the newest step that used a token, before it; only a run with `learn.keep_token_figures` has them."""
+
 EVALUATION = Column("evaluation", "bool", fill=False)
 """Marks the trajectories of an evaluation, which are never learned from."""
 

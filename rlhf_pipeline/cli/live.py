@@ -116,7 +116,7 @@ def braille(values: Sequence[float], width: int, height: int, low: float, high: 
         high: the value at the top.
 
     >>> braille([0.0, 1.0], 2, 1, 0.0, 1.0)
-    ['⣠⠊']
+    ['⡠⠊']
     """
     spread = np.interp(np.linspace(0, len(values) - 1, width * 2), np.arange(len(values)), values)
     share = (spread - low) / (high - low) if high > low else np.full(len(spread), 0.5)

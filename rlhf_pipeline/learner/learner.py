@@ -157,6 +157,8 @@ class Learner:
             config = dataclasses.replace(config, layout="padded")
             if self.sample.min_ess is not None:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
+            if config.keep_token_figures:
+                raise DefinitionError("learn.keep_token_figures does not go with several processes. Set it to false.")
             if loss.chooses_tokens:
                 raise DefinitionError(
                     "loss.top_entropy_quantile and loss.clip_cov choose among all tokens of a step, which does not go "
@@ -343,6 +345,8 @@ class Learner:
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
             self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})
+        if self.config.keep_token_figures:
+            self._keep_token_figures(plan)
         lr = self.config.learning_rate(step)
         self.optimizer.step(lr)
         if self.reference is not None:
@@ -572,6 +576,20 @@ class Learner:
             int(at[0]): dataclasses.replace(plan.parts[int(at[0])], keep=k) for at, k in zip(rows, kept, strict=True)
         }
         return dataclasses.replace(plan, parts=parts)
+
+    def _keep_token_figures(self, plan: StepPlan) -> None:
+        """Give the step's rows the log-prob and the entropy that the weights before it have for each token."""
+        found: dict[int, np.ndarray] = {}
+        for chosen in (*plan.batches, *plan.measured):
+            batch = self._micro_batch(plan, chosen)
+            figures = self.loss.token_figures(batch).unbind(1)
+            present = batch.attention.cpu()
+            found |= {
+                at: row[:, there].numpy() for at, row, there in zip(chosen.tolist(), figures, present, strict=True)
+            }
+        if found:
+            log_probs, entropy = ([values[kind] for values in found.values()] for kind in (0, 1))
+            self.buffer.store.update(plan.row_ids[list(found)], policy_log_probs=log_probs, entropy=entropy)
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
         """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""

@@ -18,7 +18,7 @@ from rlhf_pipeline.config import KLEstimator, Level, MaskLevel, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.upload import download, upload
-from rlhf_pipeline.errors import DataError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
@@ -470,6 +470,23 @@ class GRPOLoss(LossModule):
         flat = torch.empty_like(keep).index_put((back,), keep)
         kept = flat.split([int(mask.sum()) for mask in masks])
         return [mask.masked_scatter(mask, part) for mask, part in zip(masks, kept, strict=True)]
+
+    @torch.no_grad()
+    def token_figures(self, batch: LossBatch) -> torch.Tensor:
+        """Return the policy's log-prob and entropy of the tokens of a batch's mask, in nats.
+
+        Returns:
+            float32 [2, B, T] on the host, NaN outside the mask.
+
+        Raises:
+            DefinitionError: the actor gives no entropy.
+        """
+        found = self._actor().rows(batch, entropy=True)
+        log_probs, entropy = self._scores(found, self._gather(batch, found[0].device))
+        if entropy is None:
+            raise DefinitionError("learn.keep_token_figures needs an actor that gives entropies. Set it to false.")
+        mask, values = batch.mask.cpu(), torch.stack([log_probs, entropy]).float().cpu()
+        return torch.full((2, *mask.shape), torch.nan).masked_scatter(mask.expand(2, *mask.shape), values)
 
     def _scores(self, found: HeadRows | Scores, rows: TokenRows) -> Scores:
         """Return log-probs and entropies, from the head if they are not there yet."""

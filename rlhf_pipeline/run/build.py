@@ -14,7 +14,15 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import CURSOR, FAILURES, SAMPLED_BY, SUPPORT, TEMPERATURE, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import (
+    CURSOR,
+    FAILURES,
+    SAMPLED_BY,
+    SUPPORT,
+    TEMPERATURE,
+    TOKEN_FIGURES,
+    TURNS,
+)
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.collectors.curriculum import FollowedMix
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
@@ -356,12 +364,15 @@ def open_storage(
         backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
         schema=schema,
-        extra=_extra_columns(pipeline) if schema is None else (),
+        extra=_extra_columns(pipeline, whole=schema is None),
     )
 
 
-def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
-    """Return the columns of a run that collects, beside the usual ones."""
+def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
+    """Return the columns of a run beside the usual ones; without `whole` not those of what is collected."""
+    figures = TOKEN_FIGURES if pipeline.learn.keep_token_figures else ()
+    if not whole:
+        return figures
     collect = pipeline.collect
     sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else (TEMPERATURE,)
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
@@ -374,6 +385,7 @@ def _extra_columns(pipeline: Pipeline) -> tuple[Column, ...]:
         *support,
         *turns,
         *FAILURES,
+        *figures,
         *(Column(one.column, "float32", fill=math.nan) for one in rewards),
     )
 

@@ -102,7 +102,7 @@ class RaggedArray:
 
     @property
     def offsets(self) -> Int64Array:
-        """`[N + 1]` int64: row `i` is `values[offsets[i]:offsets[i + 1]]`."""
+        """Where rows begin and end, int64 `[N + 1]`; row `i` goes from `offsets[i]` to before `offsets[i + 1]`."""
         if self._offsets is None:
             self._offsets = offsets_of(self.lengths)
         return self._offsets

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from rlhf_pipeline import (
@@ -17,6 +18,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.errors import MissingPathError, RewardError, RunExistsError, RunMismatchError
+from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.build import build_models
 from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
@@ -329,3 +331,33 @@ def test_a_model_that_is_not_there_leaves_no_folder(tmp_path):
     with pytest.raises(MissingPathError, match="nowhere"):
         run(pipeline, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_figures_of_the_newest_use_of_each_token(tmp_path):
+    """Stored log-prob and entropy are those of the weights before the newest step on a row; what is learned is not."""
+    settings = {"learn__steps": "2", "learn__checkpoint_every": "1", "learn__keep_checkpoints": "3"}
+    run(tiny(**settings), run_dir=tmp_path / "plain")
+    run(tiny(**settings, learn__keep_token_figures="true"), run_dir=tmp_path / "run")
+    assert weights(tmp_path / "plain") == weights(tmp_path / "run")
+    with TrajectoryStore.open(tmp_path / "plain" / "store") as store:
+        assert "entropy" not in store.schema
+    models = build_models(tiny(), seed=0, device="cpu")
+    before = RunFolder.open(tmp_path / "run").saved()[-2]  # of step 1: both steps learn from all rows
+    models.policy.model.load_state_dict(safetensors.torch.load_file(before / "model.safetensors"), strict=False)
+    model = models.policy.model.double()
+    view = View(tmp_path / "run")
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        rows = store.read(store.ids())
+    for at, id in enumerate(view.stored.ids().tolist()):
+        tokens, own = torch.tensor(rows["input_ids"][at]).long(), rows["assistant_mask"][at]
+        with torch.no_grad():
+            scores = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        log_probs = scores.gather(1, tokens[1:, None])[:, 0].numpy()[own[1:]]
+        entropy = -(scores.exp() * scores).sum(-1).numpy()[own[1:]]
+        np.testing.assert_allclose(rows["policy_log_probs"][at][own], log_probs, atol=1e-5)
+        np.testing.assert_allclose(rows["entropy"][at][own], entropy, atol=1e-5)
+        assert np.isnan(rows["entropy"][at][~own]).all()
+        shown = view.trajectory(id)
+        assert [value is not None for value in shown["entropy"]] == own.tolist()
+        assert shown["policy"][-1] == rows["policy_log_probs"][at][-1]
+    view.close()
