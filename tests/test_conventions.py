@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import rlhf_pipeline
@@ -11,6 +12,11 @@ import trajectory_store
 from rlhf_pipeline.cli.parser import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(_text(path)) for path in (ROOT / "rlhf_pipeline").rglob("*.py")}
 
 
 def test_every_test_says_what_it_shows():
@@ -47,9 +53,9 @@ def test_public_names_are_complete_sorted_and_importable():
 def test_modules_with_an_underscore_stay_in_their_package():
     """What another package imports has no leading underscore."""
     found: list[str] = []
-    for path in (ROOT / "rlhf_pipeline").rglob("*.py"):
+    for path, tree in _trees().items():
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlhf_pipeline."):
                 package, _, module = (node.module or "").rpartition(".")
                 if module.startswith("_") and package != own:
@@ -88,8 +94,7 @@ def test_private_attributes_of_tensordict_are_touched_in_one_module():
         "learner/optimizer.py": {"_foreach_copy_", "_foreach_mul_"},  # documented functions of torch
         "cli/parser.py": {"_SubParsersAction", "_actions"},
     }
-    package = ROOT / "rlhf_pipeline"
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    package, trees = ROOT / "rlhf_pipeline", _trees()
     own = {"_replace", "_fields", "_asdict"}  # of named tuples, where they are public
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -115,8 +120,7 @@ def test_private_attributes_of_tensordict_are_touched_in_one_module():
 
 def test_every_formula_is_the_one_that_runs():
     """Each public function of `functional` is called by the package itself: no tested copy beside the one in use."""
-    package = ROOT / "rlhf_pipeline"
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    trees = _trees()
     used = {
         name
         for tree in trees.values()

@@ -1,6 +1,6 @@
 """A flipped bit in any file is reported, or no reader can tell the difference.
 
-One in every file, and 150 per medium at least; `STORE_FLIPS` says how many.
+One in every file, and 100 per medium at least; `STORE_FLIPS` says how many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trajectory_store import TrajectoryStore
 
 from ._folders import everything, files, in_memory, make, outcome
 
-FLIPS = int(os.environ.get("STORE_FLIPS", "150"))
+FLIPS = int(os.environ.get("STORE_FLIPS", "100"))
 
 
 def plain_values(path):

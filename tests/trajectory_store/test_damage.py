@@ -1,6 +1,6 @@
 """Files deleted, swapped, cut, linked or forged: damage is named, costs what it touches, and goes no further.
 
-Each test damages a store in some 40 places, drawn at random; `STORE_DAMAGES=1000` means every place,
+Each test damages a store in some 24 places, drawn at random; `STORE_DAMAGES=1000` means every place,
 `STORE_SEED` draws others.
 """
 
@@ -31,7 +31,7 @@ from ._folders import SCHEMA, everything, files, folders, in_memory, make, outco
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 
-DAMAGES = int(os.environ.get("STORE_DAMAGES", "40"))
+DAMAGES = int(os.environ.get("STORE_DAMAGES", "24"))
 SEED = int(os.environ.get("STORE_SEED", "1"))
 
 

@@ -1,6 +1,6 @@
 """A system call of a reader fails once: it raises, or sees everything, and later nothing is missing.
 
-The default run lets one call of 23 fail; set `STORE_FAIL_EVERY=1` for all, which takes some minutes.
+The default run lets one call of eleven fail; set `STORE_FAIL_EVERY=1` for all, which takes some minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from trajectory_store import Column, ReadFailedError, Schema, TrajectoryStore
 
-EVERY = int(os.environ.get("STORE_FAIL_EVERY", "23"))
+EVERY = int(os.environ.get("STORE_FAIL_EVERY", "11"))
 SCHEMA = Schema([Column("n", "int64"), Column("x", "int32", ragged=True), Column("s", "float32")])
 CALLS = [(os, name) for name in ("pread", "read", "open", "stat", "lstat", "scandir", "listdir", "fstat")]
 CALLS += [(builtins, "open"), (io, "open")]
