@@ -28,9 +28,11 @@ def frozen_lake() -> Pipeline:
         collect=Collect(
             prompts_per_rollout=32, group_size=8, max_new_tokens=1, max_turns=10, max_row_tokens=56, num_slots=1024
         ),
-        write=WritePath(estimator="dr_grpo"),
-        loss=GRPO(entropy_coeff=0.005),
-        # A reward of 1 or more is only for those who reach the goal, so pass@1 is their share.
+        # Where all members of a group walk into the same dead end, only the batch's mean tells that they can do better.
+        write=WritePath(estimator="reinforce_pp"),
+        loss=GRPO(entropy_coeff=0.02),
+        # A reward of 1 or more is only for those who reach the goal, so pass@1 is their share; the checkpoint of the
+        # best evaluation is kept, and counts.
         evaluate=Evaluate(prompts=LakeMaps(held_out=True), every=40, num_prompts=128, group_size=4),
         learn=Learn(steps=240, lr=2e-3, warmup_steps=5, lr_schedule="linear", checkpoint_every=40),
     )

@@ -85,7 +85,8 @@ class FrozenLake:
 
     The policy sees its four neighbours in the order left, down, right, up: `#` is the edge, `,` a cell where it has
     been. Rewards: `reached` (1 at the goal), and `nearer`, the moves by which a turn shortens the way, as a share of
-    the way from the start.
+    the way from the start. A fall takes back what was nearer: otherwise it would be worth more than turning round in a
+    dead end (potential-based shaping, Ng et al. 1999, where the end has no potential).
 
     >>> lake = FrozenLake()
     >>> lake.reset(Prompt(text="..|.G", meta={"map": ["..", ".G"], "start": [0, 0]}), seed=0)
@@ -114,7 +115,7 @@ class FrozenLake:
             self.seen.add(self.at)
         here = self.rows[self.at[0]][self.at[1]]
         if here == "O":
-            return Step(done=True, rewards={"reached": 0.0})
+            return Step(done=True, rewards={"reached": 0.0, "nearer": before / self.whole_way - 1.0})
         nearer = (before - self.far[self.at]) / self.whole_way
         reached = here == "G"
         return Step(

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import json
 import math
+import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -301,3 +303,36 @@ def test_the_write_path_and_the_loss(tmp_path):
     (total / float(out.num_tokens)).backward()
     torch.testing.assert_close(got, policy.head_weight.grad, rtol=1e-4, atol=1e-7)
     buffer.trajectories.close()
+
+
+class Waits:
+    """Ends after 1 to 8 turns, and takes up to half a second for an answer; `share` of 0 answers at once."""
+
+    share = 1.0
+    members: Iterator[int]
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        self.draws = random.Random(f"{prompt.text} {next(self.members)}")
+        self.turns, self.waited = self.draws.randint(1, 8), 0.0
+        return "#..#"
+
+    async def step(self, turn: Turn) -> Step:
+        wait = self.draws.uniform(0, 0.5) * self.share
+        self.waited += wait
+        await asyncio.sleep(wait)
+        return Step(".,.,", done=turn.number == self.turns, info={"waited": self.waited})
+
+
+@pytest.mark.slow
+@pytest.mark.bench
+def test_a_rollout_takes_as_long_as_its_longest_conversation():
+    """64 conversations with tools of 0 to 500 ms: within 1.3 of the longest wait and the time of the tokens alone."""
+    policy, seconds, waited = lake_policy(64), dict[float, float](), 0.0
+    for share in (0.0, 0.0, 1.0):  # the first warms up
+        environment = type("Waits", (Waits,), {"share": share, "members": itertools.count()})
+        began = time.perf_counter()
+        done = talks(environment, policy, groups=16, max_turns=8, max_row_tokens=80)
+        seconds[share] = time.perf_counter() - began
+        waited = max(talk.info["waited"] for talk in done)
+    assert {talk.num_turns for talk in done} == {*range(1, 9)}
+    assert seconds[1.0] <= 1.3 * (waited + seconds[0.0])
