@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhf_pipeline import (
     TrajectoryReplayBuffer,
     scratch_policy,
 )
+from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.http import HTTPEngine
 from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh
@@ -124,6 +126,24 @@ def test_the_values_of_the_write_path(engine: str, assistant_only: bool, tmp_pat
     assert np.isfinite(found["ref_log_probs"]).sum() > len(found["ref_log_probs"]) // 2
     for name in ("ref_log_probs", "return", "advantage"):
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=0)
+
+
+def test_the_values_of_several_rounds(tmp_path: Path):
+    """With dynamic sampling each trajectory that is kept has the scores of its own tokens, whatever its round."""
+    found = []
+    for name, beside in (("after", False), ("beside", True)):
+        with collecting(tmp_path / name, "ragged", beside=beside) as (collector, reference):
+            collector.config = replace(collector.config, dynamic=5)
+            collector.grader = Grader(
+                lambda prompt, completion, answer, meta: float(len(completion)) if prompt[0] in "05" else 0.0
+            )
+            rounds = collector.collect(0, policy_version=0).figures["rounds"]
+            found.append(stored(collector))
+            assert rounds == 5
+            assert sum(reference.rows) == (5 * COUNT if beside else COUNT)
+    assert found[1]["input_ids"].tolist() == found[0]["input_ids"].tolist()
+    for column in ("ref_log_probs", "return", "advantage"):
+        np.testing.assert_allclose(found[1][column], found[0][column], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
