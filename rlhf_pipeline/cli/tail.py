@@ -10,8 +10,9 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import can_draw, say, warn
-from rlhf_pipeline.cli.parser import add_filter, natural
+from rlhf_pipeline.cli.output import can_draw, say, say_json, warn
+from rlhf_pipeline.cli.parser import add_filter, add_json, natural
+from rlhf_pipeline.errors import DefinitionError
 
 _POLL_S = 0.25
 _FRAME_S = 1.0
@@ -44,6 +45,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-f", "--follow", action="store_true", help="go on with what is new, until Ctrl-C")
     command.add_argument("--plain", action="store_true", help="lines in a terminal as well")
     add_filter(command)
+    add_json(command)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -54,6 +56,14 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.medium import address_of, is_url
 
     address = address_of(args.path)
+    if args.json:
+        from rlhf_pipeline.report.query import View
+
+        if args.follow:
+            raise DefinitionError("--json prints what is there now. Leave --follow out, or read metrics.jsonl.")
+        with closing(View(address)) as view:
+            say_json(view.trajectories(where=args.filters, limit=args.num)["rows"][::-1] if args.num else [])
+        return 0
     try:
         if args.follow and not args.filters and is_run(address):
             return _steps(address, args.num, draw=can_draw(sys.stdout) and not args.plain)

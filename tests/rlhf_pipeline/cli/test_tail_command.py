@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -48,6 +49,9 @@ def test_tail(cli: Cli, run_dir: Path):
     assert lines[1].split()[1:6] == ["8", "9", "0.25", "4", "length"]
     assert lines[-1].startswith("step 12: loss 0.0083, ")
     assert len(cli("tail", run_dir, "-n", 3).out.splitlines()) == 5
+    rows = json.loads(cli("tail", run_dir, "-n", 2, "--filter", "group<3", "--json").out)
+    assert [(row["id"], row["group"]) for row in rows] == [("10", 2), ("11", 2)]
+    assert cli("tail", run_dir, "-f", "--json").code == 2
 
 
 def test_tail_of_a_store(cli: Cli, run_dir: Path):
