@@ -151,7 +151,9 @@ class Collector:
                 as_chat=prompts.as_chat,
                 template=template_options(prompts),
             )
-        self.keeps_each = has_effects(environment) and hasattr(self.policy.engine, "converse")
+        self.keeps_each = (
+            environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
+        )
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:
             _check_keeps_each(config, self.grader, kl_reward)
@@ -217,7 +219,8 @@ class Collector:
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
-        self._load(policy_version)
+        if self.hand_over is not None and self.policy.engine.version != policy_version:
+            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
         beside = None if self.retrieve is None or self.conversations is not None else ScoringBeside(self.retrieve)
         rounds: list[Round] = []
         while not rounds or (len(rounds) < config.dynamic and sum(len(one.spread) for one in rounds) < len(groups)):
@@ -240,7 +243,8 @@ class Collector:
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
-        self._sound(rollout, one.grades, say)
+        if say is not None and (alarm := _alarm(one.grades, self.config.alarm_failed)) is not None:
+            say(f"rollout {rollout}: {alarm}")
         figures = rollout_figures(
             lengths=(drawn.lengths - drawn.num_prompt_tokens)[places],
             cut_off=np.array(
@@ -301,25 +305,17 @@ class Collector:
 
         if left:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
-            self._load(policy_version)
+            if self.hand_over is not None and self.policy.engine.version != policy_version:
+                self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
-            self._sound(rollout, grades, say)
+            if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
+                say(f"rollout {rollout}: {alarm}")
         else:
             self.observe(cursors)
         rows = self._rows_of(cursors)
         rewards, figures = store.read_scalars("task_reward", rows), stored_figures(store, rows, self._names)
         error = next((grade.error for grade in grades if grade.error is not None), None)
         return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=not left)
-
-    def _load(self, policy_version: int) -> None:
-        """Give an engine with weights of its own the policy's."""
-        if self.hand_over is not None and self.policy.engine.version != policy_version:
-            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
-
-    def _sound(self, rollout: int, grades: Sequence[Grade], say: Callable[[str], None] | None) -> None:
-        """Report a rollout of which many trajectories failed."""
-        if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
-            say(f"rollout {rollout}: {alarm}")
 
     def _rows(
         self, one: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None
