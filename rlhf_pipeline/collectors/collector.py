@@ -313,7 +313,7 @@ class Collector:
         policy_version: int,
         digests: Mapping[int, int] | None,
     ) -> Trajectories:
-        """Return sampled and graded rows with all columns that the collector knows."""
+        """Return sampled rows with failures, each reward and marks, as far as the store has columns for them."""
         batch = trajectories(
             prompts,
             drawn,
@@ -324,7 +324,14 @@ class Collector:
             digests=digests,
             sampled_by=self._sampled_by(),
         )
-        batch |= self._graded(grades)
+        found: dict[Key, Flat | Text] = {}
+        if any(item.kind for item in grades):
+            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
+        for number, reward in enumerate(self.grader.rewards):
+            values = [item.values[number] for item in grades]
+            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
+        batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         return batch
 
@@ -410,17 +417,6 @@ class Collector:
         if self.config.stop and not self.config.keep_stop:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
         return text
-
-    def _graded(self, grades: Sequence[Grade]) -> dict[Key, Flat | Text]:
-        """Return the columns of failures and of each reward, as far as the store has them."""
-        found: dict[Key, Flat | Text] = {}
-        if any(item.kind for item in grades):
-            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
-        for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in grades]
-            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
-        return {key: column for key, column in found.items() if key in self.buffer.store.schema}
 
     def observe(self, cursors: np.ndarray) -> None:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
