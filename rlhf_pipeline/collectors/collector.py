@@ -320,7 +320,7 @@ class Collector:
     def _rows(
         self, one: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None
     ) -> Trajectories:
-        """Return sampled and graded rows with all columns that the collector knows."""
+        """Return sampled rows with failures, each reward and marks, as far as the store has columns for them."""
         batch = trajectories(
             one.prompts,
             one.drawn,
@@ -330,7 +330,19 @@ class Collector:
             policy_version=policy_version,
             digests=digests,
         )
+<<<<<<< HEAD
         batch |= self._further(one)
+=======
+        found: dict[Key, Flat | Text] = {}
+        if any(item.kind for item in grades):
+            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
+        for number, reward in enumerate(self.grader.rewards):
+            values = [item.values[number] for item in grades]
+            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
+        batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
+        batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
+>>>>>>> agents2
         return batch
 
     def _round(
@@ -447,6 +459,7 @@ class Collector:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
         return text
 
+<<<<<<< HEAD
     def _further(self, one: Round) -> dict[Key, Flat | Text]:
         """Return the columns of how rows were sampled, of failures and of each reward, as far as the store has them."""
         engine, num = getattr(self.policy, "engine", None), len(one.grades)  # a TorchRL wrapper has no engine
@@ -466,6 +479,9 @@ class Collector:
         return {key: column for key, column in found.items() if key in self.buffer.store.schema} | marks
 
     def observe(self, groups: np.ndarray) -> None:
+=======
+    def observe(self, cursors: np.ndarray) -> None:
+>>>>>>> agents2
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
