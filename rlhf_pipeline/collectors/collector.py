@@ -330,19 +330,21 @@ class Collector:
             policy_version=policy_version,
             digests=digests,
         )
-<<<<<<< HEAD
-        batch |= self._further(one)
-=======
-        found: dict[Key, Flat | Text] = {}
-        if any(item.kind for item in grades):
-            found[keys.FAILURE_REASON] = Text([item.kind for item in grades])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in grades]))
+        engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
+        found: dict[Key, Flat | Text] = {
+            keys.ENGINE: Text(["" if engine is None else engine.name] * batch.n),
+            keys.TEMPERATURE: Flat(torch.full((batch.n,), self.temperature)),
+            keys.LOG_PROB_MODE: Text(["processed"] * batch.n),
+            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.drawn.prompt_index])),
+        }
+        if any(item.kind for item in one.grades):
+            found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in grades]
+            values = [item.values[number] for item in one.grades]
             found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
         batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
->>>>>>> agents2
         return batch
 
     def _round(
@@ -459,36 +461,13 @@ class Collector:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
         return text
 
-<<<<<<< HEAD
-    def _further(self, one: Round) -> dict[Key, Flat | Text]:
-        """Return the columns of how rows were sampled, of failures and of each reward, as far as the store has them."""
-        engine, num = getattr(self.policy, "engine", None), len(one.grades)  # a TorchRL wrapper has no engine
-        found: dict[Key, Flat | Text] = {
-            keys.ENGINE: Text(["" if engine is None else engine.name] * num),
-            keys.TEMPERATURE: Flat(torch.full((num,), self.temperature)),
-            keys.LOG_PROB_MODE: Text(["processed"] * num),
-            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.drawn.prompt_index])),
-        }
-        if any(item.kind for item in one.grades):
-            found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
-        for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in one.grades]
-            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
-        marks = {name: Flat(torch.full((num,), mark)) for name, mark in self.marks.items()}
-        return {key: column for key, column in found.items() if key in self.buffer.store.schema} | marks
-
-    def observe(self, groups: np.ndarray) -> None:
-=======
-    def observe(self, cursors: np.ndarray) -> None:
->>>>>>> agents2
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
             groups: int64 [n], their ids, consecutive.
         """
         if self.kl_reward is None:
-            return
+            return None
         store, rows = self.buffer.store, self._rows_of(groups)
         log_probs, ref_log_probs, mask = (
             store.read_ragged(name, rows) for name in ("log_probs", "ref_log_probs", "assistant_mask")
