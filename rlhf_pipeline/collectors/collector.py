@@ -461,13 +461,14 @@ class Collector:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
         return text
 
+    def observe(self, groups: np.ndarray) -> None:
         """Advance the KL controller over stored groups as the write path did when it wrote them.
 
         Args:
             groups: int64 [n], their ids, consecutive.
         """
         if self.kl_reward is None:
-            return None
+            return
         store, rows = self.buffer.store, self._rows_of(groups)
         log_probs, ref_log_probs, mask = (
             store.read_ragged(name, rows) for name in ("log_probs", "ref_log_probs", "assistant_mask")
