@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_pipeline.errors import PipelineError, plain
+from rlhf_pipeline.errors import PipelineError, plain, typed
 from rlhf_pipeline.report.words import count, duration
 
 _EVERY_S = 5.0
@@ -35,7 +34,7 @@ def pasted(text: str) -> str:
     if "rlhf-pipeline " not in text or shutil.which("rlhf-pipeline") is not None:
         return text
     script = Path(sys.argv[0])
-    own = shlex.quote(str(script) if script.name == "rlhf-pipeline" else sys.executable)
+    own = typed(script if script.name == "rlhf-pipeline" else sys.executable)
     own += "" if script.name == "rlhf-pipeline" else " -m rlhf_pipeline"
     return _COMMAND.sub(lambda found: own + found[1], text)
 
