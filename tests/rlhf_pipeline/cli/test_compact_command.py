@@ -140,6 +140,6 @@ def test_a_run_that_can_only_be_read(pieces: Path):
     assert refused.returncode == 2
     assert refused.stderr == (
         f"rlhf-pipeline: {pieces}/store can only be read, so it cannot be compacted. Make a compacted copy: "
-        f"rlhf-pipeline copy {pieces} --to NEW_STORE\n"
+        f"{sys.executable} -m rlhf_pipeline copy {pieces} --to NEW_STORE\n"  # it is not on the PATH of ENV
     )
     assert copied.returncode == 0, copied.stderr
