@@ -131,7 +131,8 @@ class Form:
         Returns:
             Whatever it returns; for a coroutine function, the coroutine.
         """
-        function, first = self.reward.function, group[0]
+        function: Any = self.reward.function
+        first = group[0]
         if self.names is None:
             return function(first.prompt.text, first.completion, first.prompt.answer, first.prompt.meta)
         wanted = [name for name in self.names if name in _KNOWN or any(name in one.prompt.meta for one in group)]
@@ -167,7 +168,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
         function = given.func
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
     try:
-        signature = inspect.signature(reward.function)
+        signature = inspect.signature(cast("Any", reward.function))
     except (TypeError, ValueError):
         return Form(reward=reward, names=None, is_async=is_async)  # a builtin or an extension type
     parameters = signature.parameters.values()
