@@ -3,8 +3,9 @@
     python tests/crash/histories.py --medium memmap --histories 60 --kills 600 --seed 0
 
 In each history 1 to 4 processes append, update, refresh, read, compact, verify, take snapshots and reopen, with clocks
-that are up to two hours apart, in half of the histories with a small `max_trajectories`. They are stopped (SIGSTOP) and
-continued, killed (SIGKILL) and replaced. All of them note what they try and what was acknowledged in one file; the
+that are up to two hours apart, in half of the histories with a small `max_trajectories`. In every second history clock
+and boot id change whenever a process opens the store, as if its machine had been started again. They are stopped
+(SIGSTOP) and continued, killed (SIGKILL) and replaced. All of them note what they try and what was acknowledged in one file; the
 judge of `_world.py` then says whether anything was lost, doubled, stale or torn. One line per medium sums it up; exit
 code 1 where anything must not be. `--medium s3` runs against a server on this machine that loses requests and replies
 (`_s3.py`).
@@ -29,6 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ from _world import (  # noqa: E402  # noqa: E402
     values_of,
 )
 
-from trajectory_store import MissingRowError, StoreError, TrajectoryStore  # noqa: E402
+from trajectory_store import MissingRowError, StoreError, TrajectoryStore, fs  # noqa: E402
 
 CLOCKS_S = (0, 0, 0, -7200, -5, -0.001, 0.001, 5, 3700, 7200)
 MOST_PROCESSES = 1 << 12
@@ -75,6 +77,8 @@ class History:
     most_rows: int = 500
     """About how many rows there will be without a limit."""
     clocks_s: tuple[float, ...] = CLOCKS_S
+    restarts: bool = False
+    """Clock and boot id change at each opening."""
     before_the_end: Callable[[], None] = lambda: None
     """Called in the process that looks at what is left."""
 
@@ -90,7 +94,14 @@ class History:
             "durability": rng.choice(["process", "process", "group", "power"]) if medium != "s3" else "process",
         }
         return cls(
-            where=where, medium=medium, seed=seed, processes=processes, kills=kills, limit=limit, options=options
+            where=where,
+            medium=medium,
+            seed=seed,
+            processes=processes,
+            kills=kills,
+            limit=limit,
+            options=options,
+            restarts=bool(seed % 2),
         )
 
 
@@ -180,6 +191,9 @@ class Actor:
 
     def open(self) -> None:
         self.view = self.new_view()
+        if self.history.restarts:
+            CLOCK_NS[0] = int(self.rng.choice(self.history.clocks_s) * 1e9)
+            fs.boot_id = partial(str, self.rng.randrange(3))  # type: ignore[assignment]
         self.log(self.view, "look")
         self.store = TrajectoryStore.open(self.history.where, self.mode)
         self.log(self.view, "saw", self.store.watermark)
