@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent / "benchmarks"
+HERE = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from benchmarks import experiment_offline_gsm8k as experiment
 from rlhf_pipeline.run.rows import StepRows
-from tests.benchmarks import experiment_offline_gsm8k as experiment
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

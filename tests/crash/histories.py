@@ -5,10 +5,10 @@
 In each history 1 to 4 processes append, update, refresh, read, compact, verify, take snapshots and reopen, with clocks
 that are up to two hours apart, in half of the histories with a small `max_trajectories`. In every second history clock
 and boot id change whenever a process opens the store, as if its machine had been started again. They are stopped
-(SIGSTOP) and continued, killed (SIGKILL) and replaced. All of them note what they try and what was
-acknowledged in one file; the judge of `_world.py` then says whether anything was lost, doubled, stale or torn. One line per medium sums it up; exit
-code 1 where anything must not be. `--medium s3` runs against a server on this machine that loses requests and replies
-(`_s3.py`).
+(SIGSTOP) and continued, killed (SIGKILL) and replaced. All of them note what they try and what was acknowledged in one
+file; the judge of `_world.py` then says whether anything was lost, doubled, stale or torn. One line per medium sums it
+up; exit code 1 where anything must not be. `--medium s3` runs against a server on this machine that loses requests and
+replies (`_s3.py`).
 """
 
 from __future__ import annotations

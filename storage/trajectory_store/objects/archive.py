@@ -37,7 +37,7 @@ BLOCK = 64
 """Commits per block. The last commit of a block repeats the records of all, so that opening need not read each."""
 
 LEVEL = 1
-"""zstd level of a commit, chosen with tests/benchmarks/bench_store_codec.py."""
+"""zstd level of a commit, chosen with benchmarks/bench_store_codec.py."""
 WORTH, SAMPLE = 0.8, 1 << 14
 """A chunk stays raw unless zstd makes it, and its first bytes, smaller than this fraction: reading is then a copy."""
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.benchmarks import bench_generate
+from benchmarks import bench_generate
 
 
 @pytest.mark.bench

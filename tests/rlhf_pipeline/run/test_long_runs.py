@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.run.folder import RunFolder
-from tests.benchmarks.bench_long_runs import (
+from benchmarks.bench_long_runs import (
     GROWTH,
     MOST_MEMORY,
     Cost,
@@ -19,6 +18,7 @@ from tests.benchmarks.bench_long_runs import (
     resumed,
     started,
 )
+from rlhf_pipeline.run.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

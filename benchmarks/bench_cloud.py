@@ -1,7 +1,7 @@
 """A run at a URL against the same run in a folder: time per step, requests and bytes, and what the model says of them.
 
-    python -m tests.benchmarks.bench_cloud            about eight minutes
-    python -m tests.benchmarks.bench_cloud --quick    half of the steps
+    python -m benchmarks.bench_cloud            about eight minutes
+    python -m benchmarks.bench_cloud --quick    half of the steps
 
 A learner and two collectors, started by the commands that a person types, with `buffer.max_staleness=2` so that they
 overlap; in a folder, and behind a proxy that adds 20 ms to every request to an S3 server on this machine. The server is
@@ -33,9 +33,9 @@ import numpy as np
 import obstore
 import obstore.store
 
+from benchmarks.cloud_model import Run, predicted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import Address
-from tests.benchmarks.cloud_model import Run, predicted
 from tests.crash._s3 import Rig, serve
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import open_bucket

@@ -1,6 +1,6 @@
 """Later values, scans of a column, and stores whose writer was started again and again.
 
-    python tests/benchmarks/bench_store_updates.py [--quick]
+    python benchmarks/bench_store_updates.py [--quick]
 
 An update is one durable commit of 64 scalars. A scan reads one float32 column of a million rows in the order of
 arrival, plain and after updates, and is compared with a plain list of the same values. The store of many restarts is

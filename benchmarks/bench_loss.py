@@ -1,7 +1,7 @@
 """GRPOLoss against TorchRL's and TRL's, forward and backward: time and memory beyond what the model holds.
 
-    python tests/benchmarks/bench_loss.py            # vocabularies of 32,000 and 151,936; under 4 minutes on one core
-    python tests/benchmarks/bench_loss.py --quick    # a small vocabulary; half a minute
+    python benchmarks/bench_loss.py            # vocabularies of 32,000 and 151,936; under 4 minutes on one core
+    python benchmarks/bench_loss.py --quick    # a small vocabulary; half a minute
 
 One tiny Qwen2 (hidden 256, 2 layers, tied head) and one padded batch: prompts of 128 tokens, log-normal completions
 (sigma 0.8) of up to 384, the batch as wide as its longest row; clip, and a KL term against the reference. TRL is

@@ -16,7 +16,7 @@ import numpy as np
 
 from trajectory_store import RaggedArray
 
-DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
+DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "gsm8k"
 SOLUTIONS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 VOCABULARY = 16384
 

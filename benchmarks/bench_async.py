@@ -1,7 +1,7 @@
 """Collectors beside the learner against one process that does both in turn: wall clock to a reward, equal hardware.
 
-    python tests/benchmarks/bench_async.py            five seeds, about ten minutes
-    python tests/benchmarks/bench_async.py --quick    one seed
+    python benchmarks/bench_async.py            five seeds, about ten minutes
+    python benchmarks/bench_async.py --quick    one seed
 
 Every run is the command that a person types, on the same cores (two; a supervised run shares them out among its
 processes) and with the definition copy_digits. Collectors that work while the learner does sample with older weights,

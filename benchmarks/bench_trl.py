@@ -1,7 +1,7 @@
 """One update over ragged groups of 8, in each layout, against TRL's GRPOTrainer on the same trajectories.
 
-    python tests/benchmarks/bench_trl.py            # prompts of about 120 and about 500 tokens; under 4 minutes
-    python tests/benchmarks/bench_trl.py --quick    # half the trajectories and a vocabulary of 8,000
+    python benchmarks/bench_trl.py            # prompts of about 120 and about 500 tokens; under 4 minutes
+    python benchmarks/bench_trl.py --quick    # half the trajectories and a vocabulary of 8,000
 
 A tiny Qwen2 (hidden 256, 4 layers, vocabulary 32,000, tied head), 4 prompts, 8 log-normal completions each (sigma 0.8,
 median 90, at most 384 tokens), clip and a KL term; forward and backward, no optimizer. TRL is GRPOTrainer itself: its

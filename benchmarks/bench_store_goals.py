@@ -1,6 +1,6 @@
 """Every goal of the store's speed and size in one table: what, figure, goal, met or missed.
 
-    python tests/benchmarks/bench_store_goals.py [--quick] [--only NAME ...]
+    python benchmarks/bench_store_goals.py [--quick] [--only NAME ...]
 
 Runs each benchmark of the store as a process of its own, one after the other, and takes the lines that have a goal out
 of what it prints. The exit code is 1 if a goal was missed. It takes four to six minutes on two busy cores.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
 MOST_S = 600
 
 # Script, arguments, arguments of --quick.

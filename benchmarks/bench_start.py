@@ -1,6 +1,6 @@
 """What a start costs: `run copy_digits --steps 1` against importing the libraries that it uses; and a command's help.
 
-    python tests/benchmarks/bench_start.py [--repeats 7]
+    python benchmarks/bench_start.py [--repeats 7]
 
 One run of the command shows which modules of other packages it imports, and in which order. Then, in turns: the
 command, a process that imports those modules and does nothing else, and `run --help`. Processor time of whole

@@ -1,7 +1,7 @@
 """What a run at a URL asks of its object store: a formula per kind of request, and what that costs.
 
-    python -m tests.benchmarks.cloud_model                                  1, 8, 64 and 1,000 hosts
-    python -m tests.benchmarks.cloud_model --weights-mb 14000 --tokens 500000 --rollout-s 60 --update-s 20
+    python -m benchmarks.cloud_model                                  1, 8, 64 and 1,000 hosts
+    python -m benchmarks.cloud_model --weights-mb 14000 --tokens 500000 --rollout-s 60 --update-s 20
 
 Every request per step and per rollout has a reason; `predicted` adds them up. A process that waits pauses between two
 looks for half of the time it has waited, at least 0.25 s and at most 2 s; new weights reset that time. Money is the

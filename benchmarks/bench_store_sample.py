@@ -1,6 +1,6 @@
 """Sampling: 64 random trajectories to 4 padded columns, warm, against memcpy, LMDB and TorchRL in the same run.
 
-    python tests/benchmarks/bench_store_sample.py [--quick] [--check] [--clock cpu] [--threads 1]
+    python benchmarks/bench_store_sample.py [--quick] [--check] [--clock cpu] [--threads 1]
 
 A ratio of 1 is one thread's memcpy of the payload (13 bytes per token), so the padding, which is written too, counts
 against us: a batch of these lengths writes four times its payload. The time of that memcpy for all that is written has

@@ -1,6 +1,6 @@
 """Opening a store of a million trajectories: no step may take time or memory that grows with the rows.
 
-    python tests/benchmarks/bench_store_open.py [--quick] [--check]
+    python benchmarks/bench_store_open.py [--quick] [--check]
 
 Two stores with the same number of segments, one with 64 times the rows of the other, both in commits of 64 rows, are
 opened in fresh processes. A third one has as many commits as objects in a local folder, merged in the background.

@@ -1,8 +1,8 @@
 """The whole step, rollout to optimizer, against TRL's GRPOTrainer: processor time per trajectory and per token.
 
-    python tests/benchmarks/bench_step.py                      # every case; about 12 minutes
-    python tests/benchmarks/bench_step.py --cases ragged full
-    python tests/benchmarks/bench_step.py --quick              # up to 32 tokens, two steps
+    python benchmarks/bench_step.py                      # every case; about 12 minutes
+    python benchmarks/bench_step.py --cases ragged full
+    python benchmarks/bench_step.py --quick              # up to 32 tokens, two steps
 
 One Qwen2 with random weights (4 layers, hidden 256), saved once and loaded by both; GSM8K questions as prompts; a KL
 term against a frozen copy (beta 0.04); AdamW. In the case `ragged` a share of the vocabulary ends a completion, one

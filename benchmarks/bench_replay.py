@@ -1,6 +1,6 @@
 """The TorchRL layer over the store against TorchRL's own classes, in one run on one machine.
 
-Run as `python tests/benchmarks/bench_replay.py [--quick] [--rows 512 4096 20000] [--folder DIR]`. Trajectories are
+Run as `python benchmarks/bench_replay.py [--quick] [--rows 512 4096 20000] [--folder DIR]`. Trajectories are
 log-normal in length (mean about 530 tokens), groups of 8. Every line is processor time with one thread: the tenth
 percentile of many calls that take turns with the peer's, reads in blocks of 20, writes one by one; the ratios are what
 counts. Reads are mapped, from a warm page cache, in the folder for temporary files. Writes are process-durable and go

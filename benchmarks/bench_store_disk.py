@@ -1,6 +1,6 @@
 """Disk: what the store takes for GSM8K, raw, and sealed with zstd.
 
-    python tests/benchmarks/bench_store_disk.py [--quick] [--check]
+    python benchmarks/bench_store_disk.py [--quick] [--check]
 
 GSM8K as whole trajectories (`_gsm8k.py`): text, ids, mask, two log-probs, scalars. Disk is the blocks of all files
 (st_blocks), metadata included. Raw is the default backend with sparse segments, measured against the values of every

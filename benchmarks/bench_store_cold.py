@@ -1,6 +1,6 @@
 """Reading batches from a store that is in no cache: bytes that the disk gave per byte of payload.
 
-    python tests/benchmarks/bench_store_cold.py [--quick] [--folder FOLDER]
+    python benchmarks/bench_store_cold.py [--quick] [--folder FOLDER]
 
 The page cache of the store's files is written back and dropped (fsync, then POSIX_FADV_DONTNEED), then a fresh
 process reads batches of 64 random rows. Counted is `read_bytes` of /proc/self/io: what the block layer was asked for

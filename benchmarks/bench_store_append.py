@@ -1,6 +1,6 @@
 """Appending: commits of 64 trajectories against memcpy, LMDB and TorchRL in the same run.
 
-    python tests/benchmarks/bench_store_append.py [--quick] [--check] [--clock wall] [--threads 1]
+    python benchmarks/bench_store_append.py [--quick] [--check] [--clock wall] [--threads 1]
 
 A ratio of 1 is one thread's memcpy of the payload (13 bytes per token). Our commits are checksummed, and each survives
 `kill -9`; LazyStackStorage keeps references in RAM. Stores and memcpy take turns of five commits; every ratio is taken

@@ -1,6 +1,6 @@
 """Which codec, chunk and shard: GSM8K as the zarr backend writes it, measured per choice.
 
-    python tests/benchmarks/bench_store_codec.py [--quick] [--check]
+    python benchmarks/bench_store_codec.py [--quick] [--check]
 
 The data is that of `_gsm8k.py`: the text, ids of a tokenizer trained on it, the mask, and two float32 log-probs whose
 last bits are noise, as a model's are. Every figure is over all columns together. Write and read are MB of values per

@@ -1,7 +1,7 @@
 """What it costs to start, to go on and to look does not grow with the run: made-up runs of 10^3, 10^5 and 10^6 steps.
 
-    python -m tests.benchmarks.bench_long_runs                     # 1,000, 100,000 and 1,000,000 steps; 10 minutes
-    python -m tests.benchmarks.bench_long_runs --steps 1000 30000
+    python -m benchmarks.bench_long_runs                     # 1,000, 100,000 and 1,000,000 steps; 10 minutes
+    python -m benchmarks.bench_long_runs --steps 1000 30000
 
 Prints the processor time and the most memory of each command on each run, and how they grow from the shortest run to
 the longest. Exit code 1 if one that looks at the newest, starts or goes on grows by more than half, or one that reads
@@ -30,7 +30,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows, line_of
 from trajectory_store import TrajectoryStore
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 GROWTH = 1.5
 MOST_MEMORY = 300e6
 GROUP = 2

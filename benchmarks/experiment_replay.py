@@ -1,7 +1,7 @@
 """Does replay of stored trajectories buy reward at a fixed budget of generated tokens? An experiment, on the CPU.
 
-    python tests/benchmarks/experiment_replay.py            # 4 arms x 8 seeds, some ten minutes on two cores
-    python tests/benchmarks/experiment_replay.py --quick    # 2 seeds, a third of the budget
+    python benchmarks/experiment_replay.py            # 4 arms x 8 seeds, some ten minutes on two cores
+    python benchmarks/experiment_replay.py --quick    # 2 seeds, a third of the budget
 
 The task is `copy_digits`; every arm samples the same number of rollouts from the same prompts, and what differs is what
 the learner does with them:
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "pipelines"))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

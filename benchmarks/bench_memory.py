@@ -1,7 +1,7 @@
 """Peak memory of GRPOLoss over 4,096 and 16,384 completion tokens: the same, with the model's activations subtracted.
 
-    python tests/benchmarks/bench_memory.py            # vocabulary 32,000; a minute
-    python tests/benchmarks/bench_memory.py --quick    # vocabulary 8,000
+    python benchmarks/bench_memory.py            # vocabulary 32,000; a minute
+    python benchmarks/bench_memory.py --quick    # vocabulary 8,000
 
 The hidden states that predict the completion tokens are a parameter, resident before the step, so that nothing but the
 loss is measured: reading the batch, the chunked head at a fixed chunk size, the token loss, the diagnostics, and the

@@ -1,8 +1,8 @@
 """Learning, sampling and GRPO as a whole at real sizes, beside full logits, TRL's layout, vLLM and TRL's trainer.
 
-    python tests/benchmarks/bench_learner_h200.py                  # one GPU: Qwen2.5-0.5B and 1.5B shapes, bfloat16
-    python tests/benchmarks/bench_learner_h200.py --models 0.5b --json results.json
-    python tests/benchmarks/bench_learner_h200.py --tiny           # a CPU, a tiny model: does all of it run
+    python benchmarks/bench_learner_h200.py                  # one GPU: Qwen2.5-0.5B and 1.5B shapes, bfloat16
+    python benchmarks/bench_learner_h200.py --models 0.5b --json results.json
+    python benchmarks/bench_learner_h200.py --tiny           # a CPU, a tiny model: does all of it run
 
 Weights are random, nothing is downloaded. One step learns from 64 trajectories, 8 prompts of 8, with log-normal
 prompts and completions (sigma 0.8), stored and read like any others. `ours` is `Learner.step` whole: the plan, the

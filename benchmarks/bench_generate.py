@@ -1,6 +1,6 @@
 """Sampled tokens per second: the slot engine against `model.generate`, in one run.
 
-    python tests/benchmarks/bench_generate.py [--quick] [--threads N] [--rounds N] [--clock wall|cpu]
+    python benchmarks/bench_generate.py [--quick] [--threads N] [--rounds N] [--clock wall|cpu]
 
 Both sides sample the same ragged batch of groups: 8 prompts of 20 to 120 tokens, 8 completions each, log-normal
 lengths from 4 to 400 tokens. A random model does not stop by itself, so lengths are forced: by a limit per completion

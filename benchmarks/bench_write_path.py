@@ -1,6 +1,6 @@
 """The write path: our group advantage against TorchRL's, and what the transforms cost beside the model.
 
-Run as `python tests/benchmarks/bench_write_path.py [--quick]`. Everything is processor time of one thread.
+Run as `python benchmarks/bench_write_path.py [--quick]`. Everything is processor time of one thread.
 
 1. `MCAdvantage` against TorchRL's on the same ragged trajectories (log-normal in length, mean about 530 tokens, reward
    per token, groups of 8), in blocks that take turns: whole groups in one call of 64 trajectories, and groups whose

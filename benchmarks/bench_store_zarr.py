@@ -1,6 +1,6 @@
 """The zarr backend: objects, requests and bytes of a commit, opening a folder, and how fast columns come back.
 
-    python tests/benchmarks/bench_store_zarr.py [--quick]
+    python benchmarks/bench_store_zarr.py [--quick]
 
 Requests are counted at a bucket in memory: those that overlap in time are one round trip. The bytes put (values,
 metadata, record and directory of the zip) over the payload are the write amplification, without compression and

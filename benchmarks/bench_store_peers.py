@@ -1,6 +1,6 @@
 """One table: the trajectory store against the stores people use today, in one run on one machine.
 
-    python tests/benchmarks/bench_store_peers.py [--quick] [--save FILE] [--only NAME ...]
+    python benchmarks/bench_store_peers.py [--quick] [--save FILE] [--only NAME ...]
 
 Every store gets the same trajectories (log-normal lengths, four columns of 13 bytes per token) and, in turns:
 commits of 64 trajectories, batches of 64 random rows to four padded columns, an open in a fresh process, and a

@@ -10,9 +10,9 @@ held-out questions. The margin of a question that has both is
 of the completion's tokens given the question, per token or summed over the completion. The change of the margin is
 paired by question, with its standard error over questions; and `rising` is the share of questions whose margin rose.
 
-    python tests/benchmarks/experiment_offline_gsm8k.py            five seeds: model, split and batches; some minutes
-    python tests/benchmarks/experiment_offline_gsm8k.py --quick    one seed
-    python tests/benchmarks/experiment_offline_gsm8k.py --set loss.aggregation=sequence_mean --steps 100
+    python benchmarks/experiment_offline_gsm8k.py            five seeds: model, split and batches; some minutes
+    python benchmarks/experiment_offline_gsm8k.py --quick    one seed
+    python benchmarks/experiment_offline_gsm8k.py --set loss.aggregation=sequence_mean --steps 100
 
 A control with the rewards of each question permuted among its solutions shows what the procedure gives by itself.
 """
@@ -42,7 +42,7 @@ from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.replay_stores import replay_stores
 
-DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
+DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "gsm8k"
 SETTINGS = (
     ("learn.lr", "3e-3"),
     ("learn.steps", "50"),

@@ -1,6 +1,6 @@
 """Sampling from 20 thousand and from a million trajectories: a batch may not take longer because the store is larger.
 
-    python tests/benchmarks/bench_store_scale.py [--quick] [--folder FOLDER] [--mean TOKENS]
+    python benchmarks/bench_store_scale.py [--quick] [--folder FOLDER] [--mean TOKENS]
 
 Both stores have the same lengths (log-normal, mean 200 tokens, 13 bytes each). The small one is 52 MB, more than the
 last cache of the machine that this was written on (32 MB), the large one 2.6 GB, so both batches come from memory.
