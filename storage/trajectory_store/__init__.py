@@ -5,7 +5,6 @@
 'input_ids'
 """
 
-from trajectory_store.catalog import Snapshot
 from trajectory_store.compare import StoreDiff, copy_rows, diff
 from trajectory_store.errors import (
     BatchError,
@@ -25,12 +24,13 @@ from trajectory_store.errors import (
     UnsyncedError,
     WriteFailedError,
 )
+from trajectory_store.findings import VerifyReport
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
 from trajectory_store.store import TrajectoryStore
 from trajectory_store.upkeep import CompactReport
-from trajectory_store.verify import VerifyReport
 
 __all__ = [
     "TrajectoryStore",

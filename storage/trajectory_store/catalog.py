@@ -5,26 +5,23 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import forks, fs
-from trajectory_store.errors import CorruptionError, MissingRowError, SchemaError, SegmentGoneError
+from trajectory_store.arrival import ArrivalOrder
+from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import CATALOG, Entry, Journal, State
 from trajectory_store.medium import Gap, Medium, Segment
-from trajectory_store.ragged import Int64Array, distinct, expand
-from trajectory_store.schema import Column
-from trajectory_store.updates import Later, within
+from trajectory_store.ragged import Int64Array, distinct
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _UNKNOWN = -1
-_BEFORE_ALL = -1 << 63
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
@@ -34,140 +31,6 @@ class Address(NamedTuple):
 
     ordinals: Int64Array
     rows: Int64Array
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """How many rows or updates of each segment were visible at one moment.
-
-    Several writers interleave, so a number of rows alone does not identify the rows; this does. It is small
-    (one number per segment) and goes into a ledger as JSON. `TrajectoryStore.ids` takes it and returns the rows of
-    that moment; `TrajectoryStore.as_of` reads their values of that moment.
-
-    Attributes:
-        rows: ordinal of a segment -> rows.
-        watermark: rows committed since the store was made.
-        updates: ordinal of a segment of updates -> updates.
-
-    >>> Snapshot.from_json(Snapshot({0: 5}, 5).to_json())
-    Snapshot(rows={0: 5}, watermark=5, updates={})
-    """
-
-    rows: Mapping[int, int]
-    watermark: int
-    updates: Mapping[int, int] = field(default_factory=dict[int, int])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        rows, updates = ({str(k): v for k, v in part.items()} for part in (self.rows, self.updates))
-        return {"rows": rows, "watermark": self.watermark, "updates": updates}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
-        """Rebuild it from `to_json`."""
-        try:
-            rows, updates = ({int(k): int(v) for k, v in data[name].items()} for name in ("rows", "updates"))
-            return cls(rows, int(data["watermark"]), updates)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SchemaError(f"a snapshot cannot be read: {error!r} in {dict(data)!r}") from None
-
-    def select(self, ids: Int64Array) -> Int64Array:
-        """Return the ids that existed, in their order."""
-        return ids[within(self.rows, ids)]
-
-    def later(self, ids: Int64Array) -> Int64Array:
-        """Return the ids that did not exist yet, in their order: committed since, even between known rows.
-
-        >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
-        [2, 4294967296]
-        """
-        return ids[~within(self.rows, ids)]
-
-
-class ArrivalOrder:
-    """All ids of a store in the order in which they were committed.
-
-    The key is (time of the commit, id); ids hold the segment's ordinal above the row, and a segment's times
-    grow with its rows, so the order is total and the same for every reader. New commits are appended
-    to what is known; only where several writers interleave is the order sorted again.
-    """
-
-    def __init__(self) -> None:
-        self._firsts: Int64Array = np.empty(0, np.int64)
-        self._ends: Int64Array = np.empty(0, np.int64)
-        self._ids: Int64Array = np.empty(0, np.int64)
-        self._count = 0
-        self._last = (_BEFORE_ALL, _BEFORE_ALL)
-        self._seen: dict[int, tuple[int, int]] = {}
-
-    def reset(self) -> None:
-        """Forget everything: segments were removed."""
-        self.__init__()
-
-    def replace(self, sources: Iterable[int], merged: Segment) -> None:
-        """Note that a merged segment holds the rows of its sources. The order stays if all of them were known."""
-        seen = [self._seen.pop(source, (0, 0))[1] for source in sources]
-        if sum(seen) == merged.rows:
-            self._seen[merged.ordinal] = (merged.records, merged.rows)
-        else:
-            self.reset()
-
-    def update(self, segments: Iterable[Segment]) -> None:
-        """Add the new rows of the segments."""
-        segments = list(segments)
-        news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
-        seen: dict[int, tuple[int, int]] = {}
-        for segment in segments:
-            records, rows = self._seen.get(segment.ordinal, (0, 0))
-            if segment.records != records:
-                seen[segment.ordinal] = (segment.records, segment.rows)
-                news.append(segment.runs(records, rows))
-        self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
-        if not news:
-            return
-        times, firsts, counts = news[0] if len(news) == 1 else map(np.concatenate, zip(*news, strict=True))
-        if not len(times):
-            return
-        if len(times) > 1:
-            order = np.lexsort((firsts, times))
-            times, firsts, counts = times[order], firsts[order], counts[order]
-        if (int(times[0]), int(firsts[0])) < self._last:
-            self.reset()
-            self.update(segments)
-            return
-        self._last = (int(times[-1]), int(firsts[-1]))
-        self._append(expand(firsts, counts))
-
-    def _append(self, ids: Int64Array) -> None:
-        need = self._count + len(ids)
-        if not self._count:
-            self._ids = ids
-        elif need > len(self._ids):
-            grown = np.empty(max(need, 2 * len(self._ids)), np.int64)
-            grown[: self._count] = self._ids[: self._count]
-            self._ids = grown
-        self._ids[self._count : need] = ids
-        self._count = need
-
-    def ids(self) -> Int64Array:
-        """Return the ids as a read-only view that later calls do not change."""
-        view = self._ids[: self._count]
-        view.flags.writeable = False
-        return view
-
-    def runs(self) -> tuple[Int64Array, Int64Array]:
-        """Return the ids as runs of consecutive ones: the first id and the length of each. Computed on demand."""
-        known = int(self._ends[-1]) if len(self._ends) else 0
-        if known < self._count:
-            start = max(known - 1, 0)
-            ids = self._ids[start : self._count]
-            ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) + start
-            if known:  # the last run may go on
-                self._ends, self._firsts = self._ends[:-1], self._firsts[:-1]
-            begins = np.concatenate([self._ends[-1:] if len(self._ends) else [0], ends[:-1]])
-            self._firsts = np.concatenate([self._firsts, self._ids[begins]])
-            self._ends = np.concatenate([self._ends, ends])
-        return self._firsts, np.diff(self._ends, prepend=0)
 
 
 class Catalog:
@@ -207,7 +70,7 @@ class Catalog:
         self.claim: str | None = None
         self.order = ArrivalOrder()
         self._order_generation = -1
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._known: dict[int, Entry] = {}
         self._failed: dict[int, Entry] = {}
         self._unread: set[int] = set()
@@ -217,9 +80,10 @@ class Catalog:
         self._gappy: list[Segment] = []
         self._unseen: set[Segment] = set()
         self._tables: dict[str, dict[int, Any]] = {}
-        self._later: dict[str, Later] = {}
+        self.kept: dict[str, Any] = {}
+        """What other modules keep for as long as the catalog is open."""
         self._syncing = threading.Lock()
-        forks.guard(self, 1, self._lock, self._syncing)
+        forks.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
         self._take_state(opening=True)
@@ -232,7 +96,7 @@ class Catalog:
         Raises:
             ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
         """
-        with self._lock:
+        with self.lock:
             local = self.medium.bucket.local
             if local:
                 self.journal.follow()
@@ -249,12 +113,12 @@ class Catalog:
 
     def follow_state(self) -> None:
         """Apply the record that this process just wrote."""
-        with self._lock:
+        with self.lock:
             self._take_state()
 
     def refresh_segment(self, ordinal: int) -> None:
         """Read the new commits of one segment: the cheap path after an append of this process."""
-        with self._lock:
+        with self.lock:
             segment = self.segments.get(ordinal) or self.updates.get(ordinal)
             if segment is None:
                 self.refresh()
@@ -279,7 +143,7 @@ class Catalog:
         if not segment.finished:
             if segment.is_live() or not self.medium.seal(segment):
                 return False
-            with self._lock:
+            with self.lock:
                 self._read_commits([segment])  # its writer may have committed just before it ended
         return True
 
@@ -386,7 +250,7 @@ class Catalog:
 
     def _see(self) -> None:
         """Find the commits that are not served among those that are new: no row reads that `ids` leaves out."""
-        with self._lock:
+        with self.lock:
             for segment in self._unseen:
                 segment.see()
             self._unseen = set()
@@ -421,20 +285,20 @@ class Catalog:
 
     def total_rows(self) -> int:
         """Rows that are part of the store: damaged ones as well, but not those recorded as lost."""
-        with self._lock:
+        with self.lock:
             return sum(s.rows for s in self.segments.values()) - sum(
                 gap.end - gap.first for s in self._gappy for gap in s.gaps if not gap.why or s.is_lost(gap.seq)
             )
 
     def watermark(self) -> int:
         """Rows committed since the store was made, as far as this reader has seen: it never falls."""
-        with self._lock:
+        with self.lock:
             self._watermark = max(self._watermark, self.state.rows_gone + sum(s.rows for s in self.segments.values()))
             return self._watermark
 
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""
-        with self._lock:
+        with self.lock:
             if self._order_generation != self.generation:
                 self.order.update(self.row_segments())
                 self._order_generation = self.generation
@@ -446,7 +310,7 @@ class Catalog:
 
         The runs are None if they are many, or would have to be fetched.
         """
-        with self._lock:
+        with self.lock:
             ids = self.ids()
             skip = 0 if most is None else max(0, len(ids) - most)
             runs = self._runs(skip) if self.medium.complete else None
@@ -552,7 +416,7 @@ class Catalog:
                 f"{self.medium.where}: {segment.name}/{ROW_ID} is damaged: ids are not those of whole segments. Run "
                 "verify(), and restore the segment from a copy."
             )
-        with self._lock:
+        with self.lock:
             homes = self._homes.copy()
             mine = homes[sources, _HOME] == segment.ordinal
             homes[sources[mine], _ROWS] = counts[mine]
@@ -575,18 +439,6 @@ class Catalog:
             "refresh() shows what other processes wrote or evicted."
         )
 
-    # Later values
-
-    def later(self, column: Column) -> Later | None:
-        """Return the later values of a column, up to date, or None if there are none."""
-        if not self.updates:
-            return None
-        with self._lock:
-            found = self._later.get(column.name)
-            if found is None or not found.follow():
-                found = self._later[column.name] = Later(self, column)
-            return found if found else None
-
     def sync(self) -> None:
         """Wait until everything that this reader sees is on the disk, except what its writer promised to sync.
 
@@ -595,7 +447,7 @@ class Catalog:
         with self._syncing:
             if self._unsynced:
                 raise OSError(errno.EIO, "an earlier sync failed")
-            with self._lock:
+            with self.lock:
                 segments = [*self.segments.values(), *self.updates.values()]
             try:
                 for segment in segments:
@@ -611,7 +463,7 @@ class Catalog:
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""
         self._tables = {}
-        self._later = {}
+        self.kept = {}
         self.segments.clear()
         self.updates.clear()
 
@@ -627,11 +479,3 @@ def _sources_in(ids: Int64Array, segment: Segment, sources: Int64Array) -> tuple
         if len(mine):
             starts[i], counts[i] = mine[0] - (ids[mine[0]] & ROW_MASK), (ids[mine[-1]] & ROW_MASK) + 1
     return starts, counts
-
-
-def limits_of(segments: Mapping[int, Segment]) -> dict[int, int]:
-    """Return the visible rows or updates per original segment: the counts that a snapshot keeps."""
-    out: dict[int, int] = {}
-    for segment in list(segments.values()):
-        out.update(segment.row_limits())
-    return out

@@ -23,7 +23,7 @@ from trajectory_store.medium import Part, Rows, Segment
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column
-from trajectory_store.updates import Later
+from trajectory_store.updates import Later, later_of
 
 Side = Literal["left", "right"]
 _NONE = np.empty(0, np.int64)
@@ -227,7 +227,7 @@ class ColumnReader:
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:
-            return self._catalog.later(column)
+            return later_of(self._catalog, column)
         return Later(self._catalog, column, self._limits)
 
     def _places(self, column: Column) -> Places:
@@ -322,7 +322,7 @@ class ColumnReader:
         """Return the values of a scalar column: `[B]`."""
         later = None
         if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
-            later = self._catalog.later(column)
+            later = later_of(self._catalog, column)
         places = self._base if later is not None else self._places(column)
         if not places.runs:
             return np.empty(0, column.np_dtype)

@@ -14,6 +14,7 @@ from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, StoreError
+from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
     ORDINAL_SHIFT,
     PRESENT,
@@ -30,7 +31,6 @@ from trajectory_store.maps import FORMATS, PreadBytes, PreadItems
 from trajectory_store.ragged import Int64Array, expand
 from trajectory_store.root import KEY, Root, catalog_json
 from trajectory_store.schema import Column
-from trajectory_store.verify import VerifyReport
 
 Rows = Int64Array | slice
 """Rows of a segment: their numbers, or a range."""

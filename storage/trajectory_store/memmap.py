@@ -9,27 +9,22 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from trajectory_store import forks, fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
+from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
-    COMMITS,
     KIND_CLOSED,
     KIND_END,
     KIND_ROWS,
-    MAGIC,
-    PRESENT,
     RECORD_SIZE,
     ROW_TIME,
     TEMPORARY,
-    ArraySpec,
-    Log,
     Record,
     SegmentMeta,
     chunk_path,
@@ -40,21 +35,19 @@ from trajectory_store.format import (
     crc32c,
     group_json,
     mark_path,
-    offsets_name,
     ordinal_of,
     pack,
     pack_mark,
     parse,
-    parse_mark,
     read_attributes,
     segment_name,
     spec_json,
 )
 from trajectory_store.journal import CATALOG, Entry, State
-from trajectory_store.maps import Io, PreadBytes, choose, open_file
-from trajectory_store.medium import Claim, Gap, Medium, Segment, SegmentWriter
+from trajectory_store.local_segment import LocalSegment, assert_local, check_segment
+from trajectory_store.maps import Io, choose
+from trajectory_store.medium import Claim, Medium, Segment, SegmentWriter
 from trajectory_store.root import Root, fill_root, taken
-from trajectory_store.verify import VerifyReport
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -224,13 +217,6 @@ class Memmap(Medium):
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
         check_segment(assert_local(segment), report)
-
-
-def assert_local(segment: Segment) -> LocalSegment:
-    """Return the segment, checked to be a local one."""
-    if not isinstance(segment, LocalSegment):
-        raise TypeError(f"{segment.name} is not a segment of a local disk")
-    return segment
 
 
 def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
@@ -448,358 +434,3 @@ class LocalWriter(SegmentWriter):
 
 GROUP_DELAY_S = 0.005
 """How long a group sync waits for other commits, if the last one had several."""
-
-
-# Reading
-
-
-class LocalSegment(Segment):
-    """A segment on a local disk.
-
-    Args:
-        folder: where it is.
-        entry: its entry in the catalog.
-        io: how its files are read.
-
-    Raises:
-        FileNotFoundError: the folder is gone.
-        CorruptionError: it is damaged, or another segment is in its place.
-    """
-
-    def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
-        fs.check_folder(folder)
-        raw = fs.read_file(folder / "zarr.json")
-        meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
-        super().__init__(entry, meta)
-        self.folder = folder
-        self.meta_crc = crc32c(raw)
-        self._io: Io = io
-        self._log: Log | None = None
-        self._elements = 0
-        self._short: set[str] = set()
-        self._torn = False
-        self._seen = 0
-        self.dropped: set[int] = set()
-        """Commits that were being written when the machine went down, and that nobody was told of."""
-        self.refresh()
-        if self.finished or not self.is_live():  # its writer is gone for good, but may have written just before
-            self._take_all(entry.rows)
-        self.close_log()
-
-    @property
-    def log(self) -> Log:
-        """The commit records."""
-        if self._log is None:
-            size = (self.meta.rows_cap + 1) * RECORD_SIZE
-            self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
-        return self._log
-
-    def close_log(self) -> None:
-        """Close the commit records if nothing more will be added."""
-        if self.finished:
-            self._log = None
-
-    def refresh(self) -> None:
-        """Read new records."""
-        if self.finished:
-            return
-        end, last = self.log.find_end(self.records)
-        if last is not None:
-            self._take(end, last)
-
-    def _take(self, records: int, last: Record | None) -> None:
-        """Count the first records, given the last of them."""
-        self.records = records
-        self.rows, self.newest_ns, self._elements = (
-            (last.rows_end, last.time_ns, last.elems_end) if last is not None else (0, 0, 0)
-        )
-        self.finished |= last is not None and last.kind != KIND_ROWS
-        if self.finished:  # small files are loaded from now on, and hold no descriptor
-            self.release()
-            self.close_log()
-        if self.rows > self.meta.rows_cap:
-            raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
-
-    def _take_all(self, promised: int | None) -> None:
-        """Count every valid record of a writer that is gone, and find the commits that are not served.
-
-        Where the writer had synced everything, or the machine still runs that it ran on, nothing has to be checked.
-
-        Args:
-            promised: the rows that the catalog says it has; None if it does not know.
-        """
-        self.finished = False  # while commits are checked, files are read whole
-        log, mark = self.log, self.acknowledged()
-        last = None if mark is None else log.get(mark) or (log.get(mark - 1) if mark else None)
-        torn = self.may_be_torn and not self.meta.merged and (last is None or last.kind != KIND_CLOSED)
-        self._torn = torn
-        if mark is not None and not torn and (last is not None or not mark):
-            records, found = log.find_end(mark)
-            last = found or last
-        else:  # the mark, or the records there, are damaged, or may be older than what is on the disk
-            records = log.last_valid()
-            last = log.get(records - 1) if records else None
-        self._take(records, last)
-        self.finished = False
-        commits = records - (last is not None and last.kind != KIND_ROWS)
-        self._short = {name for name, spec in self.specs.items() if self._is_short(spec)}
-        first = commits  # of the commits to check
-        if torn or self._short:
-            first = 0
-        elif not self.meta.merged and self.meta.durability != "process":
-            first = min(mark or 0, commits)
-        for seq in range(first, commits):
-            if self._short or self.lost is None or self.is_lost(seq) or not torn:
-                self._check(seq, acknowledged=mark is None or seq < mark or torn)
-        while self.gaps and not self.gaps[-1].why and self.gaps[-1].seq == self.records - 1:
-            gap = self.gaps.pop()
-            self.records, self.rows = gap.seq, gap.first
-        missing = 0 if mark is None or self.meta.merged else mark - commits
-        if missing > 0 or self.rows < (promised or 0):
-            why = f"{max(missing, 0) or 'some'} acknowledged commits from number {commits} on are missing"
-            end = min(max(self.rows, promised or 0), self.meta.rows_cap)
-            self.gaps.append(Gap(max(self.records, commits), self.rows, end, why))
-            self.rows = end
-        self.finished = True
-
-    def _is_short(self, spec: ArraySpec) -> bool:
-        """Return whether the file of an array is missing or was cut."""
-        try:
-            return chunk_path(self.folder, spec.name, spec.shape).stat().st_size < spec.capacity * spec.itemsize
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-
-    def _check(self, seq: int, *, acknowledged: bool = True) -> None:
-        """Leave a commit out if its record or its data does not match its checksum."""
-        record, why = self.log.get(seq), f"commit {seq} is damaged"
-        if record is None:
-            first, end = self.around(seq)
-        else:
-            first, end = record.rows_end - record.n_rows, record.rows_end
-            try:
-                if (self.data_crc(first, end), self.meta_crc) == (record.data_crc, record.meta_crc):
-                    return
-            except (CorruptionError, SegmentGoneError) as error:
-                why = f"commit {seq} cannot be read: {str(error).rstrip('.')}"
-        if not any(gap.seq == seq for gap in self.gaps):
-            self.gaps.append(Gap(seq, first, max(first, end), why if acknowledged else ""))
-            if not acknowledged:
-                self.dropped.add(seq)
-            self.gaps.sort()
-
-    def around(self, seq: int) -> tuple[int, int]:
-        """Return the first row, and one past the last, of a commit whose record is damaged, from those beside it."""
-        before = self.log.get(seq - 1) if seq else None
-        after = next((r for i in range(seq + 1, self.records) if (r := self.log.get(i)) is not None), None)
-        end = self.rows if after is None else after.rows_end - after.n_rows
-        if seq and before is None:  # the one before it is damaged as well, and has its rows
-            return end, end
-        return (0 if before is None else before.rows_end), end
-
-    def acknowledged(self) -> int | None:
-        """Return the number of acknowledged records, or None if the mark is damaged or missing."""
-        try:
-            found = parse_mark(fs.read_file(mark_path(self.folder)))
-        except (OSError, StoreError):
-            return None
-        return found if found is not None and found <= self.meta.rows_cap else None
-
-    def data_crc(self, first: int, end: int) -> int:
-        """Return the CRC32C of the values of rows `first` to `end`, in the order they were written.
-
-        Returns:
-            The checksum, or -1 if the offsets cannot be right.
-        """
-        crc = 0
-        spans: dict[str, tuple[int, int]] = {}
-        for axis in self.schema.axes:
-            start, stop = self.edge(axis, first), self.edge(axis, end)
-            if not 0 <= start <= stop <= self.meta.elems_cap[axis]:
-                return -1
-            spans[axis] = (start, stop)
-        for column in self.schema:
-            start, stop = (first, end) if column.axis is None else spans[column.axis]
-            crc = continued(crc, self.part(column.name, start, stop).view(np.uint8))
-        for axis in self.schema.axes:
-            crc = continued(crc, self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8))
-        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
-            crc = continued(crc, self.part(name, first, end).view(np.uint8))
-        return crc
-
-    def edge(self, axis: str, row: int) -> int:
-        """Return where a row begins on an axis."""
-        return int(self.part(offsets_name(axis), row, row + 1)[0])
-
-    def release(self) -> None:
-        """Close every array; each is opened again when it is read."""
-        for name in list(self._maps):
-            self.drop(name)
-
-    def _open(self, name: str) -> memoryview | PreadBytes:
-        spec = self.specs[name]
-        path = chunk_path(self.folder, name, spec.shape)
-        if name in self._short:
-            return self._padded(path, spec)
-        return self._opened(name, path, spec.capacity * spec.itemsize, self._used(spec))
-
-    def _padded(self, path: Path, spec: ArraySpec) -> memoryview:
-        """Return the values of a file that was cut or is missing, as far as they are there; `gaps` has the others."""
-        values = np.zeros(spec.capacity * spec.itemsize, np.uint8)
-        try:
-            found = np.frombuffer(fs.read_file(path, len(values)), np.uint8)
-            values[: len(found)] = found
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise fs.unreadable(error, path) from None
-        values.flags.writeable = False
-        return memoryview(cast("bytes", values))
-
-    def _opened(self, name: str, path: Path, size: int, used: int | None = None) -> memoryview | PreadBytes:
-        try:
-            for folder in (path.parent.parent, path.parent):
-                fs.check_folder(folder)
-            return open_file(path, size, self._io, used=used)
-        except FileNotFoundError:
-            raise SegmentGoneError(
-                f"segment {self.name} was evicted or compacted away before its array '{name}' was read. "
-                "Call refresh() and take ids from ids()."
-            ) from None
-        except OSError as error:
-            raise fs.unreadable(error, path) from None
-
-    def _used(self, spec: ArraySpec) -> int | None:
-        """Return the bytes of an array that hold values, or None while more may be added, or if that is not known."""
-        if not self.finished:
-            return None
-        if spec.axis is None or spec.edges:
-            return min(self.rows + spec.edges, spec.capacity) * spec.itemsize
-        ends = {axis: self.edge(axis, self.rows) for axis in self.schema.axes}
-        if sum(ends.values()) != self._elements or min(ends.values()) < 0:  # the last offsets are damaged
-            return None
-        return min(ends[spec.axis], spec.capacity) * spec.itemsize
-
-    def commits(self, start: int = 0) -> npt.NDArray[Any]:
-        """Return the commits of rows from record `start` on, as a structured array, without those of `gaps`."""
-        table = self.log.table(self.records, start)
-        if not len(table):
-            return table
-        good = (table["salt"] == self.meta.salt) & (table["seq"] == np.arange(start, start + len(table)))
-        begins = table["rows_end"].astype(np.int64) - table["n_rows"]
-        good[1:] &= begins[1:] == table["rows_end"][:-1]
-        before = self.log.get(start - 1) if start else None
-        good[0] &= int(begins[0]) == (before.rows_end if before is not None else 0)
-        good &= table["magic"] == MAGIC
-        good &= (table["kind"] >= KIND_ROWS) & (table["kind"] <= KIND_CLOSED)
-        good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
-        kept = table["kind"] == KIND_ROWS
-        good &= kept | ((table["n_rows"] == 0) & (table["seq"] == self.records - 1))  # nothing follows an end
-        if not good.all():
-            for seq in range(start, start + len(table)):
-                if self.log.get(seq) is None:
-                    self._check(seq)
-        for gap in self.gaps:
-            if start <= gap.seq < start + len(table):
-                kept[gap.seq - start] = False
-        self.close_log()
-        return table[kept]
-
-    def see(self) -> None:
-        """Look at the records of new commits."""
-        if self._seen < self.records:
-            self.commits(self._seen)
-            self._seen = self.records
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
-        return self._torn and self.lost is None
-
-    def disk_bytes(self) -> int:
-        """Return the disk space of the segment in bytes."""
-        return fs.disk_bytes(self.folder)
-
-    def is_live(self) -> bool:
-        """Return whether a living process may still append."""
-        return not self.finished and fs.is_locked(commits_path(self.folder))
-
-
-# Checking
-
-
-def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
-    """Recompute every checksum of a segment: metadata, records, offsets, data."""
-    name, mark = segment.name, segment.acknowledged()
-    segment.refresh()
-    for part, expected in _expected_metadata(segment):
-        try:
-            same = fs.read_file(part) == expected
-        except (OSError, StoreError):
-            same = False
-        if not same:
-            report.problem(f"{name}: {part.relative_to(segment.folder)} is damaged or missing")
-    end = _check_records(segment, report)
-    for gap in segment.gaps:
-        if gap.seq >= segment.records and gap.why:  # what is not there at all
-            _say(segment, report, gap.seq, f"{name}: {gap.why}", gap.first, gap.end)
-    if mark is None:
-        report.problem(f"{name}: commits/acknowledged is damaged or missing")
-    elif mark > end and not any(gap.seq >= segment.records for gap in segment.gaps):
-        report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
-    report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
-    segment.close_log()
-
-
-def _say(segment: LocalSegment, report: VerifyReport, seq: int, words: str, first: int, end: int) -> None:
-    """Report a commit whose rows are not there: as a loss if the catalog has recorded it as one."""
-    (report.loss if segment.is_lost(seq) else report.problem)(words)
-    report.damaged(segment.gap_ids(Gap(seq, first, end, words)))
-
-
-def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
-    """Check each record and its data; return the number of records."""
-    name, log, covered = segment.name, segment.log, 0
-    end = log.last_written()
-    for seq in range(end):
-        record = log.get(seq)
-        if seq in segment.dropped:
-            continue
-        if record is None:
-            if seq == end - 1 and segment.is_live():
-                return seq
-            first, last = segment.around(seq) if seq < segment.records else (segment.rows, segment.rows)
-            rows = f"rows {first} to {last - 1} have no valid record" if last > first else "it holds no known row"
-            _say(segment, report, seq, f"{name}: commit record {seq} is damaged; {rows}", first, last)
-            covered = max(covered, last)
-            continue
-        if record.meta_crc != segment.meta_crc or record.ordinal != segment.ordinal:
-            report.problem(f"{name}: zarr.json or folder is not the one that record {seq} was written with")
-        report.catalog_numbers.add(record.catalog)
-        if record.kind != KIND_ROWS:
-            if seq != end - 1:
-                report.problem(f"{name}: records follow the end record {seq}")
-            continue
-        first, last = record.rows_end - record.n_rows, record.rows_end
-        if first < covered or last > segment.meta.rows_cap:
-            report.problem(f"{name}: commit record {seq} contradicts the one before it")
-            continue
-        covered = last
-        report.rows += record.n_rows
-        try:
-            right = segment.data_crc(first, last) == record.data_crc
-            right &= sum(segment.edge(axis, last) for axis in segment.schema.axes) == record.elems_end
-        except (CorruptionError, SegmentGoneError) as error:
-            right = False
-            report.problem(f"{name}: {error}")
-        if not right:
-            words = f"{name}: the data of commit {seq} (rows {first} to {last - 1}) is damaged"
-            _say(segment, report, seq, words, first, last)
-    return end
-
-
-def _expected_metadata(segment: LocalSegment) -> list[tuple[Path, bytes]]:
-    folder, meta = segment.folder, segment.meta
-    out = [(folder / spec.name / "zarr.json", spec_json(spec)) for spec in meta.arrays()]
-    out.append((folder / "commits" / "zarr.json", commits_json(meta.rows_cap)))
-    out.append((folder / "zarr.json", group_json(meta.to_attributes())))
-    return out

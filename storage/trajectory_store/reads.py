@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.batch import Batch
-from trajectory_store.catalog import Catalog, Snapshot, limits_of
+from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader, Side
 from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
 from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot, limits_of
 from trajectory_store.texts import Texts
 from trajectory_store.upkeep import read_batch
 from trajectory_store.where import evaluate, names_in

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
@@ -21,21 +20,22 @@ from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
-from trajectory_store.format import DURABILITIES, ORDINAL_SHIFT, TARGET, Durability
+from trajectory_store.findings import VerifyReport
+from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
 from trajectory_store.journal import State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
 from trajectory_store.memmap import Memmap, create_folder
+from trajectory_store.options import Backend, backend_of, bounded, check_durability, count_of, is_folder, size_of
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
-from trajectory_store.verify import VerifyReport, verify
-from trajectory_store.writer import FIRST_ELEMENTS, Stream
+from trajectory_store.verify import verify
+from trajectory_store.writer import Stream
 
 Mode = Literal["r", "a"]
-Backend = Literal["memmap", "zarr"]
 
 
 class TrajectoryStore(StoreReads):
@@ -119,20 +119,20 @@ class TrajectoryStore(StoreReads):
             StoreExistsError: the path holds something.
             WriteFailedError: the disk refused.
         """
-        _check_durability(durability)
-        kind = _backend(path, backend)
+        check_durability(durability)
+        kind = backend_of(path, backend)
         root = Root(
             schema=schema if isinstance(schema, Schema) else Schema(schema),
             backend=kind,
             durability=durability,
-            max_trajectories=_count("max_trajectories", max_trajectories, 1 << 62),
+            max_trajectories=count_of("max_trajectories", max_trajectories, 1 << 62),
             max_bytes=size_of("max_bytes", max_bytes),
-            segment_rows=_count("segment_rows", segment_rows, (1 << 32) - 1),
-            segment_elements=_count("segment_elements", segment_elements, 1 << 40),
+            segment_rows=count_of("segment_rows", segment_rows, (1 << 32) - 1),
+            segment_elements=count_of("segment_elements", segment_elements, 1 << 40),
             preallocate=preallocate,
             compress=compress and kind == "zarr",
         )
-        root, cache_bytes = _bounded(root), size_of("cache_bytes", cache_bytes, least=0)
+        root, cache_bytes = bounded(root), size_of("cache_bytes", cache_bytes, least=0)
         if kind == "zarr":
             from trajectory_store.objects.medium import create_objects
 
@@ -177,7 +177,7 @@ class TrajectoryStore(StoreReads):
         if mode not in ("r", "a"):
             raise SchemaError(f"mode {mode!r} is not known. Use 'r' to read or 'a' to append.")
         if durability is not None:
-            _check_durability(durability)
+            check_durability(durability)
         if io not in ("auto", "mmap", "pread"):
             raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
         if add_columns and mode != "a":
@@ -585,33 +585,6 @@ def _cannot_join(column: Column) -> SchemaError:
     )
 
 
-def _backend(path: Any, asked: Backend | None) -> Backend:
-    """Return the backend for a path: raw segments need a folder."""
-    if asked not in ("memmap", "zarr", None):
-        raise SchemaError(f"backend {asked!r} is not known. Use 'memmap' or 'zarr'.")
-    if _is_folder(path):
-        return asked or "memmap"
-    if asked == "memmap":
-        raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is not one. Use backend='zarr'.")
-    return "zarr"
-
-
-def _is_folder(path: Any) -> bool:
-    return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
-
-
-def _bounded(root: Root) -> Root:
-    """Bound the segments of a store with limits: they are evicted whole, so one holds about an eighth of the rows."""
-    rows, elements = root.largest
-    if root.max_trajectories is not None and root.segment_rows is None:
-        root = replace(root, segment_rows=min(max(512, root.max_trajectories // 8), rows))
-    if root.max_bytes is not None and root.segment_elements is None and root.schema.axes:
-        width = max(sum(c.np_dtype.itemsize * c.width for c in columns) for columns in root.schema.axes.values())
-        least = max(FIRST_ELEMENTS, 1 << 16)
-        root = replace(root, segment_elements=min(max(least, root.max_bytes // (8 * width)), elements))
-    return root
-
-
 def _find(
     path: Any,
     durability: Durability | None,
@@ -620,7 +593,7 @@ def _find(
     cache_bytes: int | None,
 ) -> tuple[Root, Medium]:
     """Return the root of a store and its medium."""
-    if _is_folder(path):
+    if is_folder(path):
         folder = Path(cast("str", path))
         root = read_root(Memmap(folder, durable=False, io=io).bucket)
         if root.backend == "memmap":
@@ -628,45 +601,3 @@ def _find(
     from trajectory_store.objects.medium import open_objects
 
     return open_objects(path, durability, cache_dir, cache_bytes)
-
-
-_UNITS: Final = {"": 1, "B": 1} | {
-    f"{letter}{binary}B": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for binary, base in (("", 1000), ("I", 1024))
-}
-
-
-def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
-    """Return a number of bytes given as a number or as text.
-
-    Raises:
-        SchemaError: it is neither, or below `least`.
-
-    >>> size_of("max_bytes", "1GB"), size_of("max_bytes", "1.5 MiB")
-    (1000000000, 1572864)
-    """
-    if not isinstance(value, str):
-        return _count(name, value, 1 << 62, least)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if found is None or found[2].upper() not in _UNITS:
-        raise SchemaError(f"{name}={value!r} is not a size. Give bytes, or text such as '20GB' or '512MiB'.")
-    return _count(name, int(float(found[1]) * _UNITS[found[2].upper()]), 1 << 62, least)
-
-
-def _count(name: str, value: object, most: int, least: int = 1) -> int | None:
-    """Return a whole number within its bounds, or None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SchemaError(f"{name}={value!r} is not a whole number; give at least {least}, or None.")
-    if value < least:
-        raise SchemaError(f"{name}={value} is too small; give at least {least}, or None.")
-    if value > most:
-        raise SchemaError(f"{name}={value} is too large; give at most {most}.")
-    return int(cast("int", value))
-
-
-def _check_durability(durability: str) -> None:
-    if durability not in DURABILITIES:
-        raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")

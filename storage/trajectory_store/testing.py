@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from trajectory_store.catalog import Snapshot
 from trajectory_store.errors import (
     BatchError,
     MissingRowError,
@@ -31,6 +30,7 @@ from trajectory_store.errors import (
 )
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
 from trajectory_store.store import TrajectoryStore
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.catalog import Catalog
 from trajectory_store.errors import SnapshotGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
 from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
-
-if TYPE_CHECKING:
-    from trajectory_store.catalog import Catalog
+from trajectory_store.snapshot import within
 
 News = tuple[Int64Array, Int64Array, Int64Array]
 """Updates: their targets, addresses and times."""
@@ -25,17 +24,6 @@ _NONE: Int64Array = np.empty(0, np.int64)
 NOT_SEEN_YET = 1 << 20
 """Rows of a segment beyond all that are known for which there may be updates: commits are read one after another. The
 tables have room for them; it is limited, so that a damaged target does not take all memory."""
-
-
-def within(limits: Mapping[int, int], ids: Int64Array) -> npt.NDArray[np.bool_]:
-    """Return which rows or updates are within the limit of the segment that they were written to: `[B]` bool."""
-    if not limits or not len(ids):
-        return np.zeros(len(ids), bool)
-    owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-    ordinals = np.array(sorted(limits), np.int64)
-    counts = np.array([limits[ordinal] for ordinal in ordinals.tolist()], np.int64)
-    at = np.minimum(np.searchsorted(ordinals, owners), len(ordinals) - 1)
-    return (ordinals[at] == owners) & (rows < counts[at])
 
 
 def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:
@@ -246,3 +234,14 @@ class Later:
                 array[done + hit] = self._values_at(later[hit])
             self._rows[segment.ordinal] = rows
         return self._folded[segment.ordinal]
+
+
+def later_of(catalog: Catalog, column: Column) -> Later | None:
+    """Return the later values of a column, up to date, or None if there are none."""
+    if not catalog.updates:
+        return None
+    with catalog.lock:
+        found = catalog.kept.get(column.name)
+        if found is None or not found.follow():
+            found = catalog.kept[column.name] = Later(catalog, column)
+        return found if found else None

@@ -32,8 +32,9 @@ from trajectory_store import (
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
+from trajectory_store.local_segment import LocalSegment
 from trajectory_store.medium import Segment
-from trajectory_store.memmap import LocalSegment, LocalWriter, Memmap
+from trajectory_store.memmap import LocalWriter, Memmap
 from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket, number_from
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
+from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
     ArraySpec,
     Durability,
@@ -48,7 +49,6 @@ from trajectory_store.objects.remote import open_bucket
 from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
-from trajectory_store.verify import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""

@@ -1,0 +1,73 @@
+"""What a check of a store found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trajectory_store.ragged import Int64Array
+
+
+@dataclass
+class VerifyReport:
+    """The findings of `verify`.
+
+    Attributes:
+        path: the store.
+        trajectories: trajectories that a reader sees.
+        rows: rows checked, including those that wait for eviction and those of updates.
+        bytes: bytes whose checksum was recomputed.
+        segments: segments checked.
+        problems: each in words; empty if there are none.
+        losses: what a power loss took although nothing promised to keep it, in words: recorded in the catalog, and no
+            problem any more.
+        damaged_ids: `[N]` int64, the rows that are damaged or lost.
+        catalog_numbers: the catalog records that commits refer to.
+    """
+
+    path: Path | str
+    trajectories: int = 0
+    rows: int = 0
+    bytes: int = 0
+    segments: int = 0
+    problems: list[str] = field(default_factory=list[str])
+    losses: list[str] = field(default_factory=list[str])
+    damaged_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    catalog_numbers: set[int] = field(default_factory=set[int], repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        rows = f"{self.trajectories} trajectories ({self.rows} rows)"
+        size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
+        lost = "".join(f"\n  - lost by a power loss: {words}" for words in self.losses)
+        if self.ok:
+            return f"{self.path}: {size} checked, all {'other ' if lost else ''}checksums hold.{lost}"
+        lines = "\n".join(f"  - {p}" for p in self.problems)
+        return (
+            f"{self.path}: {size} checked, {len(self.problems)} problems, "
+            f"{len(self.damaged_ids)} trajectories damaged:\n{lines}{lost}\n"
+            "Damaged rows cannot be repaired; restore the segment from a copy, or leave these ids out."
+        )
+
+    def problem(self, words: str) -> None:
+        """Note a problem."""
+        if words not in self.problems:
+            self.problems.append(words)
+
+    def loss(self, words: str) -> None:
+        """Note what the catalog has recorded as lost."""
+        if words not in self.losses:
+            self.losses.append(words)
+
+    def damaged(self, ids: Int64Array) -> None:
+        """Note rows that are damaged or lost."""
+        self.damaged_ids = np.union1d(self.damaged_ids, ids)

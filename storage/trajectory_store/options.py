@@ -1,0 +1,88 @@
+"""What `create` and `open` are given, checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+
+from trajectory_store.errors import SchemaError
+from trajectory_store.format import DURABILITIES
+from trajectory_store.root import Root
+from trajectory_store.writer import FIRST_ELEMENTS
+
+Backend = Literal["memmap", "zarr"]
+
+
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{letter}{binary}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for binary, base in (("", 1000), ("I", 1024))
+}
+
+
+def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
+    """Return a number of bytes given as a number or as text.
+
+    Raises:
+        SchemaError: it is neither, or below `least`.
+
+    >>> size_of("max_bytes", "1GB"), size_of("max_bytes", "1.5 MiB")
+    (1000000000, 1572864)
+    """
+    if not isinstance(value, str):
+        return count_of(name, value, 1 << 62, least)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].upper() not in _UNITS:
+        raise SchemaError(f"{name}={value!r} is not a size. Give bytes, or text such as '20GB' or '512MiB'.")
+    return count_of(name, int(float(found[1]) * _UNITS[found[2].upper()]), 1 << 62, least)
+
+
+def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
+    """Return a whole number within its bounds, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise SchemaError(f"{name}={value!r} is not a whole number; give at least {least}, or None.")
+    if value < least:
+        raise SchemaError(f"{name}={value} is too small; give at least {least}, or None.")
+    if value > most:
+        raise SchemaError(f"{name}={value} is too large; give at most {most}.")
+    return int(cast("int", value))
+
+
+def check_durability(durability: str) -> None:
+    """Refuse a durability that there is not."""
+    if durability not in DURABILITIES:
+        raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")
+
+
+def backend_of(path: Any, asked: Backend | None) -> Backend:
+    """Return the backend for a path: raw segments need a folder."""
+    if asked not in ("memmap", "zarr", None):
+        raise SchemaError(f"backend {asked!r} is not known. Use 'memmap' or 'zarr'.")
+    if is_folder(path):
+        return asked or "memmap"
+    if asked == "memmap":
+        raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is not one. Use backend='zarr'.")
+    return "zarr"
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a path names a local folder, and not a URL or an object."""
+    return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
+
+
+def bounded(root: Root) -> Root:
+    """Bound the segments of a store with limits: they are evicted whole, so one holds about an eighth of the rows."""
+    rows, elements = root.largest
+    if root.max_trajectories is not None and root.segment_rows is None:
+        root = replace(root, segment_rows=min(max(512, root.max_trajectories // 8), rows))
+    if root.max_bytes is not None and root.segment_elements is None and root.schema.axes:
+        width = max(sum(c.np_dtype.itemsize * c.width for c in columns) for columns in root.schema.axes.values())
+        least = max(FIRST_ELEMENTS, 1 << 16)
+        root = replace(root, segment_elements=min(max(least, root.max_bytes // (8 * width)), elements))
+    return root
