@@ -218,6 +218,14 @@ class Bucket(ABC):
             WriteFailedError: it was moved, removed or replaced.
         """
 
+    def lock(self, key: str) -> int | None:
+        """Lock an object until the returned descriptor is closed or the process ends; None where there are no locks."""
+        return None
+
+    def is_locked(self, key: str) -> bool | None:
+        """Return whether a living process holds the lock of an object, or None if the bucket has no locks."""
+        return None
+
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:
         """Take the upkeep lock: True if held, False if another process has it, None if the bucket has no locks."""
@@ -469,6 +477,23 @@ class FolderBucket(Bucket):
         except OSError:
             return None
         return None if os.path.lexists(path) else changed
+
+    def lock(self, key: str) -> int | None:
+        """Lock a file until the returned descriptor is closed or the process ends."""
+        fd = fs.open_fd(self.root / key, os.O_RDONLY)
+        for _ in range(_FOLDER_TRIES):
+            held = fs.try_lock(fd)
+            if held:
+                return fd
+            if held is None:
+                break
+            time.sleep(0.001)  # somebody is looking whether it is locked
+        os.close(fd)
+        return None
+
+    def is_locked(self, key: str) -> bool | None:
+        """Return whether a living process holds the lock of a file."""
+        return fs.is_locked(self.root / key)
 
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:

@@ -214,10 +214,10 @@ def try_lock(fd: int) -> bool | None:
     return True
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a living process may hold the lock of a file; the kernel drops it when the process dies.
+def is_locked(path: Path) -> bool | None:
+    """Return whether a living process holds the lock of a file, or None if there are no locks.
 
-    A file system without locks counts as locked: it cannot show that the writer is gone.
+    The kernel drops a lock when its holder dies.
     """
     try:
         fd = open_fd(path, os.O_RDONLY)
@@ -230,7 +230,7 @@ def is_locked(path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return True
+        return None
     finally:
         os.close(fd)
     return False

@@ -307,7 +307,7 @@ class LocalSegment(Segment):
 
     def is_live(self) -> bool:
         """Return whether a living process may still append."""
-        return not self.finished and fs.is_locked(commits_path(self.folder))
+        return not self.finished and fs.is_locked(commits_path(self.folder)) is not False  # without locks, none is gone
 
 
 # Checking

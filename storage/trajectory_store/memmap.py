@@ -191,7 +191,7 @@ class Memmap(Medium):
                 continue
             if path.is_symlink() or not path.is_dir():
                 fs.remove_file(path)
-            elif not fs.is_locked(commits_path(path)):
+            elif fs.is_locked(commits_path(path)) is False:
                 fs.remove_tree(path)
 
     def forgotten(self, state: State) -> list[Entry]:

@@ -163,13 +163,12 @@ def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend):
             assert store.read_scalars("priority", ids).tolist() == [i if i % 3 == 0 else 0 for i in range(19)]
 
 
-def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, backend, clock, monkeypatch):
+def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, backend, monkeypatch):
     """Each of them was killed before it could do its share, and nobody else comes."""
     path = create(tmp_path / "s", backend)
     with TrajectoryStore.open(path, "a") as writer:
         writer.append(rows([20]))
         live(path, 20, 0)
-        clock(7200)
         writer.refresh()
         left = len(writer._catalog.state.entries)
         assert left > 16

@@ -270,10 +270,16 @@ class ObjectMedium(Medium):
             if not self.bucket.settle(f"{segment_name(ordinal)}/{HEADER}", raw):
                 least = ordinal + 1
                 continue
-            least = claim(ordinal, meta.salt)
+            lock = self.bucket.lock(f"{segment_name(ordinal)}/{HEADER}")
+            try:
+                least = claim(ordinal, meta.salt)
+            except BaseException:
+                _unlock(lock)
+                raise
             if least == ordinal:
                 own = self._own[ordinal] = []
-                return ObjectWriter(self.bucket, ordinal, meta, own, compress=self._root.compress)
+                return ObjectWriter(self.bucket, ordinal, meta, own, lock, compress=self._root.compress)
+            _unlock(lock)
 
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
         """Put a segment of sharded arrays, its metadata last."""
@@ -495,13 +501,17 @@ class ObjectWriter(SegmentWriter):
         ordinal: its number.
         meta: its metadata.
         own: gets every commit, for the readers of this process.
+        lock: the descriptor whose lock says that the writer lives; None where there are no locks.
         compress: zstd for chunks that it makes smaller.
     """
 
-    def __init__(self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], *, compress: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], lock: int | None, *, compress: bool
+    ) -> None:
         super().__init__(ordinal, meta)
         self._bucket = bucket
         self._own = own
+        self._lock = lock
         self._compress = compress
         self._name = segment_name(ordinal)
         self.pending: tuple[Commit, bytes] | None = None
@@ -574,16 +584,33 @@ class ObjectWriter(SegmentWriter):
 
     def finish(self) -> None:
         """Put the end of the segment; if that fails, upkeep puts it later."""
-        if self.pending is not None or not self.records:
-            return
+        try:
+            if self.pending is None and self.records:
+                self._put_end()
+        finally:
+            self.abandon()
+
+    def _put_end(self) -> None:
         try:
             self._bucket.sync(self._name)
             synced = True
         except StoreError:
             synced = False
         end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
-        try:
+        with suppress(StoreError):
             if self._bucket.settle(commit_key(self._name, end.seq), build(end, {}, compress=False)):
                 self._own.append(end)
-        except StoreError:
-            return
+
+    def abandon(self) -> None:
+        """Let go of the lock, without an end."""
+        lock, self._lock = self._lock, None
+        _unlock(lock)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):  # a store that nobody closed
+            self.abandon()
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

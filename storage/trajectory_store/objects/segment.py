@@ -304,9 +304,12 @@ class ObjectSegment(Segment):
         return dict(zip(self._axes, self._last.ends, strict=True))
 
     def is_live(self) -> bool:
-        """Return whether a writer may still append: the segment is not finished, and its last commit is recent."""
+        """Return whether a writer may still append: it holds its lock or, where there is none, has committed lately."""
         if self.finished:
             return False
+        held = self.bucket.is_locked(f"{self.name}/zarr.json")
+        if held is not None:
+            return held
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
         return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
 
