@@ -373,9 +373,14 @@ class Journal:
         return True
 
     def _prune(self, number: int) -> None:
-        """Remove old records; more than `KEPT` are left, because another process may be listing them now."""
-        if number % (KEPT // 4) == 0 and number > 2 * KEPT:
-            self._bucket.delete(key for n in self._numbers() if n < number - 2 * KEPT for key in record_keys(n))
+        """Remove old records; more than `KEPT` are left, because another process may be listing them now.
+
+        Copies of records that newer ones follow are of no use.
+        """
+        if number % (KEPT // 4) == 0:
+            useless = [record_keys(n)[1] for n in self._numbers() if n < number - KEPT // 4]
+            old = [record_keys(n)[0] for n in self._numbers() if n < number - 2 * KEPT]
+            self._bucket.delete([*old, *useless])
 
     def missing(self) -> list[str]:
         """Return the missing and the damaged objects of records, in words, for `verify`."""

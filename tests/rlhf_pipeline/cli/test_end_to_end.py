@@ -89,7 +89,8 @@ def test_doctor_and_new_model(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
 def start(folder: Path, *args: str) -> subprocess.Popen[str]:
     """Start `rlhf-pipeline ARGS` in a folder."""
     line = [sys.executable, "-m", "rlhf_pipeline", *args]
-    return subprocess.Popen(line, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = ENV | {"PATH": os.environ["PATH"]}
+    return subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
