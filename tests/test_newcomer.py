@@ -65,7 +65,7 @@ ADDITIONS = {
         ),
     },
     "sampler": {
-        CONFIG: ('strategy: Literal["fresh",', 'strategy: Literal["newest", "fresh",'),
+        CONFIG: ('Strategy = Literal["fresh",', 'Strategy = Literal["newest", "fresh",'),
         SAMPLERS: (
             '    "uniform": Strategy(UniformSampler),',
             '    "uniform": Strategy(UniformSampler),\n    "newest": Strategy(NewestSampler),',
