@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from rlhf_pipeline import (
     scratch_policy,
 )
 from rlhf_pipeline.buffer.samplers import as_sampler
+from rlhf_pipeline.config import Strategy
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
@@ -177,7 +178,7 @@ def test_fresh_takes_the_whole_rollout():
         replaying(batch_size=8)
 
 
-NAMES: tuple[str, ...] = get_args(get_type_hints(Sample)["strategy"])
+NAMES: tuple[str, ...] = get_args(Strategy)
 
 
 def settings_of_sampler(sampler) -> dict[str, object]:
