@@ -286,7 +286,7 @@ def test_long_running(folder: Path):
     (supervised, watch), by_hand = blocks("docs/long_running.md")
     interrupt(start(supervised, folder), lambda: len(rewards(folder / "runs" / "long_running")) > 3, supervised)
     shown = interrupt(watching := start(watch, folder), lambda: has_printed(watching), watch)
-    assert "completion" in shown, shown
+    assert "step 1: reward" in shown, shown
     mine = folder / "runs" / "mine"
     terminals: list[tuple[str, subprocess.Popen[str]]] = []
     try:
@@ -333,7 +333,7 @@ def test_many_machines(folder: Path, monkeypatch: pytest.MonkeyPatch):
                     assert begun[0][1].poll() is None, begun[0][1].communicate()
                     time.sleep(0.2)
             shown = interrupt(begun[2][1], lambda: has_printed(begun[2][1]), terminals[2])
-            assert "completion" in shown, shown
+            assert "step 1: reward" in shown, shown
             for line, process in begun[1::-1]:
                 interrupt(process, lambda: has_learned("s3://bucket/run"), line)
             run(f"{sys.executable} block.py", folder)
