@@ -222,7 +222,7 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
     assert silent == {
         *("description", "needs", "collect.engine_memory", "learn.stop_at_reward", "learn.stop_window"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
-        *("learn.peak_flops", "learn.logger"),
+        *("learn.peak_flops", "learn.logger", "learn.metrics", "learn.keep_token_figures"),
     }
 
 

@@ -183,7 +183,7 @@ def test_a_file_on_the_command_line_is_recorded_and_its_edit_is_told(
     assert main(["run", "--resume", "--out", "../run", "--steps", "2"]) == 0
     assert f"the advantage estimator {recorded} has been edited" in capsys.readouterr().out
     shutil.copytree("../run", "../copied")
-    for command in (["run", "--resume", "--steps", "3", "--out"], ["evaluate"], ["inspect"]):
+    for command in (["run", "--resume", "--steps", "3", "--out"], ["evaluate"], ["inspect", "--grade"]):
         code = main([*command, "../copied"])
         said = "".join(capsys.readouterr())
         assert "its settings name code of its own:" in said
