@@ -594,10 +594,10 @@ class ObjectWriter(SegmentWriter):
         try:
             self._bucket.sync(self._name)
             synced = True
-        except StoreError:
+        except (StoreError, OSError):
             synced = False
         end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
-        with suppress(StoreError):
+        with suppress(StoreError, OSError):
             if self._bucket.settle(commit_key(self._name, end.seq), build(end, {}, compress=False)):
                 self._own.append(end)
 
