@@ -479,8 +479,14 @@ class FolderBucket(Bucket):
         return None if os.path.lexists(path) else changed
 
     def lock(self, key: str) -> int | None:
-        """Lock a file until the returned descriptor is closed or the process ends."""
-        fd = fs.open_fd(self.root / key, os.O_RDONLY)
+        """Lock a file until the returned descriptor is closed or the process ends.
+
+        Without the lock the writer is taken for dead, and writes its next rows elsewhere; so a failure costs nothing.
+        """
+        try:
+            fd = fs.open_fd(self.root / key, os.O_RDONLY)
+        except OSError:
+            return None
         for _ in range(_FOLDER_TRIES):
             held = fs.try_lock(fd)
             if held:
@@ -493,7 +499,10 @@ class FolderBucket(Bucket):
 
     def is_locked(self, key: str) -> bool | None:
         """Return whether a living process holds the lock of a file."""
-        return fs.is_locked(self.root / key)
+        try:
+            return fs.is_locked(self.root / key)
+        except OSError as error:
+            raise fs.unreadable(error, self.root / key) from error
 
     @contextmanager
     def upkeep_lock(self) -> Generator[bool | None]:
