@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import say, say_as_is
 
 HELP = "show all settings: meaning, bounds, default"
 DETAILS = """\
@@ -50,12 +50,15 @@ def execute(args: argparse.Namespace) -> int:
     if args.names == ["metrics"]:
         from rlhf_pipeline.report import figures
 
-        say("\n".join(figures.page() if args.markdown else map(_figure, figures.figures().values())))
+        if args.markdown:
+            say_as_is("\n".join(figures.page()))
+        else:
+            say("\n".join(map(_figure, figures.figures().values())))
         return 0
     if args.markdown and args.names:
         raise DefinitionError("a reference page has all settings, or with `metrics` all figures; name nothing else.")
     if args.markdown:
-        say("\n".join(page()))
+        say_as_is("\n".join(page()))
         return 0
     known = dict(_all_paths())
     names = list(args.names)

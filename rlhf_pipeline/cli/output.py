@@ -47,10 +47,11 @@ def say(text: str = "", end: str = "\n") -> None:
         BrokenPipeError: the reader of the pipe has exited.
         OutputError: the output cannot be written, for example to a full disk.
     """
-    _print(pasted(text), end)
+    say_as_is(pasted(text), end)
 
 
-def _print(text: str, end: str = "\n") -> None:
+def say_as_is(text: str, end: str = "\n") -> None:
+    """Print a document to standard output: commands in it are for whoever reads it, wherever that is."""
     try:
         print(plain(text), end=end, flush=True)
     except BrokenPipeError:
@@ -61,7 +62,7 @@ def _print(text: str, end: str = "\n") -> None:
 
 def say_json(data: object) -> None:
     """Print data as JSON, indented."""
-    _print(json.dumps(data, indent=2, allow_nan=False))
+    say_as_is(json.dumps(data, indent=2, allow_nan=False))
 
 
 def warn(text: str) -> None:
