@@ -308,11 +308,14 @@ class ColumnReader:
         segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
         most = max(segment.meta.elems_cap.get(axis, len(column.fill_bytes)) for segment in segments)
         if max(int(np.maximum.reduce(found.view(np.uint64))), spans.width) > most:  # unsigned: what is below 0 is huge
-            raise CorruptionError(
-                f"{self._catalog.medium.where}: the offsets of axis '{axis}' contradict themselves for some of these "
-                "rows. Run verify(): it lists the trajectories that are damaged."
-            )
+            raise self._contradiction(column)
         return spans
+
+    def _contradiction(self, column: Column) -> CorruptionError:
+        return CorruptionError(
+            f"{self._catalog.medium.where}: the offsets of axis '{column.axis or ''}' contradict themselves for some "
+            "of these rows. Run verify(): it lists the trajectories that are damaged."
+        )
 
     def base_lengths(self, column: Column) -> Int64Array:
         """Return the elements per row on a column's axis, as committed with the row: `[B]` int64."""
@@ -361,8 +364,11 @@ class ColumnReader:
                 memoryview(cast("bytearray", flat.view(f"u{flat.itemsize}"))),
             )
             owners, parts, targets = spans.joined(column.width)
-            for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
-                view[target] = values
+            try:
+                for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
+                    view[target] = values
+            except ValueError:  # an offset points behind the values
+                raise self._contradiction(column) from None
         return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)
 
     def _rows(self, column: Column, spans: Spans) -> list[Any]:
