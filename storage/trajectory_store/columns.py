@@ -367,6 +367,8 @@ class ColumnReader:
             try:
                 for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
                     view[target] = values
+            except CorruptionError:  # the file ends early, and the error says where
+                raise
             except ValueError:  # an offset points behind the values
                 raise self._contradiction(column) from None
         return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)

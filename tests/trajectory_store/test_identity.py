@@ -240,6 +240,20 @@ def test_a_damaged_last_offset_costs_the_last_row(tmp_path, io):
         file.write_bytes(good)
 
 
+def test_an_offset_behind_the_values_is_an_error_of_the_store(tmp_path):
+    """One in the middle, within the capacity: the row before it is named as damaged, the others read."""
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, [Column("x", "int32", ragged=True)]) as store:
+        ids = store.append({"x": [[1], [2], [3]]})
+    file = path / "seg-00000000/tokens.offsets/c/0"
+    good = file.read_bytes()
+    file.write_bytes(good[: 2 * 8] + (40).to_bytes(8, "little") + good[3 * 8 :])
+    with TrajectoryStore.open(path) as store:
+        assert store.read(ids[:1])["x"][0].tolist() == [1]
+        with pytest.raises(CorruptionError, match="contradict themselves"):
+            store.read_ragged("x", ids[1:2])
+
+
 def test_a_damaged_time_costs_no_other_row(tmp_path):
     """The sign bit of one time in a merged segment: every id is there, and verify names the commit."""
     path = tmp_path / "s"
