@@ -315,16 +315,22 @@ class Journal:
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.settle(record_keys(number)[0], state.to_bytes()) and self._counts(state):
                 self.state, self._top = state, number
-                self.put_copy()
+                self._put_copy()
                 self._prune(number)
                 return state
 
     def put_copy(self) -> None:
-        """Put the second object of the newest record; before it is there, nothing is committed or removed on its word.
+        """Put the second object of the newest record, if its writer was killed before it could.
+
+        Before it is there, nothing is committed or removed on the record's word.
 
         Raises:
             UnsyncedError: it could not be put, and the record counts.
         """
+        if self._bucket.get(record_keys(self.state.number)[1]) is None:
+            self._put_copy()
+
+    def _put_copy(self) -> None:
         try:
             self._bucket.settle(record_keys(self.state.number)[1], self.state.to_bytes())
         except WriteFailedError as error:
@@ -378,8 +384,9 @@ class Journal:
         Copies of records that newer ones follow are of no use.
         """
         if number % (KEPT // 4) == 0:
-            useless = [record_keys(n)[1] for n in self._numbers() if n < number - KEPT // 4]
-            old = [record_keys(n)[0] for n in self._numbers() if n < number - 2 * KEPT]
+            numbers = self._numbers()
+            useless = [record_keys(n)[1] for n in numbers if n < number - KEPT // 4]
+            old = [record_keys(n)[0] for n in numbers if n < number - 2 * KEPT]
             self._bucket.delete([*old, *useless])
 
     def missing(self) -> list[str]:

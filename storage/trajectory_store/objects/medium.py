@@ -46,13 +46,12 @@ from trajectory_store.objects.archive import (
     seq_of,
 )
 from trajectory_store.objects.remote import open_bucket
-from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
+from trajectory_store.objects.segment import HEADER, Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root, complete_root, fill_root, read_root
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""
-HEADER = "zarr.json"
 AHEAD = 256
 """Objects that one `fetch` requests and holds in memory until they are read."""
 _OLD_S = 60.0

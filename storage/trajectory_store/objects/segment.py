@@ -41,6 +41,8 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
 
+HEADER = "zarr.json"
+"""The metadata of a segment; its writer holds the lock of it."""
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
 """Most objects that are requested, or held in memory, at the same time."""
@@ -307,7 +309,7 @@ class ObjectSegment(Segment):
         """Return whether a writer may still append: it holds its lock or, where there is none, has committed lately."""
         if self.finished:
             return False
-        held = self.bucket.is_locked(f"{self.name}/zarr.json")
+        held = self.bucket.is_locked(f"{self.name}/{HEADER}")
         if held is not None:
             return held
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
