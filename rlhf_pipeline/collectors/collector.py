@@ -243,8 +243,7 @@ class Collector:
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
-        if say is not None and (alarm := _alarm(one.grades, self.config.alarm_failed)) is not None:
-            say(f"rollout {rollout}: {alarm}")
+        _say_failures(rollout, one.grades, config.alarm_failed, say)
         figures = rollout_figures(
             lengths=(drawn.lengths - drawn.num_prompt_tokens)[places],
             cut_off=np.array(
@@ -308,8 +307,7 @@ class Collector:
             if self.hand_over is not None and self.policy.engine.version != policy_version:
                 self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
-            if say is not None and (alarm := _alarm(grades, self.config.alarm_failed)) is not None:
-                say(f"rollout {rollout}: {alarm}")
+            _say_failures(rollout, grades, self.config.alarm_failed, say)
         else:
             self.observe(cursors)
         rows = self._rows_of(cursors)
@@ -544,13 +542,13 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLRewardTransf
         raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
 
 
-def _alarm(grades: Sequence[Grade], most: float) -> str | None:
-    """Return a sentence if a larger share than this has no reward to trust, as something failed; else None."""
+def _say_failures(rollout: int, grades: Sequence[Grade], most: float, say: Callable[[str], None] | None) -> None:
+    """Report a rollout of which a larger share than this has no reward to trust, as something failed."""
     broken = [item for item in grades if item.broken]
-    if len(broken) <= most * len(grades):
-        return None
+    if say is None or len(broken) <= most * len(grades):
+        return
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(item.kind for item in broken).items()))
-    return (
-        f"{len(broken)} of {len(grades)} trajectories failed and are not learned from ({kinds}); the first with "
-        f"{broken[0].error}"
+    say(
+        f"rollout {rollout}: {len(broken)} of {len(grades)} trajectories failed and are not learned from ({kinds}); "
+        f"the first with {broken[0].error}"
     )
