@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 
 
 def plain(text: str) -> str:
@@ -160,6 +161,22 @@ def function_name(function: object) -> str:
     'len'
     """
     return getattr(function, "__name__", type(function).__name__)
+
+
+@contextmanager
+def tried(what: str, on: str) -> Generator[None]:
+    """Turn what a function of the user's raises when it is tried into a DefinitionError.
+
+    Args:
+        what: the setting and the function's name.
+        on: what it is tried on, and the contract in a sentence.
+    """
+    try:
+        yield
+    except DefinitionError:
+        raise
+    except Exception as error:
+        raise DefinitionError(f"{what} raised {type(error).__name__}: {error}, tried on {on}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from rlhf_pipeline.buffer._strategy import (
 )
 from rlhf_pipeline.buffer._torchrl_samplers import ConsumingSampler, StalenessAwareSampler
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
-from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name, tried
 from trajectory_store import RaggedArray, TrajectoryStore
 
 __all__ = [
@@ -216,16 +216,13 @@ class FunctionSampler(TrajectorySampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            with tempfile.TemporaryDirectory() as folder, _small_store(f"{folder}/store") as store:
-                self._choose(StoreView(store, store.ids(), version=2), np.arange(8), 4, step_generator(0, 1))
-        except DefinitionError:
-            raise
-        except Exception as error:
-            raise DefinitionError(
-                f"sample.strategy {function_name(self.function)} raised {type(error).__name__}: {error}, tried on 8 "
-                "trajectories. It takes view, allowed, most and rng, and returns at most `most` of the allowed."
-            ) from error
+        contract = "It takes view, allowed, most and rng, and returns at most `most` of the allowed."
+        with (
+            tried(f"sample.strategy {function_name(self.function)}", f"8 trajectories. {contract}"),
+            tempfile.TemporaryDirectory() as folder,
+            _small_store(f"{folder}/store") as store,
+        ):
+            self._choose(StoreView(store, store.ids(), version=2), np.arange(8), 4, step_generator(0, 1))
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         found = np.asarray(self.function(view, allowed.copy(), most, rng))

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, get_args
 import torch
 
 from rlhf_pipeline.config import Estimator
-from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name, tried
 from rlhf_pipeline.functional.policy_loss import indexed_sum
 
 __all__ = [
@@ -217,15 +217,9 @@ def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunc
     if isinstance(estimator, str):
         return estimator
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
-    try:
+    contract = "It takes returns [N], groups [N] and lengths [N] or None, and returns advantages [N]."
+    with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
         group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths)
-    except DefinitionError:
-        raise
-    except Exception as error:
-        raise DefinitionError(
-            f"write.estimator {function_name(estimator)} raised {type(error).__name__}: {error}, tried on groups of 3 "
-            "and 2. It takes returns [N], groups [N] and lengths [N] or None, and returns advantages [N]."
-        ) from error
     return estimator
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rlhf_pipeline.errors import DefinitionError, function_name
+from rlhf_pipeline.errors import DefinitionError, function_name, tried
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.kl import clamped_log_ratio
 
@@ -130,19 +130,13 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
     if isinstance(objective, str):
         return OBJECTIVES[objective]
     name, tokens = function_name(objective), _six_tokens()
-    try:
+    contract = "It takes functional.objectives.PolicyTokens and returns the loss of each token."
+    with tried(f"loss.objective {name}", f"six tokens. {contract}"):
         (loss, *_), _ = _found_by(objective, tokens)
         finite = bool(torch.isfinite(loss).all())
         gradient = (
             torch.autograd.grad(loss.sum(), tokens.log_probs, allow_unused=True)[0] if loss.requires_grad else None
         )
-    except DefinitionError:
-        raise
-    except Exception as error:
-        raise DefinitionError(
-            f"loss.objective {name} raised {type(error).__name__}: {error}, tried on six tokens. It takes "
-            "functional.objectives.PolicyTokens and returns the loss of each token."
-        ) from error
     if not finite or gradient is None or not bool(torch.isfinite(gradient).all()):
         problem = "no gradient to tokens.log_probs" if gradient is None else "a loss or a gradient that is not finite"
         raise DefinitionError(f"loss.objective {name} returned {problem}, tried on six tokens.")
