@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -52,6 +52,19 @@ def name_of(function: object) -> str:
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     public = named.__module__.startswith("rlhf_pipeline.") and named.__qualname__ in rlhf_pipeline.__all__
     return f"{'rlhf_pipeline' if public else named.__module__}:{named.__qualname__}"
+
+
+def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested objects, each with its dotted path.
+
+    >>> list(flat_fields({"learn": {"lr": 0.1}, "seed": 0}))
+    [('learn.lr', 0.1), ('seed', 0)]
+    """
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from flat_fields(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, data
 
 
 Code = Callable[[str], Any]

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.buffer.filters import meets, num_completion_tokens, text_bytes
+from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
-from rlhf_pipeline.report.words import flat_fields
 from rlhf_pipeline.run.evaluation_rows import evaluation_stores, stored_evaluations
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
 from rlhf_pipeline.run.medium import Address, address_of

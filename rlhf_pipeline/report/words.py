@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rlhf_pipeline.errors import plain
 
@@ -38,19 +37,6 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
             for at, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join([*cells[:-1], row[-1]])
-
-
-def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested objects, each with its dotted path.
-
-    >>> list(flat_fields({"learn": {"lr": 0.1}, "seed": 0}))
-    [('learn.lr', 0.1), ('seed', 0)]
-    """
-    if isinstance(data, Mapping):
-        for name, value in data.items():
-            yield from flat_fields(value, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, data
 
 
 def count(number: int, noun: str) -> str:

@@ -58,7 +58,7 @@ _OWN_CODE: Final = {
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
-_OF_ONE: Final = ("prompts", "environment", "write.estimator", "loss.objective", "sample.strategy")
+_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "evaluate.prompts"))
 """Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import uuid
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
 from rlhf_pipeline.run.folder import RunFolder
@@ -39,7 +39,8 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
     last_logged = run.rows(run.metrics_file).last_step
     if kind == "wandb" or not last_logged:  # the others take hyperparameters once
         now = RunFolder(run.address).config  # as this process has recorded it
-        logger.log_hparams({**dict(_flat(now.pipeline)), "seed": now.seed, "device": now.device})
+        fields = {path: _plain(value) for path, value in flat_fields(now.pipeline)}
+        logger.log_hparams({**fields, "seed": now.seed, "device": now.device})
 
     def handle(event: Event) -> None:
         on_event(event)
@@ -80,13 +81,9 @@ def _wandb_id(run: RunFolder) -> str:
     return file.read_text(encoding="ascii").strip()
 
 
-def _flat(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a recorded definition by dotted path, as text where a logger takes no such value."""
-    for name, value in group.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, (str, int, float)) else str(value)
+def _plain(value: Any) -> str | int | float:
+    """Return a value as text where a logger takes no such value."""
+    return value if isinstance(value, (str, int, float)) else str(value)
 
 
 def _not_installed(kind: str, why: str) -> DefinitionError:

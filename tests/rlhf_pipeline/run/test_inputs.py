@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf_pipeline import CopyDigits, Pipeline, PretrainedPolicy, Prompts, TinyPolicy, token_match
+from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import RunMismatchError
-from rlhf_pipeline.report.words import flat_fields
 from rlhf_pipeline.run.changes import is_allowed
 from rlhf_pipeline.run.events import Event, EventHandler, Notice
 from rlhf_pipeline.run.folder import RunFolder, Setup
