@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction
+from rlhf_pipeline.run.events import EventHandler, ignore_events
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
+from rlhf_pipeline.run.start import run
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 VOCABULARY = 13
@@ -259,3 +262,14 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def in_a_fork(pipeline: Pipeline, run_dir: Path, on_event: EventHandler = ignore_events) -> int:
+    """Begin a run, or go on with it, in a process of its own; return its wait status."""
+    child = os.fork()
+    if not child:
+        try:
+            run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=on_event)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]

@@ -20,7 +20,7 @@ from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, tiny, weights
+from tests.rlhf_pipeline.small import changed, in_a_fork, tiny, weights
 from trajectory_store import TrajectoryStore
 
 PROMPTS = ["10=", "20=", "11=", "21=", "22=", "23=", "24=", "25=", "12=", "26=", "13=", "27="]
@@ -92,19 +92,10 @@ def test_kills_change_nothing(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         return half(prompts, completions)
 
-    def in_a_fork() -> int:
-        child = os.fork()
-        if not child:
-            try:
-                pipeline = followed(deadly, collect__reward_concurrency="1")
-                run(pipeline, run_dir=tmp_path / "killed", resume=(tmp_path / "killed").exists())
-            finally:
-                os._exit(0)
-        return os.waitpid(child, 0)[1]
-
     run(followed(), run_dir=tmp_path / "straight")
     kills = 0
-    while os.WIFSIGNALED(in_a_fork()):
+    pipeline = followed(deadly, collect__reward_concurrency="1")
+    while os.WIFSIGNALED(in_a_fork(pipeline, tmp_path / "killed")):
         kills += 1
     assert kills == 5
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "straight")

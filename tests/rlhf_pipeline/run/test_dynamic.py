@@ -21,12 +21,12 @@ from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.inspect import inspect_store
 from rlhf_pipeline.report.stored import Stored
-from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted
+from rlhf_pipeline.run.events import Event, EventHandler, Notice, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, tiny, weights
+from tests.rlhf_pipeline.small import changed, in_a_fork, tiny, weights
 from trajectory_store import TrajectoryStore
 
 WITH_SPREAD = (0, 1, 9, 10, 11, 14, 19, 20)
@@ -171,8 +171,8 @@ def test_one_round_is_a_run_without(tmp_path):
     assert "rounds" not in lines_of(tmp_path / "plain")[0]
 
 
-def in_a_fork(pipeline: Pipeline, run_dir: Path) -> int:
-    """Run in a process of its own, which a notice of the bound kills once; return its wait status."""
+def killed_once(run_dir: Path) -> EventHandler:
+    """Return what kills its process at the first notice of the bound."""
 
     def look(event: Event) -> None:
         said = run_dir.parent / "said"
@@ -180,13 +180,7 @@ def in_a_fork(pipeline: Pipeline, run_dir: Path) -> int:
             said.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if not child:
-        try:
-            run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=look)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
+    return look
 
 
 @pytest.mark.crash
@@ -205,7 +199,8 @@ def test_kills_in_any_round_change_nothing(tmp_path):
     pipeline = dynamic(collect__reward_concurrency="1", write__kl_coef="0.1", write__kl_target="0.02")
     run(pipeline, run_dir=tmp_path / "straight")
     kills = 0
-    while os.WIFSIGNALED(in_a_fork(dataclasses.replace(pipeline, reward=deadly), tmp_path / "killed")):
+    killed, again = tmp_path / "killed", dataclasses.replace(pipeline, reward=deadly)
+    while os.WIFSIGNALED(in_a_fork(again, killed, killed_once(killed))):
         kills += 1
     assert kills == 7
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "straight")

@@ -19,7 +19,7 @@ from rlhf_pipeline.run.evaluation_rows import evaluation_figures, evaluation_sto
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
+from tests.rlhf_pipeline.small import changed, in_a_fork, make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore
 
 HELD_OUT = Evaluate(prompts=CopyDigits(num_digits=3), every=2, num_prompts=5, group_size=4, success_at=0.5)
@@ -162,17 +162,6 @@ def test_a_held_out_prompt_that_is_too_long_is_refused_before_anything_is_sample
     some = dataclasses.replace(HELD_OUT, prompts=Prompts(rows=rows, skip="too_long"))
     run(evaluated(some, learn__steps="2"), run_dir=tmp_path / "skipped")
     assert set(rows_of(evaluated(some, learn__steps="2"), tmp_path / "skipped")["group_id"]) == {0, 2}
-
-
-def in_a_fork(pipeline: Pipeline, run_dir: Path) -> int:
-    """Run in a process of its own; return its wait status."""
-    child = os.fork()
-    if not child:
-        try:
-            run(pipeline, run_dir=run_dir, resume=run_dir.exists())
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 @pytest.mark.crash
