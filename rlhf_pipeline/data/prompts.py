@@ -332,7 +332,7 @@ class Chosen:
 class Curriculum(Settings):
     """How the weights of a mixture follow the success that a run has stored.
 
-    After every `every` rollouts each weight is set anew, from those rollouts: the mixture's own weight times
+    Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members
     that are right. A source whose prompts are all solved, or none, is left with `least` of its weight; one that gave no
     graded prompt in that time has its own weight again.
