@@ -257,7 +257,7 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
     good = ~np.array(failed)
     np.testing.assert_allclose(
         rows["task_reward"][good],
-        rows["reward_reached"][good] + 0.3 * np.nan_to_num(rows["reward_nearer"][good]),
+        rows["reward_reached"][good] + np.nan_to_num(rows["reward_nearer"][good]),
         rtol=1e-6,
     )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
