@@ -228,7 +228,7 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
 
     pipeline = definitions.find("frozen_lake").pipeline(
         [
-            ("collect.prompts_per_rollout", "4"),
+            ("collect.prompts_per_rollout", "8"),
             ("policy.hidden_size", "16"),
             ("learn.lr_schedule", "constant"),
             ("learn.steps", "2"),
