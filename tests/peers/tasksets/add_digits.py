@@ -12,8 +12,8 @@ class Adder(vf.Toolset[vf.SharedToolsetConfig]):
 
     @vf.tool
     async def add(self, digits: str) -> str:
-        """Add up digits."""
-        return str(sum(map(int, digits)))
+        """Add up the digits of a text."""
+        return str(sum(int(one) for one in digits if one.isdigit()))
 
 
 class Sum(vf.Task[Data]):
