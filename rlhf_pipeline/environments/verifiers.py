@@ -195,9 +195,9 @@ class Episode:
             self.host.episodes.pop(trace, None)
         if self._played is None or self._played.done():
             return {}
-        played = reason != "failed" and self._trace is not None
-        if played:
-            self._trace.stop(reason)  # a refused request is then no failure, and what was played is scored
+        played = None if reason == "failed" else self._trace
+        if played is not None:
+            played.stop(reason)  # a refused request is then no failure, and what was played is scored
         else:
             self._played.cancel()
         self._requests.put_nowait(({}, self._answer or asyncio.get_running_loop().create_future()))
@@ -205,7 +205,7 @@ class Episode:
             if not (answer := self._requests.get_nowait()[1]).done():
                 answer.set_result(None)
         await asyncio.wait({self._played})
-        return await self._rewards() if played else {}
+        return {} if played is None else await self._rewards()
 
 
 class _Host:

@@ -107,7 +107,9 @@ def test_conversations_of_a_policy(tmp_path):
         mask = rows["assistant_mask"][i]
         assert np.isfinite(rows["log_probs"][i]).tolist() == mask.tolist()
         assert rows["turn_spans"][i][:, 1].tolist() == [1, 0, 1, 0, 1]
-        scores = torch.log_softmax(policy.model(input_ids=torch.tensor(row[None], dtype=torch.int64)).logits[0, :-1], -1)
+        scores = torch.log_softmax(
+            policy.model(input_ids=torch.tensor(row[None], dtype=torch.int64)).logits[0, :-1], -1
+        )
         wanted = scores.gather(1, torch.tensor(row[1:, None], dtype=torch.int64))[:, 0].detach().numpy()
         np.testing.assert_allclose(rows["log_probs"][i][1:][mask[1:]], wanted[mask[1:]], rtol=0, atol=1e-5)
         letters = policy.tokenizer.decode(row[mask], skip_special_tokens=True)

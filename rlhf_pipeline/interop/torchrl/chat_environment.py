@@ -69,7 +69,7 @@ class ChatConversation:
             self.state = self.env.step_mdp(stepped)
         after = stepped["next"]
         replies = history_messages(after["history"].prompt[0])[full.shape[-1] :]
-        rewards = {name: float(after[name].sum()) for name in self.rewards if name in after.keys()}
+        rewards = {name: float(after[name].sum()) for name in self.rewards if after.get(name, None) is not None}
         return Step(replies, done=bool(after["done"].any()) or not replies, rewards=rewards)
 
     @property
