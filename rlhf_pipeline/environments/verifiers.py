@@ -167,9 +167,12 @@ class Episode:
         """Wait for a request and return the messages that it has more than the last one; None if there is none."""
         assert self._played is not None
         asked = asyncio.ensure_future(self._requests.get())
-        await asyncio.wait({asked, self._played}, return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            asked.cancel()
+        try:
+            await asyncio.wait({asked, self._played}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over = not asked.done()
+            asked.cancel()  # of one that is done nothing comes
+        if over:
             return None
         body, self._answer = asked.result()
         self.tools = body.get("tools") or []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,15 +78,13 @@ def server() -> Iterator[str]:
     door.close()
 
 
-def lakes(client: Any, **options: Any) -> OpenEnv:
-    """The server's game; the map comes with the prompt."""
-    return OpenEnv(
-        client,
-        action=lambda turn: {"letter": turn.text[-1:]},
-        show=lambda seen: seen["text"],
-        arguments=lambda prompt: {"cells": prompt.meta["map"]},
-        **options,
-    )
+def lakes(client: Any) -> OpenEnv:
+    """The environment of the page, whose map comes with the prompt."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "OpenEnv" in code)
+    space: dict[str, Any] = {}
+    exec(block, space)
+    return space["lakes"](client)
 
 
 @pytest.mark.peer
@@ -94,13 +94,13 @@ def test_one_conversation(server):
 
     prompt = Prompt(text="..|.G", meta={"map": ["..", ".G"]})
     for client in (server, functools.partial(GenericEnvClient, base_url=server)):
-        game = lakes(client, reward="score")()
+        game = lakes(client)()
         first = asyncio.run(game.reset(prompt, 2**40 + 5))
         one, two = (asyncio.run(game.step(Turn(text=text))) for text in ("R", "D"))
         game.end("stop")
         assert first == "#..#"
-        assert (one.reply, one.done, one.rewards) == (",G##", False, {"score": 0.5})
-        assert (two.reply, two.done, two.rewards) == ("", True, {"score": 1.5})
+        assert (one.reply, one.done, one.rewards) == (",G##", False, {"reward": 0.5})
+        assert (two.reply, two.done, two.rewards) == ("", True, {"reward": 1.5})
 
 
 @pytest.mark.peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from rlhf_pipeline.environments.verifiers import Verifiers
 from rlhf_pipeline.errors import DefinitionError
 from tests.rlhf_pipeline.small import talker
 
+pytestmark = pytest.mark.timeout(600)  # an agent of verifiers is a process of its own, a new one for each turn
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 CALLS = {
     "defaults": {"role": "assistant"},
@@ -63,7 +65,7 @@ def guesses(tasksets: None) -> Iterator[Verifiers]:
 
 def talks(environment: Verifiers, policy: Any, *numbers: int, **changes: Any) -> list[Conversation]:
     """Pairs of conversations on a few tasks."""
-    limits = {"group_size": 2, "max_new_tokens": 6, "max_turns": 3, "max_row_tokens": 90, "num_slots": 4}
+    limits = {"group_size": 2, "max_new_tokens": 6, "max_turns": 3, "max_row_tokens": 90, "step_timeout_s": 300.0}
     runner = Conversations(
         environment,
         policy=policy,
@@ -99,7 +101,7 @@ def check_rows(done: list[Conversation], policy: Any) -> None:
 def test_several_turns(guesses):
     """Episodes go on turn by turn with the sampled tokens, and end with the rewards of task and environment."""
     policy = talker()
-    done = talks(guesses, policy, 1, 2)
+    done = talks(guesses, policy, 1)
     assert max(talk.num_turns for talk in done) > 1, [(talk.failure, talk.messages) for talk in done]
     check_rows(done, policy)
     for talk in done:
@@ -152,6 +154,21 @@ def test_what_goes_wrong_costs_one_conversation(guesses):
         return again.reply, episode.end("failed")
 
     assert asyncio.run(left()) == ([{"role": "user", "content": "0:"}], {})
+
+
+@pytest.mark.peer
+def test_the_page(tasksets):
+    """The definition of the page: eight tasks to learn from and two others to evaluate with."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "Verifiers(" in code)
+    space: dict[str, Any] = {}
+    exec(block, space)
+    pipeline = space["guess_digit"]()
+    numbers = [
+        [prompt.meta["number"] for prompt in source.all_prompts()]
+        for source in (pipeline.prompts, pipeline.evaluate.prompts)
+    ]
+    assert numbers == [[*range(2, 10)], [0, 1]]
 
 
 def test_without_the_package(monkeypatch):
