@@ -151,7 +151,7 @@ class Session:
             return f"error: there is no tool {name!r}; there are {', '.join(sorted(self.functions))}"
         try:
             inspect.signature(function).bind(**arguments)
-            result = await _result(function, arguments)
+            result = await result_of(function, arguments)
         except TimeoutError:
             raise
         except TOLD as error:
@@ -164,7 +164,7 @@ class Session:
             raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
 
 
-async def _result(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a coroutine function, or another one in a thread that may hang without holding up the process's end."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)

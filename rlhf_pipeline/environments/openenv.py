@@ -1,0 +1,84 @@
+"""Environments behind OpenEnv's client (`reset`, `step`), which play on a server."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.environments.environment import Message, Step, Turn
+from rlhf_pipeline.environments.tools import result_of
+from rlhf_pipeline.errors import DefinitionError
+
+
+class OpenEnv:
+    """Makes environments of OpenEnv clients: each conversation has one, and with it a session of the server's.
+
+        OpenEnv("http://localhost:8000", action=lambda turn: {"letter": turn.text}, show=lambda seen: seen["text"])
+
+    The server must take as many sessions (`max_concurrent_envs`) as a rollout has conversations. Calls are made in
+    threads, so a slow server stops nobody.
+
+    Args:
+        client: the server's address, for OpenEnv's `GenericEnvClient` (actions and observations are dicts); or a class
+            or function that returns a client, such as `functools.partial(CodingEnv, base_url=...)`.
+        action: makes a turn of the policy an action.
+        show: makes an observation what the policy sees, text or messages.
+        arguments: returns further arguments of `reset` for a prompt, beside `seed`.
+        reward: the name of the client's reward.
+        has_effects: it changes something outside the conversation.
+
+    Raises:
+        DefinitionError: an address is given, and the package is not installed.
+    """
+
+    def __init__(
+        self,
+        client: str | Callable[[], Any],
+        *,
+        action: Callable[[Turn], Any],
+        show: Callable[[Any], str | Sequence[Message]],
+        arguments: Callable[[Prompt], Mapping[str, Any]] = lambda prompt: {},
+        reward: str = "reward",
+        has_effects: bool = False,
+    ) -> None:
+        self.client = client if callable(client) else _generic(client)
+        self.action, self.show, self.arguments = action, show, arguments
+        self.reward, self.has_effects = reward, has_effects
+
+    def __call__(self) -> Session:
+        """Return a new conversation; the client connects when it is reset."""
+        return Session(self, self.client())
+
+
+class Session:
+    """One conversation; made by `OpenEnv`."""
+
+    def __init__(self, settings: OpenEnv, client: Any) -> None:
+        self.settings, self.client = settings, client
+
+    async def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message]:
+        """Reset the server's environment and show its first observation."""
+        given = {"seed": seed % 2**31, **self.settings.arguments(prompt)}
+        return self.settings.show((await result_of(self.client.reset, given)).observation)
+
+    async def step(self, turn: Turn) -> Step:
+        """Take the turn's action and show what came of it."""
+        result = await result_of(self.client.step, {"action": self.settings.action(turn)})
+        rewards = {} if result.reward is None else {self.settings.reward: float(result.reward)}
+        return Step("" if result.done else self.settings.show(result.observation), done=result.done, rewards=rewards)
+
+    def end(self, reason: str) -> Mapping[str, float]:
+        """Close the session."""
+        self.client.close()
+        return {}
+
+
+def _generic(address: str) -> Callable[[], Any]:
+    """Return what makes clients of a server from its address alone."""
+    try:
+        package = importlib.import_module("openenv.core.generic_client")
+    except ImportError as error:
+        raise DefinitionError('OpenEnv needs its package: pip install "rlhf-pipeline[openenv]"') from error
+    return lambda: package.GenericEnvClient(base_url=address)
