@@ -25,15 +25,12 @@ _FIELDS = (
 )
 
 
-def _read(fields: Fields) -> Iterator[Rollout | None]:
+def _read(fields: Fields) -> Iterator[Rollout]:
     wrapped = isinstance(fields.row["input_lengths"], list)
     row = {name: _one(name, value) if wrapped else value for name, value in fields.row.items()}
     whole = {"tokens": row["token_ids"], "completion_mask": row["token_loss_mask"]}
     whole |= {"log_probs": row["generation_logprobs"], "advantage": row["advantages"]}
     found = cut(whole, length=as_int(row["input_lengths"], "input_lengths"))
-    if found is None:
-        yield None
-        return
     content = row.get("content") or []
     texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
     found |= {"prompt": "".join(texts[:-1]), "completion": texts[-1] if texts else ""}

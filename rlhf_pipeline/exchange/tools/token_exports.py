@@ -19,7 +19,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     row = fields.row
     whole = {"tokens": row["token_ids"], "completion_mask": row["loss_mask"]}
     found = cut({**whole, "log_probs": row["inference_logprobs"], "advantage": row["advantages"]})
-    if found is None:
+    if not found["completion_ids"]:
         yield None
         return
     found["policy_version"] = row["step"]
