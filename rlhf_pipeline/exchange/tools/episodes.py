@@ -65,9 +65,8 @@ def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout:
     made["finish_reason"] = limit or (calls[-1]["finish_reason"] if calls else "")
     work = part_of(part_of(row, "run"), "work")
     made["policy_version"] = part_of(work, "policy").get("start", work.get("step", 0))
-    answer = part_of(task, "data").get("answer")
-    made |= {} if answer is None else {"answer": answer}
-    found = fields.of({**trace, **made}).take(**{name: name for name in made})
+    made["answer"] = part_of(task, "data").get("answer")
+    found = fields.of(trace).made(made)
     group = part_of(row, "group").get("id") or task.get("key") or task.get("hash") or json.dumps(task, sort_keys=True)
     env = part_of(row, "env")
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}

@@ -38,7 +38,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
     found |= {"policy_version": max((number_in(fields.path, r"train_data_step(\d+)") or 1) - 1, 0)}
     learned = as_number(row["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: row[name] for name in ("idx", "agent_ref") if name in row} | ({} if learned else {"learned": False})
-    yield Rollout(**fields.of({**row, **found}).take(**{name: name for name in found}), mask_known=learned, meta=meta)
+    yield Rollout(**fields.of(row).made(found), mask_known=learned, meta=meta)
 
 
 def _one(name: str, value: Any) -> Any:

@@ -23,8 +23,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
         yield None
         return
     found["policy_version"] = row["step"]
-    taken = fields.of({**row, **found}).take(**{name: name for name in found})
-    yield Rollout(**taken, group=("row", fields.number), meta=fields.meta("env_name", "rank"))
+    yield Rollout(**fields.made(found), group=("row", fields.number), meta=fields.meta("env_name", "rank"))
 
 
 TOOL = Tool(

@@ -277,7 +277,7 @@ def test_an_empty_completion_counts_for_its_group(tmp_path: Path, jsonl: Write):
     prime = json.loads((DATA / "prime_rl/rollouts/step_9/train/all/traces.jsonl").read_text().splitlines()[0])
     (trace,) = prime["traces"]
     said = next(place for place, node in enumerate(trace["nodes"]) if node.get("sampled"))
-    cut_off = trace["nodes"][said] | {"token_ids": [], "mask": [], "logprobs": []}
+    cut_off = trace["nodes"][said] | {"token_ids": [], "mask": [], "logprobs": [], "advantages": []}
     cut_off = trace | {"nodes": [*trace["nodes"][:said], cut_off], "rewards": {"one": {"score": -1.0, "weight": 1.0}}}
     episodes = [prime, prime | {"traces": [cut_off]}, prime | {"traces": [], "ok": False}]
     for name, file, left_out in (
