@@ -104,6 +104,14 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
     Raises:
         DefinitionError: as `override`.
     """
+    if isinstance(config, tuple):  # several groups of fields, each by its place
+        within = [
+            [(path.partition(".")[2], text) for path, text in pairs if path.partition(".")[0] == str(place)]
+            for place in range(len(config))
+        ]
+        if sum(map(len, within)) < len(pairs):
+            raise DefinitionError(f"there are {len(config)}, numbered from 0, and '{pairs[0][0]}' is none of them.")
+        return cast(T, tuple(override_all(part, some, code) for part, some in zip(config, within, strict=True)))
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
     new: dict[str, Any] = {}
     inner: dict[str, list[tuple[str, str]]] = {}
@@ -115,7 +123,8 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
         if rest and value is None:
             value = _default_of(typing.get_type_hints(type(config))[head])
         if rest:
-            if not dataclasses.is_dataclass(value):
+            several = isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value))
+            if not several and not dataclasses.is_dataclass(value):
                 raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
             inner.setdefault(head, []).append((rest, text))
             new[head] = value

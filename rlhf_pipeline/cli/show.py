@@ -31,6 +31,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     which.add_argument("--group", type=natural, metavar="G", help="all trajectories of this group")
     which.add_argument("--last", type=positive, metavar="N", help="the newest N trajectories")
     which.add_argument("--step", type=positive, metavar="S", help="the trajectories that optimizer step S learned from")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="spells the tokens of a store that has no run around it")
     command.add_argument("--full", action="store_true", help="show every token of every trajectory")
     add_json(command)
 
@@ -41,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.show import brief, choose, full
     from rlhf_pipeline.report.words import evaluation_words
 
-    view = View(args.path)
+    view = View(args.path, tokenizer=args.tokenizer)
     try:
         ids = choose(view, id=args.id, group=args.group, step=args.step, last=args.last)
         whole = args.full or len(ids) == 1

@@ -31,7 +31,9 @@ The pages are served on this machine only. From elsewhere: ssh -L PORT:127.0.0.1
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE")
-    command.add_argument("--tokenizer", metavar="FOLDER", help="of files that hold text only (default: characters)")
+    command.add_argument(
+        "--tokenizer", metavar="FOLDER", help="of stores alone, and of files that hold text only (default: characters)"
+    )
     command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free one)")
 
 
@@ -56,10 +58,14 @@ def _opened(path: str, tokenizer: str | None, stack: ExitStack) -> View:
     from rlhf_pipeline.report.query import View
 
     if not Path(path).expanduser().is_file():
-        view = View(path)
+        view = View(path, tokenizer=tokenizer)
     else:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
-        view = View(_imported(Path(path).expanduser(), folder, tokenizer), name=Path(path).name)
+        spelling = (
+            tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None
+        )  # else the hub's
+        store = _imported(Path(path).expanduser(), folder, tokenizer)
+        view = View(store, name=Path(path).name, tokenizer=spelling)
     stack.callback(view.close)
     return view
 

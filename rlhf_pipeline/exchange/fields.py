@@ -348,6 +348,11 @@ class Fields:
         """Return the fields of another row in the place of this one."""
         return Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn)
 
+    def made(self, values: Row) -> dict[str, Any]:
+        """Return values by target that a tool made of the row, checked; what the user names with `--field` wins."""
+        there = {name: name for name, value in values.items() if value is not None}
+        return self.of({**self.row, **values}).take(**there)
+
     def value(self, path: str) -> Any:
         """Return the value at a dotted path, which must be there.
 

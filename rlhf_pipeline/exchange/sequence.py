@@ -9,7 +9,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.exchange.fields import as_ids, as_list, as_mask
 
 
-def cut(whole: Mapping[str, Any], *, length: int | None = None) -> dict[str, Any] | None:
+def cut(whole: Mapping[str, Any], *, length: int | None = None) -> dict[str, Any]:
     """Return the targets of a rollout: the completion begins with the first token that was sampled.
 
     Args:
@@ -17,8 +17,8 @@ def cut(whole: Mapping[str, Any], *, length: int | None = None) -> dict[str, Any
         length: the tokens that are no padding; None for all.
 
     Returns:
-        `prompt_ids`, `completion_ids` and the others from the completion's first token on; None where nothing was
-        sampled.
+        `prompt_ids`, `completion_ids` and the others from the completion's first token on; where nothing was sampled
+        the completion is empty.
 
     Raises:
         DataError: the lists are not of one length, or hold something else.
@@ -35,8 +35,6 @@ def cut(whole: Mapping[str, Any], *, length: int | None = None) -> dict[str, Any
         as_ids(whole["tokens"], "tokens")[:length],
         as_mask(whole["completion_mask"], "completion_mask")[:length],
     )
-    if not any(mask):
-        return None
-    start = mask.index(True)
+    start = mask.index(True) if any(mask) else length
     beside = {name: whole[name][start:length] for name in sizes if name not in ("tokens", "completion_mask")}
     return {"prompt_ids": ids[:start], "completion_ids": ids[start:], "completion_mask": mask[start:], **beside}

@@ -99,13 +99,14 @@ class View:
     Args:
         path: the folder, or its URL.
         name: what it is called in answers; the folder's name if None.
+        tokenizer: a folder whose tokenizer spells the tokens; the run's own if None.
 
     Raises:
-        MissingPathError: there is neither a run nor a store.
+        MissingPathError: there is neither a run nor a store, or no tokenizer in its folder.
         StoreError: the store is damaged.
     """
 
-    def __init__(self, path: Address | str, *, name: str | None = None) -> None:
+    def __init__(self, path: Address | str, *, name: str | None = None, tokenizer: str | None = None) -> None:
         address = address_of(path)
         self.run: RunFolder | None
         if is_run(address):
@@ -115,7 +116,7 @@ class View:
             self.run, self._store_path = open_run_or_store(address)
         self.address: Address = self._store_path if self.run is None else self.run.address
         self.name = name or str(self.address).rstrip("/").rpartition("/")[2]
-        self._texts = TokenTexts(self.run or run_of_evaluation(address))
+        self._texts = TokenTexts(self.run or run_of_evaluation(address), tokenizer)
         self._stored: Stored | None = None
         self._evaluations: dict[str, View] = {}
         self._evaluated: dict[str, tuple[int, Answer]] = {}
@@ -361,6 +362,10 @@ class View:
         mask = self._row("assistant_mask", one)  # one that was left out reads as False
         mask = mask if any(mask) else [0] * start + [1] * (len(tokens) - start)
         spans, heat = stored.rows("version_spans", one), stored.scalars("temperature", one)
+        meta = self.stored.texts("meta", one)[0]
+        data = json.loads(meta) if meta else {}
+        messages, encoded = data.get("messages"), data.get("encoded")
+        encoder = str(encoded.get("tokenizer", "")) if isinstance(encoded, dict) else ""
         part = slice(first, None if most is None else first + most)
         per_token = {
             name: self._per_token(column, one, part, len(tokens))
@@ -382,12 +387,12 @@ class View:
             "engine": stored.texts("engine", one)[0],
             "temperature": None if heat is None else _number(heat[0]),
             "log_prob_mode": stored.texts("log_prob_mode", one)[0],
-            "messages": self._messages(one),
+            "messages": messages if isinstance(messages, list) else None,
             "num_tokens": len(tokens),
             "prompt_tokens": start,
             "first": first,
             "ids": tokens[part],
-            "pieces": self._texts.pieces(tokens, start, row["prompt"], row["completion"])[part],
+            "pieces": self._texts.pieces(tokens, start, row["prompt"], row["completion"], encoded_by=encoder)[part],
             "mask": [int(own) for own in mask[part]],
             **per_token,
             "log_probs": per_token["log_probs"] or [],
@@ -693,12 +698,6 @@ class View:
         """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
         values = [_number(value) for value in self._row(name, one)]
         return values[part] if len(values) == num and any(value is not None for value in values) else None
-
-    def _messages(self, one: Ids) -> list[Answer] | None:
-        meta = self.stored.texts("meta", one)[0]
-        data = json.loads(meta) if meta else {}
-        found = data.get("messages")
-        return found if isinstance(found, list) else None
 
 
 def _number(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store import MissingRowError
 
 _TIES = 64
+_EARLY = 1 << 16
+"""Rows among which a prompt of the last version is looked for."""
 
 
 def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
@@ -200,42 +203,65 @@ def _what_is_there(stored: Stored, ids: Ids) -> str:
 
 
 def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
-    """Return the ids of one typical trajectory each of the first and of the last policy version.
+    """Return the ids of two completions of one prompt, of the first and of the last policy version that had it.
 
-    A typical trajectory is the one whose reward is nearest to the mean of its rollout, rather than the best or the
-    worst. None if there are no rewards, or only one version.
+    Of the prompts of the last version, the one that was there earliest counts; of several, and of their completions,
+    those whose rewards are nearest to the means of their versions, rather than the best or the worst. Where no prompt
+    came twice, the two are of two prompts. None if there are no rewards, or only one version.
     """
     versions, rewards = stored.scalars("policy_version"), stored.scalars("task_reward")
     if versions is None or rewards is None:
         return None
     graded = np.isfinite(rewards)
-    if not graded.any():
+    if not graded.any() or versions[graded].min() == versions[graded].max():
         return None
-    first, last = (int(end) for end in (versions[graded].min(), versions[graded].max()))
-    if first == last:
-        return None
-    ids = stored.ids()
+    ids, last = stored.ids(), int(versions[graded].max())
 
-    def typical(version: int) -> int:
-        places = np.flatnonzero(graded & (versions == version))
-        found = rewards[places].astype(np.float64)  # in float32 the sum of large rewards overflows
-        distance = np.abs(found - found.mean())
-        nearest = ids[places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]]
-        # Among equally typical completions, take the first that is not empty.
-        texts = stored.texts("completion", nearest)
-        return int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
+    def places_of(version: int) -> Ids:
+        return np.flatnonzero(graded & (versions == version))
 
-    return typical(first), typical(last)
+    def mean_of(version: int) -> float:
+        return float(rewards[places_of(version)].astype(np.float64).mean())  # the sum of large float32 overflows
+
+    def typical(places: Ids, mean: float) -> tuple[float, int]:
+        """Return the distance of the reward nearest to a mean, and its place, an empty text last."""
+        distance = np.abs(rewards[places].astype(np.float64) - mean)
+        nearest = places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]
+        texts = stored.texts("completion", ids[nearest])
+        return float(distance.min()), int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
+
+    late = _by_prompt(stored, ids, places_of(last))
+    earlier = np.flatnonzero(graded & (versions < last))[:_EARLY]
+    early = {prompt: places for prompt, places in _by_prompt(stored, ids, earlier).items() if prompt in late}
+    first = int(min(versions[places].min() for places in early.values())) if early else int(versions[graded].min())
+    pairs = [(places[versions[places] == first], late[prompt]) for prompt, places in early.items()]
+    pairs = [pair for pair in pairs if len(pair[0])] or [(places_of(first), places_of(last))]
+    means = mean_of(first), mean_of(last)
+    both = [[typical(places, mean) for places, mean in zip(pair, means, strict=True)] for pair in pairs]
+    before, after = min(both, key=lambda found: found[0][0] + found[1][0])
+    return int(ids[before[1]]), int(ids[after[1]])
+
+
+def _by_prompt(stored: Stored, ids: Ids, places: Ids) -> dict[str, Ids]:
+    """Return places by the text of their prompt."""
+    found: dict[str, list[int]] = {}
+    for place, prompt in zip(places.tolist(), stored.texts("prompt", ids[places]), strict=True):
+        found.setdefault(prompt, []).append(place)
+    return {prompt: np.array(of) for prompt, of in found.items() if prompt}
 
 
 def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
-    """Return two lines of text, a typical completion of the first policy version and one of the last."""
-    view = View(run.address)
-    try:
-        pair = typical_of_first_and_last(view.stored)
-        shown = [view.trajectory(id) for id in pair or ()]
-    finally:
-        view.close()
+    """Return two lines of text, a typical completion of an early policy version and one of the last.
+
+    They are of one held-out prompt where the run evaluates, else of one prompt that came twice, else of two prompts,
+    which a third line says.
+    """
+    shown: list[Answer] = []
+    with closing(View(run.address)) as view:
+        for one in (*(view.evaluation(found["store"]) for found in view.evaluations()), view):
+            if pair := typical_of_first_and_last(one.stored):
+                shown = [one.trajectory(id) for id in pair]
+                break
     if not shown:
         return []
     room = max((width - 64) // 2, 12)
@@ -250,7 +276,9 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
         for label, item in zip(("before", "after"), shown, strict=True)
     ]
     prompt_width, text_width = (max(len(part[column]) for part in parts) for column in (1, 2))
-    return [
+    lines = [
         f"  {label:<6}  {prompt:<{prompt_width}}  ->  {text:<{text_width}}  ({judged})"
         for label, prompt, text, judged in parts
     ]
+    same = shown[0]["prompt"] == shown[1]["prompt"]
+    return lines if same else [*lines, "  (of two prompts: none that came early came again at the end)"]

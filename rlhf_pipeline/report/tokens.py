@@ -7,33 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.errors import MissingPathError
 from rlhf_pipeline.run.folder import RunFolder
 
 
 class TokenTexts:
     """Maps each token id to its piece of text.
 
-    The tokenizer is that of the run's newest checkpoint, or of the definition's model folder. Without one, a text with
-    as many characters as tokens is split into characters; any other text is shown as ids.
+    The tokenizer is the one that is named, else that of the run's newest checkpoint, or of the definition's model
+    folder, else the one that an import encoded the trajectory with, where it is there. Without one, a text with as
+    many characters as tokens is split into characters; any other text is shown as ids.
 
     Args:
         run: the run, or None for a store alone.
+        tokenizer: a folder that has a `tokenizer.json`; None for the run's.
+
+    Raises:
+        MissingPathError: the named folder has none.
     """
 
-    def __init__(self, run: RunFolder | None) -> None:
-        self._file = _tokenizer_file(run) if run is not None else None
+    def __init__(self, run: RunFolder | None, tokenizer: str | Path | None = None) -> None:
+        self._file = _tokenizer_file(run) if tokenizer is None and run is not None else None
+        if tokenizer is not None:
+            self._file = _file_in(Path(tokenizer))
+            if self._file is None:
+                raise MissingPathError(f"there is no tokenizer.json in {tokenizer}. Name the folder of the model.")
+        self._loaded: dict[Path, Any] = {}
 
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        if self._file is None:
-            return None
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            return None
-        return Tokenizer.from_file(str(self._file))
+    def _tokenizer(self, encoded_by: str) -> Any:
+        file = self._file or (_file_in(Path(encoded_by)) if encoded_by else None)
+        if file is not None and file not in self._loaded:
+            try:
+                from tokenizers import Tokenizer
+            except ImportError:
+                return None
+            self._loaded[file] = Tokenizer.from_file(str(file))
+        return self._loaded[file] if file is not None else None
 
-    def pieces(self, ids: Sequence[int], num_prompt_tokens: int, prompt: str, completion: str) -> list[str]:
+    def pieces(
+        self, ids: Sequence[int], num_prompt_tokens: int, prompt: str, completion: str, *, encoded_by: str = ""
+    ) -> list[str]:
         """Return one text per token.
 
         Args:
@@ -41,25 +54,27 @@ class TokenTexts:
             num_prompt_tokens: how many of them belong to the prompt.
             prompt: the prompt's text.
             completion: the completion's text.
+            encoded_by: the tokenizer that an import encoded the text with, as it was named.
         """
-        if self._tokenizer is not None:
-            return [self._piece(token) for token in ids]
+        if (tokenizer := self._tokenizer(encoded_by)) is not None:
+            return [_piece(tokenizer, token) for token in ids]
         head = _by_character(prompt, num_prompt_tokens, at_end=True)
         tail = _by_character(completion, len(ids) - num_prompt_tokens, at_end=False)
         texts = [*head, *tail]
         return [f"[{token}]" if text is None else text for token, text in zip(ids, texts, strict=True)]
 
-    def _piece(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        if text and "\ufffd" not in text:
-            return text
-        name: str | None = self._tokenizer.id_to_token(token)
-        if name is None:
-            return f"[{token}]"
-        table = _bytes_by_character()
-        if all(character in table for character in name):  # a part of a character: its bytes
-            return bytes(table[character] for character in name).decode("utf-8", "backslashreplace")
-        return name
+
+def _piece(tokenizer: Any, token: int) -> str:
+    text: str = tokenizer.decode([token], skip_special_tokens=False)
+    if text and "\ufffd" not in text:
+        return text
+    name: str | None = tokenizer.id_to_token(token)
+    if name is None:
+        return f"[{token}]"
+    table = _bytes_by_character()
+    if all(character in table for character in name):  # a part of a character: its bytes
+        return bytes(table[character] for character in name).decode("utf-8", "backslashreplace")
+    return name
 
 
 @functools.cache
@@ -88,6 +103,11 @@ def _tokenizer_file(run: RunFolder) -> Path | None:
     for folder in folders:
         if folder.is_relative_to(run.checkpoints):
             run.bring(folder)
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
+        if (file := _file_in(folder)) is not None:
+            return file
     return None
+
+
+def _file_in(folder: Path) -> Path | None:
+    file = folder.expanduser() / "tokenizer.json"
+    return file if file.is_file() else None

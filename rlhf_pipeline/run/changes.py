@@ -126,6 +126,9 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
             before = old.get(name, defaults.get(name))
             after = getattr(config, name) if name in defaults else new.get(name)
             yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
+    elif isinstance(config, tuple) and len(old or ()) == len(config) and all(map(dataclasses.is_dataclass, config)):
+        for place, (before, after) in enumerate(zip(old, config, strict=True)):
+            yield from _differences(f"{prefix}.{place}", before, after)
     elif old != new:
         yield Change(field=prefix, was=old, now=new)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,26 @@ def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> 
         pipeline: the definition, for its sampling and its reward.
         evaluate: what is evaluated.
     """
-    what = {name: getattr(evaluate, name) for name in ("prompts", "num_prompts", "group_size", "temperature")}
+    what = {name: getattr(evaluate, name) for name in ("num_prompts", "group_size", "temperature")}
     what |= {name: getattr(pipeline.collect, name) for name in ("top_k", "top_p", "min_p", "stop", "max_turns")}
     what |= {"max_new_tokens": evaluate.max_new_tokens or pipeline.collect.max_new_tokens}
     what |= {"reward": pipeline.reward, "environment": pipeline.environment}
-    what |= {"inputs": evaluation_inputs(pipeline, evaluate)}
+    what |= {"inputs": (inputs := evaluation_inputs(pipeline, evaluate))}
+    what |= {"prompts": _by_content(to_json(evaluate.prompts), inputs, "evaluate.prompts")}
     if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
         what |= {"policy": pipeline.policy, "weights": model_folder(Path(pipeline.policy.path).expanduser())}
     text = json.dumps({name: to_json(value) for name, value in what.items()}, sort_keys=True, default=str)
     return below(run.address, f"{filenames.EVALUATIONS}/{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def _by_content(value: Any, inputs: Mapping[str, Any], field: str) -> Any:
+    """Return plain data without the paths of files whose content is known, so that a copied run has the same name."""
+    if isinstance(value, dict):
+        fields = {name: (f"{field}.{name}", part) for name, part in value.items()}
+        return {name: _by_content(part, inputs, at) for name, (at, part) in fields.items() if at not in inputs}
+    if isinstance(value, list):
+        return [_by_content(part, inputs, f"{field}.{place}") for place, part in enumerate(value)]
+    return value
 
 
 def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: float) -> Figures:

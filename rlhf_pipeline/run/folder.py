@@ -429,11 +429,15 @@ class RunFolder:
         if not self.is_recorded:
             return
         before = self._recorded()
-        yield from edited_code(before.get("inputs", {}), pipeline)
+        files = before.get("inputs", {})
+        yield from edited_code(files, pipeline)
         if device is None:
             return
-        step = self._next_step()
-        for change in changes(before["pipeline"], pipeline):
+        step, found = self._next_step(), changes(before["pipeline"], pipeline)
+        now = describe_inputs(pipeline) if any(change.field in files for change in found) else {}
+        for change in found:
+            if change.field in now and now[change.field] == files.get(change.field):
+                continue  # the same file at another place
             if (notice := notice_of(change, before["pipeline"], pipeline, step)) is not None:
                 yield notice
         for moved in self.moved_versions(device):

@@ -1,7 +1,8 @@
 """What a run reads from outside its folder: records of prompt files, model folders and code, and copies of them.
 
     definition/FILE.py    the definition's source, unless it is built in
-    inputs/FILE           the prompt file, up to `LARGEST_PROMPTS`; a larger one is named by its digest only
+    inputs/FIELD/FILE     each prompt file, of evaluations and mixtures too, up to `LARGEST_PROMPTS`; a larger one is
+                          named by its digest only
 
 The tokenizer and the weights are in every checkpoint. Imports no torch.
 """
@@ -68,20 +69,24 @@ Inputs = dict[str, dict[str, Any]]
 
 
 def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
-    """Copy the definition's source and the prompt file into a run's folder; return the copies that are new."""
+    """Copy the definition's source and the prompt files into a run's folder; return the copies that are new."""
     source, _, _ = definition.rpartition(":")
-    found = [(Path(source), filenames.SOURCE)] if source.endswith(".py") and Path(source).is_file() else []
-    prompts = getattr(pipeline.prompts, "path", None)
-    if isinstance(prompts, str) and Path(prompts).is_file() and Path(prompts).stat().st_size <= LARGEST_PROMPTS:
-        found.append((Path(prompts), filenames.INPUTS))
+    found = [(Path(source), root / filenames.SOURCE / Path(source).name)] if source.endswith(".py") else []
+    for field, path in _all_prompt_paths(pipeline):
+        if Path(path).is_file() and Path(path).stat().st_size <= LARGEST_PROMPTS:
+            found.append((Path(path), kept_prompts(root, field, path)))
     kept = []
-    for file, name in found:
-        target = root / name / file.name
-        if not target.exists():
-            target.parent.mkdir(exist_ok=True)
+    for file, target in found:
+        if file.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, file.read_bytes())
             kept.append(target)
     return kept
+
+
+def kept_prompts(root: Path, field: str, path: str) -> Path:
+    """Return where a run's folder has the copy of the prompt file at `path` that a field names."""
+    return root / filenames.INPUTS / field / Path(path).name
 
 
 def place(run: Path | str) -> dict[str, str]:
@@ -105,8 +110,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
     {}
     """
-    held_out = () if pipeline.evaluate is None else _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
-    found = _contents((*_prompt_paths(pipeline.prompts, "prompts"), *held_out))
+    found = _contents(_all_prompt_paths(pipeline))
     if isinstance(pipeline.policy, PretrainedPolicy):
         folder = Path(pipeline.policy.path).expanduser()
         if folder.is_dir():
@@ -203,6 +207,13 @@ def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
         yield f"{field}.path", path
     for number, part in enumerate(getattr(source, "sources", ())):
         yield from _prompt_paths(part, f"{field}.sources.{number}")
+
+
+def _all_prompt_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    """Yield the paths of prompts and of held-out prompts, with the fields that name them."""
+    yield from _prompt_paths(pipeline.prompts, "prompts")
+    if pipeline.evaluate is not None:
+        yield from _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
 
 
 def _contents(paths: Iterable[tuple[str, str]]) -> Inputs:

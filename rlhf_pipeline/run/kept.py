@@ -8,10 +8,11 @@ from typing import Any
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.config_text import CODE
+from rlhf_pipeline.data.files import field_of
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.inputs import place
+from rlhf_pipeline.run.inputs import kept_prompts, place
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -57,16 +58,17 @@ def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitio
 def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     """Return overrides that read from the run folder what is not where it was when the run was started.
 
-    The prompts come from the run's copy. The model's folder is replaced by the newest checkpoint, which has its
+    The prompts come from the run's copies. The model's folder is replaced by the newest checkpoint, which has its
     architecture and its tokenizer, where nothing else needs the first weights: without a reference model and LoRA.
     """
     found = dict(overrides)
-    prompts, policy = (run.config.pipeline.get(name) for name in ("prompts", "policy"))
-    path = prompts.get("path") if isinstance(prompts, dict) else None
-    if isinstance(path, str) and not Path(path).exists():
-        copy = run.bring(run.path / filenames.INPUTS / Path(path).name)
-        if copy.is_file():
-            found["prompts.path"] = str(copy)
+    policy = run.config.pipeline.get("policy")
+    for field in run.inputs:
+        path = field_of(run.config.pipeline, field) if field.endswith("prompts.path") or ".sources." in field else ""
+        if path and not Path(path).exists():
+            copy = run.bring(kept_prompts(run.path, field, path))
+            if copy.is_file():
+                found[field] = str(copy)
     path = policy.get("path") if isinstance(policy, dict) else None
     if isinstance(path, str) and "policy.path" in run.inputs and not Path(path).expanduser().exists():
         saved = run.saved()

@@ -12,6 +12,7 @@ from rlhf_pipeline import (
     Collect,
     CopyDigits,
     Learn,
+    Mix,
     Pipeline,
     Replay,
     TinyPolicy,
@@ -71,6 +72,15 @@ def test_override_explains_mistakes(pipeline, path, text, message):
     with pytest.raises(DefinitionError) as caught:
         override(pipeline, path, text)
     assert message in str(caught.value)
+
+
+def test_a_source_of_a_mixture_is_reached_by_its_place(pipeline):
+    """`prompts.sources.1.num_digits` changes that one; a place beyond the last one is named."""
+    mixed = dataclasses.replace(pipeline, prompts=Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=3))))
+    changed = override(mixed, "prompts.sources.1.num_digits", "4")
+    assert [source.num_digits for source in changed.prompts.sources] == [2, 4]
+    with pytest.raises(DefinitionError, match=r"there are 2, numbered from 0, and '2.num_digits' is none of them"):
+        override(mixed, "prompts.sources.2.num_digits", "4")
 
 
 @pytest.mark.parametrize(

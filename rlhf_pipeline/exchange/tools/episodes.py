@@ -43,7 +43,9 @@ _ENGINE = ("ProviderError", "InterceptionError", "TunnelError")
 
 def _read(fields: Fields) -> Iterator[Rollout | None]:
     row = fields.row
-    for trace in as_list(row["traces"], "traces"):
+    if not as_list(row["traces"], "traces"):
+        yield None  # it failed before anything was sampled
+    for trace in row["traces"]:
         agent = part_of(trace, "agent")
         paths = [path for path in _paths(trace) if any(trace["nodes"][place].get("sampled") for place in path)]
         if not agent.get("trainable", True) or not paths:
@@ -53,11 +55,9 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
             yield _trajectory(fields, trace, path)
 
 
-def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout | None:
+def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout:
     row, agent, task = fields.row, part_of(trace, "agent"), part_of(trace, "task")
     made = _tokens([trace["nodes"][place] for place in path])
-    if made is None:
-        return None
     rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
     made["reward"] = sum(map(_weighed, rewards)) if rewards else math.nan
     calls = [call for call in trace.get("calls") or () if call.get("node") in path and call.get("finish_reason")]
@@ -65,9 +65,8 @@ def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout | No
     made["finish_reason"] = limit or (calls[-1]["finish_reason"] if calls else "")
     work = part_of(part_of(row, "run"), "work")
     made["policy_version"] = part_of(work, "policy").get("start", work.get("step", 0))
-    answer = part_of(task, "data").get("answer")
-    made |= {} if answer is None else {"answer": answer}
-    found = fields.of({**trace, **made}).take(**{name: name for name in made})
+    made["answer"] = part_of(task, "data").get("answer")
+    found = fields.of(trace).made(made)
     group = part_of(row, "group").get("id") or task.get("key") or task.get("hash") or json.dumps(task, sort_keys=True)
     env = part_of(row, "env")
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
@@ -111,8 +110,8 @@ def _paths(trace: Row) -> Iterator[list[int]]:
         yield path[::-1]
 
 
-def _tokens(nodes: Sequence[Row]) -> dict[str, Any] | None:
-    """Return the tokens of a path of messages, with their values, and its text; None where none was sampled."""
+def _tokens(nodes: Sequence[Row]) -> dict[str, Any]:
+    """Return the tokens of a path of messages, with their values, and its text."""
     first = next(place for place, node in enumerate(nodes) if node.get("sampled"))
     messages = [part_of(node, "message") for node in nodes]
     if not any(node.get("token_ids") for node in nodes):
@@ -134,12 +133,7 @@ def _tokens(nodes: Sequence[Row]) -> dict[str, Any] | None:
         whole["ref_log_probs"] = whole["ref"]
     del whole["ref"]
     texts = [message_text(message) for message in messages]
-    found = cut(whole)
-    return (
-        None
-        if found is None
-        else found | {"prompt": "\n\n".join(texts[:first]), "completion": "\n\n".join(texts[first:])}
-    )
+    return cut(whole) | {"prompt": "\n\n".join(texts[:first]), "completion": "\n\n".join(texts[first:])}
 
 
 def _tool(name: str, summary: str, *, trains: bool) -> Tool:

@@ -25,15 +25,12 @@ _FIELDS = (
 )
 
 
-def _read(fields: Fields) -> Iterator[Rollout | None]:
+def _read(fields: Fields) -> Iterator[Rollout]:
     wrapped = isinstance(fields.row["input_lengths"], list)
     row = {name: _one(name, value) if wrapped else value for name, value in fields.row.items()}
     whole = {"tokens": row["token_ids"], "completion_mask": row["token_loss_mask"]}
     whole |= {"log_probs": row["generation_logprobs"], "advantage": row["advantages"]}
     found = cut(whole, length=as_int(row["input_lengths"], "input_lengths"))
-    if found is None:
-        yield None
-        return
     content = row.get("content") or []
     texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
     found |= {"prompt": "".join(texts[:-1]), "completion": texts[-1] if texts else ""}
@@ -41,7 +38,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     found |= {"policy_version": max((number_in(fields.path, r"train_data_step(\d+)") or 1) - 1, 0)}
     learned = as_number(row["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: row[name] for name in ("idx", "agent_ref") if name in row} | ({} if learned else {"learned": False})
-    yield Rollout(**fields.of({**row, **found}).take(**{name: name for name in found}), mask_known=learned, meta=meta)
+    yield Rollout(**fields.of(row).made(found), mask_known=learned, meta=meta)
 
 
 def _one(name: str, value: Any) -> Any:

@@ -18,7 +18,9 @@ from rlhf_pipeline.exchange.tool import Tool
 
 def _read(fields: Fields) -> Iterator[Rollout]:
     row, info = fields.row, part_of(fields.row, "request_info")
-    text = {} if isinstance(row["ground_truth"], list) else {"answer": "ground_truth"}
+    truth = row["ground_truth"]
+    are_ids = isinstance(truth, list) and all(isinstance(item, int) for item in truth)
+    text = {} if are_ids else {"answer": "ground_truth"}
     scores = {} if row["logprobs"] is None else {"log_probs": "logprobs"}
     found = fields.take(
         prompt_ids="prompt_tokens",

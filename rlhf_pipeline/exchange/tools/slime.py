@@ -26,13 +26,14 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     row = fields.row
     size = as_int(row["response_length"], "response_length")
     tokens = as_ids(row["tokens"], "tokens")
-    if not size:
-        yield None
-        return
-    if not 0 < size <= len(tokens):
+    if not 0 <= size <= len(tokens):
         raise DataError(f"response_length is {size}, and there are {len(tokens)} tokens.")
     if row["status"] not in _ENDS:
         raise DataError(f"field 'status' must be one of {', '.join(_ENDS)}, got {row['status']!r}.")
+    reason, failure = _ENDS[str(row["status"])]
+    if failure and not size:
+        yield None
+        return
     if isinstance(row["reward"], dict) and "reward" not in fields.given:
         keys = [*map(str, row["reward"])]
         raise DefinitionError(
@@ -41,10 +42,10 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     more = {"completion_mask": "loss_mask", "log_probs": "rollout_log_probs", "answer": "label"}
     more = {target: name for target, name in more.items() if row.get(name) is not None}
     found = fields.take(prompt="prompt", completion="response", reward="reward", **more)
-    reason, failure = _ENDS[str(row["status"])]
     version = number_in(fields.path, r"(?:eval_)?(\d+)\.pt\Z")
     found = {"policy_version": version or 0, "finish_reason": reason, **found}
-    found |= {"prompt_ids": tokens[:-size], "completion_ids": tokens[-size:]}
+    start = len(tokens) - size
+    found |= {"prompt_ids": tokens[:start], "completion_ids": tokens[start:]}
     group = None if row["group_index"] is None else (row["group_index"],)
     meta = fields.meta("index", "status", "metadata", "weight_versions", "remove_sample")
     yield Rollout(**found, group=group, failure=failure, mask_known=not row["remove_sample"], meta=meta)

@@ -47,9 +47,8 @@ def read_samples(rewards: Rewards, fields: Fields) -> Iterator[Rollout | None]:
         }
         made |= {"log_probs": sample.get("logprobs"), "finish_reason": sample.get("stop_reason")}
         made |= {"created_at": row.get("created_at"), "reward": values.pop() if len(values) == 1 else None}
-        found = fields.of({**row, **made}).take(**{name: name for name, value in made.items() if value is not None})
         key = ("row", fields.number) if group is None else (split, iteration, group)
-        yield Rollout(**found, group=key, meta={"scope": scope, "model_path": row.get("model_path")})
+        yield Rollout(**fields.made(made), group=key, meta={"scope": scope, "model_path": row.get("model_path")})
 
 
 TOOL = Tool(

@@ -19,12 +19,11 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     row = fields.row
     whole = {"tokens": row["token_ids"], "completion_mask": row["loss_mask"]}
     found = cut({**whole, "log_probs": row["inference_logprobs"], "advantage": row["advantages"]})
-    if found is None:
+    if not found["completion_ids"]:
         yield None
         return
     found["policy_version"] = row["step"]
-    taken = fields.of({**row, **found}).take(**{name: name for name in found})
-    yield Rollout(**taken, group=("row", fields.number), meta=fields.meta("env_name", "rank"))
+    yield Rollout(**fields.made(found), group=("row", fields.number), meta=fields.meta("env_name", "rank"))
 
 
 TOOL = Tool(

@@ -126,6 +126,7 @@ class BucketMedium(RunMedium):
         known = self._tags.get(name) if path.exists() else None
         found = self.bucket.tagged(name, known)
         if found is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(found.data.partition(b"\n")[2] if name == _POINTER else found.data)
             self._tags[name] = found.tag
         elif known is None:

@@ -264,6 +264,42 @@ def test_values_beside_the_tokens(tmp_path: Path, chat_tokenizer: Any):
     assert json.loads(column(tmp_path / "open_instruct", "meta")[0])["answer"] == "2"
 
 
+def test_an_empty_completion_counts_for_its_group(tmp_path: Path, jsonl: Write):
+    """Where its tool graded it: left out, it would raise the mean that the others are compared with."""
+    import torch
+
+    slime = json.loads((DATA / "slime" / "samples.jsonl").read_text().splitlines()[0])
+    none = {"response": "", "response_length": 0, "reward": -1.0, "loss_mask": None, "rollout_log_probs": None}
+    torch.save({"rollout_id": 3, "samples": [slime, slime | none | {"tokens": [1, 2]}]}, tmp_path / "3.pt")
+    nemo = json.loads((DATA / "nemo_rl" / "train_data_step4.jsonl").read_text().splitlines()[0])
+    (mask,) = nemo["token_loss_mask"]
+    zero = {"token_loss_mask": [[0] * len(mask)], "rewards": [-1.0], "input_lengths": [mask.index(1)]}
+    prime = json.loads((DATA / "prime_rl/rollouts/step_9/train/all/traces.jsonl").read_text().splitlines()[0])
+    (trace,) = prime["traces"]
+    said = next(place for place, node in enumerate(trace["nodes"]) if node.get("sampled"))
+    cut_off = trace["nodes"][said] | {"token_ids": [], "mask": [], "logprobs": [], "advantages": []}
+    cut_off = trace | {"nodes": [*trace["nodes"][:said], cut_off], "rewards": {"one": {"score": -1.0, "weight": 1.0}}}
+    episodes = [prime, prime | {"traces": [cut_off]}, prime | {"traces": [], "ok": False}]
+    for name, file, left_out in (
+        ("slime", tmp_path / "3.pt", 0),
+        ("nemo", jsonl([nemo, nemo | zero], "train_data_step4.jsonl"), 0),
+        ("prime", jsonl(episodes, "traces.jsonl"), 1),
+    ):
+        report = import_files([file], tmp_path / name)
+        (one, two), (_, reward) = rows_of(tmp_path / name), column(tmp_path / name, "task_reward")
+        assert (one[3], two[3], reward, any(two[1])) == (0, 0, -1.0, False)
+        assert report.files[0].num_left_out == left_out
+
+
+def test_several_answers_of_open_instruct_are_the_answer(tmp_path: Path, jsonl: Write):
+    """Its ground truth may be a list of texts; only token ids are no text."""
+    row = json.loads((DATA / "open_instruct" / "run_rollouts_000000.jsonl").read_text().splitlines()[0])
+    file = jsonl([row | {"ground_truth": ["2", "two"]}, row | {"ground_truth": [5, 6]}])
+    import_files([file], tmp_path / "store")
+    first, second = (json.loads(meta)["answer"] for meta in column(tmp_path / "store", "meta"))
+    assert (json.loads(first), second) == (["2", "two"], None)
+
+
 def test_what_a_file_lacks_is_said(tmp_path: Path, chat_tokenizer: Any):
     """The report counts what stays unknown, and the file's report names it."""
     report = import_files([DATA / "verl" / "ray"], tmp_path / "store", tokenizer=chat_tokenizer)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.policies.weight_files import named_write_errors
+from rlhf_pipeline.run.folder import RunFolder
 
 
 @pytest.fixture
@@ -32,3 +36,14 @@ def test_a_missing_folder_is_an_oserror(tmp_path):
     """The number is that of the system, and the message has no words of the library."""
     with pytest.raises(FileNotFoundError, match="No such file or directory"), named_write_errors(tmp_path):
         save_file({"a": torch.zeros(3)}, tmp_path / "missing" / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "Free some space"), (errno.EACCES, "--out OTHER_FOLDER"), (errno.EFBIG, "Fix that")],
+)
+def test_a_run_says_what_to_do_about_weights_that_cannot_be_written(tmp_path, number, advice):
+    """The library names the error of the system in words; the run's sentence has the advice for it."""
+    run = RunFolder(tmp_path)
+    with pytest.raises(RunStorageError, match=advice), run.named_disk_errors(), named_write_errors(tmp_path / "a"):
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")

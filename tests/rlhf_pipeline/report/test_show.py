@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from contextlib import closing
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.exchange import TrajectoryRecorder
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.show import before_and_after, brief, choose, full, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Stored
@@ -149,6 +152,28 @@ def test_pieces_by_tokenizer(run_dir: Path):
     assert texts.pieces([1, 0, 99], 1, "two", "one ?") == ["two", "one", "[99]"]
 
 
+def test_a_store_alone_is_spelled_by_a_named_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`--tokenizer`, else the one that encoded the row's text; without either there are ids."""
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model, store, encoded = (str(tmp_path / name) for name in ("model", "store", "encoded"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(model)
+    with TrajectoryRecorder(store) as recorder:
+        recorder.record(prompt_ids=[[1]], completion_ids=[[0]], completions=["one"], rewards=[1.0])
+    with TrajectoryRecorder(encoded, tokenizer=model) as recorder:
+        recorder.record(prompts=["two"], completions=["one"], rewards=[1.0])
+
+    def pieces(*args: str) -> list[str]:
+        assert main(["show", *args, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)[0]["pieces"]
+
+    assert pieces(store) == ["[1]", "[0]"]
+    assert pieces(store, "--tokenizer", model) == ["two", "one"]
+    assert pieces(encoded) == ["two", "one"]
+    assert main(["show", store, "--tokenizer", str(tmp_path)]) == 2
+    assert f"there is no tokenizer.json in {tmp_path}" in capsys.readouterr().err
+
+
 def test_pieces_of_split_characters(run_dir: Path):
     """A token that is a part of a character is shown as its bytes: the euro sign is e2 82 ac."""
     euro = "\u00e2\u0124\u00ac"  # the three bytes in the alphabet of byte-level BPE
@@ -186,6 +211,23 @@ def test_typical_is_near_the_mean(run_dir: Path):
     assert versions[pair[1]] == 10
 
 
+def test_before_and_after_are_of_one_prompt(tmp_path: Path):
+    """Of the prompts that came early and at the end, the one whose rewards are nearest to the means of both versions.
+
+    Means are 0.5 and 0.75. Alone, row 2 (0.5) and row 7 (0.75) are nearest, and are of two prompts; "a" is 0.5 and 0.25
+    away, "b" 0.5 and 0.25, "c" 0 and 0.25, "d" is in version 1 only.
+    """
+    store = make_store(
+        tmp_path / "whole", groups=(4, 4), rewards=[0, 1, 0.5, 0.5, 1, 0.5, 1, 0.75], versions=[0] * 4 + [1] * 4
+    )
+    with TrajectoryStore.open(store) as whole, TrajectoryStore.create(tmp_path / "store", whole.schema) as made:
+        rows = dict(whole.read(whole.ids()))
+        rows.pop("ids", None)
+        made.append(rows | {"prompt": list("abcxabcd"), "completion": list("12345678")})
+    with Stored(tmp_path / "store") as stored:
+        assert typical_of_first_and_last(stored) == (2, 6)
+
+
 def test_rewards_near_the_largest_have_a_typical_one(tmp_path: Path):
     """The mean of four times 3e38 is that, though the sum is more than a float32 holds."""
     path = make_store(tmp_path / "store", groups=(4, 4), rewards=[3e38] * 8, versions=[0] * 4 + [1] * 4)
@@ -219,7 +261,8 @@ def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.Capt
 def test_before_and_after(run_dir: Path, tmp_path: Path):
     """Two aligned lines; nothing to compare after one rollout."""
     lines = before_and_after(RunFolder.open(run_dir))
-    assert [line.split()[0] for line in lines] == ["before", "after"]
+    assert [line.split()[0] for line in lines] == ["before", "after", "(of"]
     assert lines[0].index("->") == lines[1].index("->")
     assert "reward 1.00" in lines[1]
+    assert lines[2:] == ["  (of two prompts: none that came early came again at the end)"]
     assert before_and_after(RunFolder.open(write_run(tmp_path / "short", num_rollouts=1))) == []

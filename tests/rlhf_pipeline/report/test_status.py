@@ -49,8 +49,12 @@ def timed(run: Path, seconds: float, **figures: Any) -> None:
 
 
 def test_a_run_that_stopped(run_dir: Path):
-    """Without a process, before its last step: it says so, and the command with which it goes on."""
+    """Without a process, before its last step: it says so, and the command with which it goes on.
+
+    So after a `kill -9` of a supervisor, whose last word was that it runs.
+    """
     timed(run_dir, 60.0)
+    says(run_dir, "supervisor", "running", 300.0)
     found = told(run_dir)
     assert (found["state"], found["step"], found["seen"], found["waits_for"]) == ("stopped", 12, NOW, [])
     go_on = f"rlhf-pipeline run --resume --out {run_dir}"

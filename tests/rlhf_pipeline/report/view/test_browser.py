@@ -167,6 +167,15 @@ def test_from_the_curve_to_the_token(browser: Any, run_dir: Path):
         assert wrong == []
 
 
+def test_a_constant_figure_is_a_line_of_text(browser: Any, run_dir: Path):
+    """Its axis would have values that it never has; one that changes has a plot."""
+    with served(run_dir) as (url, _), opened(browser, url) as (page, wrong):
+        assert page.get_by_text("constant: 0.5", exact=False).count() == 1
+        assert page.locator(".plot[data-name=grad_norm]").count() == 0
+        assert page.locator(".plot[data-name=loss]").count() == 1
+        assert wrong == []
+
+
 def test_from_a_search_to_the_token_by_keyboard(browser: Any, run_dir: Path):
     """Search, row and token are reached by keys alone; back returns to the search."""
     with served(run_dir) as (url, _), opened(browser, url) as (page, wrong):
@@ -225,6 +234,8 @@ def test_every_page_in_every_size(browser: Any, width: int, scheme: str, tmp_pat
             go(page, url, place.format(id=0))
             page.wait_for_timeout(200)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
+            cut = "[...document.querySelectorAll('h1')].some(e => e.scrollWidth > e.clientWidth)"
+            assert not page.evaluate(cut), place
             page.evaluate(axe)
             found = page.evaluate("axe.run()")["violations"]
             assert [(rule["id"], place) for rule in found if rule["impact"] in ("serious", "critical")] == []
