@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
+import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,6 @@ from rlhf_pipeline.functional.advantage import (
     penalty_rounding,
     whitened_step_rewards,
 )
-from trajectory_store import BufferPool
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,35 +55,24 @@ class Member:
     Attributes:
         group: the identity of its group.
         name: its `trajectory_id`; negative if it has none.
+        since: when it arrived, seconds.
         scores: its return, completion tokens, reward without a KL penalty and rounding, see `Scores`.
         batch: holds its steps; None if a store does.
         first: its first step in the batch.
         end: the step after its last one.
         row: its row id in the store; -1 if it has none yet.
+        failed: the failed members of its group that the store has recorded with it.
     """
 
     group: Hashable
     name: int
+    since: float
     scores: tuple[float, float, float, float]
     batch: Trajectories | None = None
     first: int = 0
     end: int = 1
     row: int = -1
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """An incomplete group.
-
-    Attributes:
-        members: its trajectories in the order of arrival.
-        failed: members that will never arrive.
-        since: when the first of them arrived, seconds.
-    """
-
-    members: list[Member] = field(default_factory=list)
     failed: int = 0
-    since: float = 0.0
 
 
 class Closed(NamedTuple):
@@ -120,39 +109,37 @@ class CloseRules:
 
 
 class GroupQueue:
-    """Incomplete groups by identity, in the order in which their first member arrived.
+    """Groups that wait for members, in the order in which the first of each arrived.
 
     Args:
         rules: when groups close.
         stats: counters, continued from their current values.
 
     Attributes:
-        waiting: the groups.
+        waiting: the trajectories of each group, in the order of arrival.
+        failed: the number of members that will never arrive, of groups with any.
         late: the number of members that may still arrive, for groups that closed early.
         unique: whether group identities are unique, so that a straggler can be told from a new group.
-        recovered: whether groups may be complete already, after a crash before their update or with changed rules.
-        stale: whether a store has other waiting rows than these, and must be read again.
     """
 
     def __init__(self, rules: CloseRules, stats: dict[str, float]) -> None:
         self.rules = rules
         self.stats = stats
-        self.waiting: dict[Hashable, Waiting] = {}
+        self.waiting: dict[Hashable, list[Member]] = {}
+        self.failed: dict[Hashable, int] = {}
         self.late: dict[Hashable, int] = {}
-        self.unique = self.recovered = self.stale = False
+        self.unique = True
 
-    def open(self, group: Hashable, since: float) -> Waiting:
-        """Return a group, which waits from now on if it did not before."""
-        return self.waiting.setdefault(group, Waiting(since=since))
+    def add(self, member: Member) -> None:
+        """Let a trajectory wait."""
+        self.waiting.setdefault(member.group, []).append(member)
 
-    def are_whole(self, arrived: Sequence[Member], now: float) -> bool:
-        """Return whether these are whole groups and no other closes now, so that no waiting group is involved."""
+    def are_whole(self, arrived: Sequence[Member]) -> bool:
+        """Return whether these are whole groups, and none of them has waited."""
         counts, each = Counter(member.group for member in arrived), self.rules.batch_groups
-        if self.recovered or self._overdue(now) or set(counts.values()) - {self.rules.size}:
-            return False
         if each is not None and set(Counter(batch_of(group, each) for group in counts).values()) - {each}:
             return False
-        return not any(group in self.waiting or group in self.late for group in counts)
+        return set(counts.values()) <= {self.rules.size} and not counts.keys() & {*self.failed, *self.late}
 
     def arrive(self, arrived: Sequence[Member], now: float) -> list[Closed]:
         """Add trajectories and return the groups that close, overdue groups last.
@@ -160,8 +147,8 @@ class GroupQueue:
         Raises:
             DataError: a member arrives twice, or is waiting already: it would take the place of a missing member.
         """
-        before = (self.waiting[group] for group in {member.group for member in arrived} if group in self.waiting)
-        seen = {(member.group, member.name) for waiting in before for member in waiting.members}
+        groups = {member.group for member in arrived}
+        seen = {(group, member.name) for group in groups for member in self.waiting.get(group, ())}
         for group, name in ((member.group, member.name) for member in arrived if member.name >= 0):
             if (group, name) in seen:
                 raise DataError(
@@ -175,46 +162,43 @@ class GroupQueue:
             if self._is_late(member.group):
                 self.stats["late_trajectories"] += 1
                 continue
-            self.open(member.group, now).members.append(member)
+            self.add(member)
             closed += self.complete([member.group])
-        return closed + self.complete(now=now)
+        return closed + self.complete(list(self.waiting), now)
 
-    def fail(self, group: Hashable, count: int, now: float) -> list[Closed]:
+    def fail(self, group: Hashable, count: int) -> list[Closed]:
         """Record that `count` members of a group will never arrive, and return the groups that close."""
         while count and self._is_late(group):
             count -= 1
         if not count:
             return []
-        waiting = self.open(group, now)
-        waiting.failed += count
+        self.failed[group] = self.failed.get(group, 0) + count
         closed = self.complete([group])
-        if waiting.failed >= self.rules.size and self.rules.batch_groups is None:
-            self.waiting.pop(group, None)  # nobody will come
+        if self.failed.get(group, 0) >= self.rules.size and self.rules.batch_groups is None:
+            del self.failed[group]  # nobody will come
         return closed
 
-    def complete(self, groups: Sequence[Hashable] | None = None, now: float = -np.inf) -> list[Closed]:
-        """Remove the groups that are complete and return them; groups of one batch close together, once all are.
+    def complete(self, groups: Iterable[Hashable], now: float = -math.inf) -> list[Closed]:
+        """Remove those of the groups that are complete and return them; groups of one batch close together.
 
         Args:
-            groups: those that may have become so; None looks at the overdue groups, and at all after a recovery.
+            groups: those that may have become complete.
             now: seconds; groups that are overdue by then need fewer members.
         """
-        if groups is None:
-            groups, self.recovered = list(self.waiting) if self.recovered else self._overdue(now), False
         closed: list[Closed] = []
         for group in groups:
             together, each = [group], self.rules.batch_groups
             if each is not None:
                 first = batch_of(group, each) * each
                 together = list(range(first, first + each))
-            if all(name in self.waiting and self._is_due(self.waiting[name], now) for name in together):
+            if all(self._is_due(name, now) for name in together):
                 closed += [one for name in together for one in self.close(name)]
         return closed
 
     def close(self, group: Hashable) -> list[Closed]:
         """Remove a group and return it, complete or not; empty if it has no members."""
-        rules, waiting = self.rules, self.waiting.pop(group)
-        members, missing = waiting.members, rules.size - len(waiting.members) - waiting.failed
+        rules, members = self.rules, self.waiting.pop(group, [])
+        missing = rules.size - len(members) - self.failed.pop(group, 0)
         self.stats["completed_groups"] += 1
         if missing > 0:
             self.stats["early_closed_groups"] += 1
@@ -222,51 +206,37 @@ class GroupQueue:
                 self.late[group] = missing
                 if len(self.late) > MOST_LATE:
                     del self.late[next(iter(self.late))]
-        learned = rules.bounds is None or rules.bounds[0] < _mean_return(members) < rules.bounds[1]
+        # A failed trajectory counts as one that earned nothing.
+        mean = sum(member.scores[0] for member in members if math.isfinite(member.scores[0])) / max(len(members), 1)
+        learned = rules.bounds is None or rules.bounds[0] < mean < rules.bounds[1]
         if learned:
             self.stats["selected_trajectories"] += len(members)
         else:
             self.stats["dropped_groups"] += 1
         return [Closed(members, missing > 0, learned)] if members else []
 
-    def _is_due(self, waiting: Waiting, now: float) -> bool:
-        rules, arrived = self.rules, len(waiting.members)
-        if rules.batch_groups is not None and waiting.failed >= rules.size:
-            return True  # all its members failed, so the rest of its batch need not wait for it
-        overdue = rules.timeout_s is not None and waiting.since + rules.timeout_s <= now
-        return arrived > 0 and (arrived + waiting.failed >= rules.size or (overdue and arrived >= rules.least))
-
-    def _overdue(self, now: float) -> list[Hashable]:
-        if (limit := self.rules.timeout_s) is None:
-            return []
-        return [group for group, _ in takewhile(lambda item: item[1].since + limit <= now, self.waiting.items())]
+    def _is_due(self, group: Hashable, now: float) -> bool:
+        rules, members, failed = self.rules, self.waiting.get(group), self.failed.get(group, 0)
+        if not members:  # the rest of a batch need not wait for a group whose members all failed
+            return rules.batch_groups is not None and failed >= rules.size
+        overdue = rules.timeout_s is not None and members[0].since + rules.timeout_s <= now
+        return len(members) + failed >= rules.size or (overdue and len(members) >= rules.least)
 
     def _is_late(self, group: Hashable) -> bool:
         """Return whether a trajectory arrives after its group has closed, and count it."""
-        missing = 0 if group in self.waiting else self.late.get(group, 0)
+        missing = 0 if group in self.waiting or group in self.failed else self.late.get(group, 0)
         if missing > 1:
             self.late[group] = missing - 1
         elif missing:
             del self.late[group]
         return missing > 0
 
-    def members(self) -> Iterator[Member]:
-        """Yield all waiting trajectories, group by group."""
-        for waiting in self.waiting.values():
-            yield from waiting.members
-
     def copy(self) -> GroupQueue:
         """Return an independent copy."""
-        out = GroupQueue(self.rules, self.stats)
-        out.late, out.unique = dict(self.late), self.unique
-        out.waiting = {group: replace(one, members=one.members[:]) for group, one in self.waiting.items()}
+        out = copy.copy(self)
+        out.waiting = {group: members[:] for group, members in self.waiting.items()}
+        out.failed, out.late = dict(self.failed), dict(self.late)
         return out
-
-
-def _mean_return(members: Sequence[Member]) -> float:
-    # A failed trajectory counts as one that earned nothing.
-    returns = [member.scores[0] for member in members]
-    return sum(value for value in returns if np.isfinite(value)) / max(len(returns), 1)
 
 
 def batch_of(group: Hashable, batch_groups: int) -> int:
@@ -283,13 +253,8 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
     return group // batch_groups
 
 
-def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[Trajectories, list[int]]:
-    """Return the steps of members that are in memory, in the given order, and the bounds of each member's steps.
-
-    Args:
-        members: whole trajectories.
-        pool: provides the memory of steps from several batches; None allocates it.
-    """
+def gather(members: Iterable[Member]) -> tuple[Trajectories, list[int]]:
+    """Return the steps of members that are in memory, in the given order, and the bounds of each member's steps."""
     parts, starts, num = list[Trajectories](), dict[int, int](), 0
     steps, bounds = list[int](), [0]
     for member in members:
@@ -301,7 +266,7 @@ def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[T
         steps += range(starts[id(batch)] + member.first, starts[id(batch)] + member.end)
         bounds.append(len(steps))
     if len(parts) != 1:
-        return concat(parts, steps, pool), bounds
+        return concat(parts, steps), bounds
     everything = len(steps) == num and steps == list(range(num))
     return parts[0] if everything else parts[0].select(torch.tensor(steps)), bounds
 
@@ -455,10 +420,11 @@ def graded_groups(scores: Scores, codes: Tensor, estimator: str | EstimatorFunct
     return Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
 
 
+@dataclass(kw_only=True, slots=True)
 class Grader:
     """Computes the advantages of closed groups.
 
-    Args:
+    Attributes:
         estimator: one of `functional.advantage.ESTIMATORS`, or a function.
         zero_variance: the treatment of groups without spread: `keep`, `mark` or `drop`.
         trajectory_return: how rewards become returns; None whitens them step by step instead.
@@ -468,24 +434,13 @@ class Grader:
         verbose: log a line for every batch of groups.
     """
 
-    def __init__(
-        self,
-        *,
-        estimator: str | EstimatorFunction,
-        zero_variance: str,
-        trajectory_return: str | None,
-        advantage_key: Key,
-        batch_groups: int | None,
-        stats: dict[str, float],
-        verbose: bool,
-    ) -> None:
-        self.estimator = estimator
-        self.zero_variance = zero_variance
-        self.trajectory_return = trajectory_return
-        self.advantage_key = advantage_key
-        self.batch_groups = batch_groups
-        self.stats = stats
-        self.verbose = verbose
+    estimator: str | EstimatorFunction
+    zero_variance: str
+    trajectory_return: str | None
+    advantage_key: Key
+    batch_groups: int | None
+    stats: dict[str, float]
+    verbose: bool
 
     def grade(self, groups: Sequence[Closed]) -> tuple[list[Member], Graded]:
         """Return the trajectories of groups to learn from, group after group, and their advantages."""

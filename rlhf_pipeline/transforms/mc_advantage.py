@@ -62,7 +62,6 @@ from rlhf_pipeline.transforms.groups import (
     GroupQueue,
     Member,
     Scores,
-    Waiting,
     gather,
     graded_groups,
     group_ids,
@@ -72,7 +71,6 @@ from rlhf_pipeline.transforms.groups import (
     scores_of,
 )
 from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
-from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -103,6 +101,8 @@ _STATS = (
     "late_trajectories",
 )
 """The counters, under TorchRL's names where those exist."""
+
+_QUEUED = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
 
 _log = logging.getLogger("rlhf_pipeline")
 
@@ -235,8 +235,7 @@ class MCAdvantage(Transform):
         self.reset_stats()
         self.rows: WaitingRows | None = None
         """The waiting rows of a store, or None if trajectories wait in memory."""
-        self._queue = self._new_queue()
-        self._lock, self._pool = threading.RLock(), BufferPool()
+        self._queue, self._lock = GroupQueue(self._rules, self._stats), threading.RLock()
         self._grader = Grader(
             estimator=estimator,
             zero_variance=zero_variance,
@@ -326,35 +325,39 @@ class MCAdvantage(Transform):
             return None
         if done.source is batch and tensordict.batch_dims == 1:
             return attach(tensordict, done.columns)  # all rows in their order, so nothing else changes
-        return done.in_form_of(tensordict)
+        rows = done.source.get(ROWS)
+        if isinstance(rows, Text) and (is_stack(tensordict) or tensordict.batch_dims != 1):
+            return stack_with(rows.items, done.columns)
+        return in_form_of(tensordict, done.batch)
 
     def _taken(self, batch: Trajectories | None, method: str) -> _Finished | None:
         """Take trajectories into their groups, and return those to write."""
         with self._lock:
-            call, queue, now = self._on_store(method, "extend"), self._current(), self.clock()
-            arrived = [] if batch is None else self._members(batch)
+            call, queue, now = self._on_store(method, "extend"), self._queue, self.clock()
+            arrived = [] if batch is None else self._members(batch, now)
             if batch is not None and ROWS in batch:  # the rest stays in the rows
                 needed = (ROWS, ASSISTANT_MASK, PRIORITY, self._reward_key(batch))
                 for key in [key for key in batch if key not in needed]:
                     del batch[key]
-            if call is not None and not queue.are_whole(arrived, now):
-                queue = self._meet(call)
+            if call is not None and (len(call.rows.known()) or not queue.are_whole(arrived)):
+                call.read(queue, {member.group for member in arrived})
             closed = queue.arrive(arrived, now)
             self._count_arrivals(arrived, 0 if batch is None else batch.n)
-            if call is None or self.rows is None:
+            if call is None:
                 done = self._finish(closed)
-                hold(_still(arrived, queue))
+                hold([member for member in arrived if member in queue.waiting.get(member.group, ())])
                 return done
-            # A group with members in the store is graded when the others are there too, and a batch as a whole.
-            apart = [any(member.row >= 0 for member in group.members) for group in closed]
-            apart = [(self.batch_groups is not None and any(apart)) or one for one in apart]
-            call.closed += [group for group, later in zip(closed, apart, strict=True) if later]
-            call.waits = _still(arrived, queue, [group for group in call.closed if group.learned])
+            # A group with members in the store is completed there once the others are stored, and a batch as a whole.
+            apart = [group for group in closed if any(member.row >= 0 for member in group.members)]
+            apart = closed if apart and self.batch_groups is not None else apart
+            call.close(apart)
+            later = {id(member) for group in apart if group.learned for member in group.members}
+            call.waits = [m for m in arrived if id(m) in later or m in queue.waiting.get(m.group, ())]
             if queue.unique:
-                new = (queue.waiting.get(member.group) for member in call.waits)
-                begun = {id(group) for group in new if group and group.members[0].row < 0}
-                self.rows.check_new([m for m in call.waits if id(queue.waiting.get(m.group)) in begun])
-            return self._finish([group for group, later in zip(closed, apart, strict=True) if not later], call, now)
+                call.rows.check_new(
+                    [m for m in call.waits if m.group in queue.waiting and queue.waiting[m.group][0].row < 0]
+                )
+            return self._finish([group for group in closed if not any(group is one for one in apart)])
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
@@ -382,14 +385,14 @@ class MCAdvantage(Transform):
         if 0 in tensordict.batch_size:
             return tensordict
         batch = some_steps_of(tensordict, self._needed(tensordict))
-        members, seen = self._members(batch), dict[Hashable, int]()
+        members, seen = self._members(batch, 0.0), dict[Hashable, int]()
         codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
         graded = graded_groups(Scores.of(members), codes, self.estimator, None)
         bounds = [*(member.first for member in members), batch.n]
         return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
 
-    def _members(self, batch: Trajectories) -> list[Member]:
-        """Return the trajectories of a batch."""
+    def _members(self, batch: Trajectories, now: float) -> list[Member]:
+        """Return the trajectories of a batch, which arrive now."""
         n, ended = batch.n, ends(batch, self.done_key)
         bounds = list(range(n + 1))
         if ended is not None and not bool(ended.all()):
@@ -417,7 +420,7 @@ class MCAdvantage(Transform):
         if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
             names = given.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
         each = zip(groups, names, scores, bounds, bounds[1:], strict=False)
-        return [Member(group, name, score, batch, first, end) for group, name, score, first, end in each]
+        return [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
 
     def _reward_key(self, batch: Trajectories) -> Key:
         return self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
@@ -436,10 +439,7 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             queue, name = self._begin("report_failed"), self._name(group)
-            closed = queue.fail(name, int(count), self.clock())
-            if self._store_call is not None and name in queue.waiting:
-                self._store_call.failed.append(queue.waiting[name])
-            return self._out(closed)
+            return self._out(queue.fail(name, int(count)))
 
     def close(self, group: Hashable | None = None, min_size: int = 1) -> TensorDictBase | None:
         """Close waiting groups early; the advantages use the number that arrived.
@@ -454,7 +454,7 @@ class MCAdvantage(Transform):
         with self._lock:
             queue = self._begin("close_groups")
             names = [name for name in queue.waiting if group is None or name == self._name(group)]
-            due = [name for name in names if len(queue.waiting[name].members) >= max(min_size, 1)]
+            due = [name for name in names if len(queue.waiting[name]) >= min_size]
             return self._out([closed for name in due for closed in queue.close(name)])
 
     def close_overdue(self) -> TensorDictBase | None:
@@ -464,15 +464,17 @@ class MCAdvantage(Transform):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            return self._out(self._begin("close_overdue").complete(now=self.clock()))
+            queue = self._begin("close_overdue")
+            return self._out(queue.complete(list(queue.waiting), self.clock()))
 
     def _name(self, group: Hashable) -> Hashable:
         return group if self.rows is None else number_of_group(group)
 
     def _begin(self, method: str) -> GroupQueue:
         """Return the queue, prepared for closing groups."""
-        call, queue = self._on_store(method, method), self._current()
-        return queue if call is None else self._meet(call)
+        if (call := self._on_store(method, method)) is not None:
+            call.read(self._queue)
+        return self._queue
 
     def _on_store(self, method: str, instead: str) -> _Call | None:
         """Return the buffer's current call on the store; None if trajectories wait in memory.
@@ -490,26 +492,24 @@ class MCAdvantage(Transform):
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
         """Return groups closed outside the write path; with a store, leave them to `settle`."""
         if self._store_call is not None:
-            self._store_call.closed += closed
+            self._store_call.close(closed)
             return None
         done = self._finish(closed)
         return None if done is None else td_of(done.batch)
 
-    def _finish(self, closed: Sequence[Closed], call: _Call | None = None, now: float = 0.0) -> _Finished | None:
-        """Return the trajectories of closed groups with their advantages, then those that wait in a store."""
-        members, graded = self._grader.grade(closed)
+    def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
+        """Return the trajectories of closed groups with their advantages, then those that wait in the store."""
+        (members, graded), call = self._grader.grade(closed), self._store_call
         waits = [] if call is None else call.waits
         if call is not None:
-            call.num_whole, call.num_rows = len(members), len(members) + len(waits)
+            call.num_rows = len(members) + len(waits)
         if not members and not waits:
             return None
-        batch, bounds = gather([*members, *waits], self._pool)
-        if waits:
-            graded = graded.followed_by(Scores.of(waits).returns)
-        columns = self._new_columns(batch, bounds, graded)
-        if waits and self.rows is not None:
-            columns |= self.rows.waiting_columns(batch, bounds, waits, self._queue, now)
-        return _Finished(batch, columns)
+        batch, bounds = gather([*members, *waits])
+        if call is None or not waits:
+            return _Finished(batch, self._new_columns(batch, bounds, graded))
+        columns = self._new_columns(batch, bounds, graded.followed_by(Scores.of(waits).returns))
+        return _Finished(batch, columns | call.rows.waiting_columns(batch, bounds, waits, self._queue))
 
     def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
         reward: Any = batch[self._reward_key(batch)]
@@ -535,7 +535,7 @@ class MCAdvantage(Transform):
                 rows.eps = torch.finfo(self.scored_in).eps
                 name, schema = rows.column_of(self.advantage_key), rows.store.schema
                 rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
-            self._queue = self._new_queue()
+            self._queue = GroupQueue(self._rules, self._stats)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -544,56 +544,28 @@ class MCAdvantage(Transform):
         Trajectories that the store did not take are forgotten; those that it took wait there.
         """
         with self._lock:
-            stats, late = dict(self._stats), dict(self._queue.late)
-            before = self._queue.copy() if self.rows is None else None
-            call = self._store_call = None if self.rows is None else _Call()
-            try:
-                yield
-            except BaseException:
-                self._stats.update(stats)
-                self._queue = before or self._queue
-                self._queue.late, self._queue.stale = late, before is None
-                raise
-            finally:
-                self._store_call = None
-                if call is not None:
-                    call.alone.close()
+            stats, before = dict(self._stats), self._queue.copy()
+            with ExitStack() as alone:
+                self._store_call = None if self.rows is None else _Call(self.rows, alone)
+                try:
+                    yield
+                except BaseException:
+                    self._stats.update(stats)
+                    self._queue = before
+                    raise
+                finally:
+                    self._store_call, queue = None, self._queue
+                    if self.rows is not None:  # what waits is in the store, with the failures of its groups
+                        queue.failed = {g: num for g, num in queue.failed.items() if g not in queue.waiting}
+                        queue.waiting = {}
 
-    def _new_queue(self) -> GroupQueue:
-        queue = GroupQueue(self._rules, self._stats)
-        queue.stale = self.rows is not None
-        return queue
-
-    def _current(self) -> GroupQueue:
-        """Return the queue, filled from the store if its waiting rows are not known."""
-        if self.rows is not None and self._queue.stale:
-            self._recover(self.rows, self.rows.look())
-        return self._queue
-
-    def _waiting(self) -> dict[Hashable, Waiting]:
-        """Return the waiting groups."""
+    def _waiting(self) -> dict[Hashable, list[Member]]:
+        """Return the waiting trajectories of each group."""
         with self._lock:
-            return self._current().waiting
-
-    def _meet(self, call: _Call) -> GroupQueue:
-        """Lock the groups until the call ends, and pick up other processes' changes to them."""
-        rows = self.rows
-        if rows is not None and not call.is_alone:
-            call.alone.enter_context(rows.alone())
-            call.is_alone, found = True, rows.look()
-            if self._queue.stale or {member.row for member in self._queue.members()} != set(found.tolist()):
-                self._recover(rows, found)
-        return self._queue
-
-    def _recover(self, rows: WaitingRows, found: np.ndarray) -> None:
-        """Rebuild the groups from the store's waiting rows; failures of groups without a row are kept."""
-        before, queue = self._queue, GroupQueue(self._rules, self._stats)
-        queue.late, queue.unique = before.late, self.group_key in (None, GROUP_ID)
-        rows.fill(queue, found)
-        for group, lost in before.waiting.items():
-            if lost.failed and not lost.members:
-                queue.open(group, self.clock()).failed += lost.failed
-        self._queue = queue
+            queue = self._queue.copy()
+            if self.rows is not None:
+                self.rows.read(queue)
+            return queue.waiting
 
     def settle(self, rows: np.ndarray) -> list[Later]:
         """Return the updates of stored rows that the call makes, once its own rows are stored.
@@ -605,16 +577,16 @@ class MCAdvantage(Transform):
             DataError: the store took another number of rows.
         """
         call = self._store_call
-        if call is None or self.rows is None:
+        if call is None:
             return []
         if call.num_rows not in (None, len(rows)):
             raise DataError(
                 f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put "
                 "transforms that change the number of trajectories behind it in the list, so that they run before."
             )
-        for member, row in zip(call.waits, rows[call.num_whole :].tolist(), strict=True):
+        for member, row in zip(call.waits, rows[len(rows) - len(call.waits) :].tolist(), strict=True):
             member.row, member.batch = row, None
-        return self.rows.completed(call.closed, self._grader) + self.rows.failures(call.failed)
+        return call.rows.completed(call.closed, self._grader) + call.rows.failures(self._queue)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
@@ -641,51 +613,33 @@ class MCAdvantage(Transform):
         """
         stats = self._stats
         full = _ratio(stats["full_tokens"], stats["full_trajectories"])
+        sizes = [len(members) for members in self._waiting().values()]
         early = _ratio(stats["early_closed_tokens"], stats["early_closed_trajectories"])
         return {
             **stats,
             "mean_length_full": full,
             "mean_length_early_closed": early,
             "early_closed_length_bias": _ratio(early, full),
-            "queued_groups": self.queued_groups,
-            "queued_trajectories": self.queued_trajectories,
-            "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
+            **dict(zip(_QUEUED, (len(sizes), sum(sizes), max(sizes, default=0)), strict=True)),
         }
 
     def __getattr__(self, name: str) -> Any:
         if name in _STATS:
             return self.__dict__["_stats"][name]
-        return super().__getattr__(name)
-
-    @property
-    def queued_groups(self) -> int:
-        """Number of incomplete groups."""
-        return sum(1 for waiting in self._waiting().values() if waiting.members)
-
-    @property
-    def queued_trajectories(self) -> int:
-        """Number of waiting trajectories."""
-        return sum(len(waiting.members) for waiting in self._waiting().values())
-
-    @property
-    def max_queued_trajectories_per_group(self) -> int:
-        """Size of the largest incomplete group."""
-        return max((len(waiting.members) for waiting in self._waiting().values()), default=0)
+        return self.get_stats()[name] if name in _QUEUED else super().__getattr__(name)
 
     # -- state -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the trajectories waiting in memory, in the order of arrival, reported failures and the counters."""
         with self._lock:
-            queue, chunks, failed = self._current(), list[dict[str, Any]](), list[list[Any]]()
-            for group, waiting in queue.waiting.items():
-                for _, members in groupby([] if self.rows is not None else waiting.members, lambda m: id(m.batch)):
-                    batch, bounds = gather(members)
-                    since = [waiting.since] * (len(bounds) - 1)
+            queue, chunks = self._queue, list[dict[str, Any]]()
+            for waiting in queue.waiting.values():
+                for _, members in groupby(waiting, lambda member: id(member.batch)):
+                    batch, bounds = gather(some := list(members))
+                    since = [member.since for member in some]
                     chunks.append({"bounds": bounds, "columns": columns_state(whole(batch)), "since": since})
-                if waiting.failed and (self.rows is None or not waiting.members):
-                    failed.append([group, waiting.failed])
-            late = [[group, count] for group, count in queue.late.items()]
+            failed, late = ([[group, num] for group, num in of.items()] for of in (queue.failed, queue.late))
             return {"chunks": chunks, "failed": failed, "late": late, "stats": dict(self._stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -696,41 +650,33 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             self._stats.update(state["stats"])
-            if self.rows is not None:
-                if state["chunks"]:
-                    raise DataError(
-                        "the checkpoint holds trajectories that wait in memory, and here they wait in "
-                        f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
-                        "write what comes out."
-                    )
-                self._queue = self._new_queue()
-            else:
-                self.clear_queues()
-            queue, now = self._queue, self.clock()
+            if self.rows is not None and state["chunks"]:
+                raise DataError(
+                    "the checkpoint holds trajectories that wait in memory, and here they wait in "
+                    f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
+                    "write what comes out."
+                )
+            queue, now = GroupQueue(self._rules, self._stats), self.clock()
             for saved in state["chunks"]:
-                members = self._members(columns_from_state(saved["columns"]))
+                members = self._members(columns_from_state(saved["columns"]), now)
                 for member, since in zip(members, saved.get("since") or [now] * len(members), strict=True):
-                    queue.open(member.group, since).members.append(member)
-            for group, count in state["failed"]:
-                queue.open(hashable(group), now).failed += count
-            queue.late = {hashable(group): count for group, count in state.get("late", ())}
+                    member.since = since
+                    queue.add(member)
+            queue.failed, queue.late = ({hashable(g): n for g, n in state.get(of, ())} for of in ("failed", "late"))
+            self._queue = queue
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_lock", "_pool"):
-            state.pop(name, None)
-        if self.rows is not None:  # a process that gets a copy finds the waiting rows in the store
-            state |= {"rows": None, "_queue": self._new_queue()}
-        return state
+        # A process that gets a copy finds the waiting rows in the store.
+        return {name: value for name, value in super().__getstate__().items() if name != "_lock"} | {"rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock, self._pool = threading.RLock(), BufferPool()
+        self._lock = threading.RLock()
 
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
         """Return the waiting trajectories of each incomplete group; in a store, by the group's number."""
-        return {g: [self._trajectory(m) for m in w.members] for g, w in self._waiting().items() if w.members}
+        return {group: [self._trajectory(m) for m in members] for group, members in self._waiting().items()}
 
     def _trajectory(self, member: Member) -> TensorDictBase:
         """Return a waiting trajectory as a TensorDict `[steps]`."""
@@ -741,7 +687,7 @@ class MCAdvantage(Transform):
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
         with self._lock:
-            members = list(self._current().members())
+            members = [member for group in self._waiting().values() for member in group]
             if self.rows is None:
                 found = [whole(gather([member])[0]) for member in members]
                 found = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in found]
@@ -774,12 +720,12 @@ class MCAdvantage(Transform):
             DefinitionError: they wait in a store, which forgets nothing.
         """
         with self._lock:
-            if self.rows is not None and self._current().waiting:
+            if self.rows is not None and self._waiting():
                 raise DefinitionError(
                     f"the groups wait in {self.rows.store.path}, and a store forgets nothing. Close them: "
                     "TrajectoryReplayBuffer.close_groups()."
                 )
-            self._queue = self._new_queue()
+            self._queue = GroupQueue(self._rules, self._stats)
 
 
 @dataclass(slots=True)
@@ -787,30 +733,28 @@ class _Call:
     """A call of a buffer on the store in which groups wait.
 
     Attributes:
-        closed: groups that close and have members in the store, or will have.
-        failed: groups with failed members.
-        waits: the trajectories of the call that are stored as waiting, if only until the update that completes them.
-        num_whole: the number of trajectories before those in the rows that `write` returned.
-        num_rows: the number of these rows; None before.
+        rows: the waiting rows.
         alone: keeps other processes from changing groups until the call ends.
-        is_alone: whether it does so.
+        closed: groups that close and have members in the store, or will have.
+        waits: the trajectories of the call that are stored as waiting, if only until the update that completes them.
+        num_rows: the number of rows that `write` returned; None before.
     """
 
+    rows: WaitingRows
+    alone: ExitStack
     closed: list[Closed] = field(default_factory=list)
-    failed: list[Waiting] = field(default_factory=list)
     waits: list[Member] = field(default_factory=list)
-    num_whole: int = 0
     num_rows: int | None = None
-    alone: ExitStack = field(default_factory=ExitStack)
-    is_alone: bool = False
 
+    def read(self, queue: GroupQueue, among: set[Hashable] | None = None) -> None:
+        """Lock the groups until the call ends, and add the store's to the queue."""
+        self.alone.enter_context(self.rows.alone())
+        self.rows.read(queue, among)
 
-def _still(arrived: Sequence[Member], queue: GroupQueue, closed: Sequence[Closed] = ()) -> list[Member]:
-    """Return those trajectories of a call that wait, or whose group is completed by an update."""
-    names = {member.group for member in arrived}
-    groups = [*(queue.waiting[name] for name in names if name in queue.waiting), *closed]
-    there = {id(member) for group in groups for member in group.members}
-    return [member for member in arrived if id(member) in there]
+    def close(self, groups: Sequence[Closed]) -> None:
+        """Complete groups at the end of the call."""
+        self.closed += groups
+        self.rows.score([member for group in groups for member in group.members if member.row >= 0])
 
 
 @dataclass(slots=True)
@@ -824,13 +768,6 @@ class _Finished:
     def batch(self) -> Trajectories:
         """Both together."""
         return Trajectories(self.source.n, whole(self.source) | self.columns)
-
-    def in_form_of(self, td: TensorDictBase) -> TensorDictBase:
-        """Return steps and new columns together, in the form of a TensorDict."""
-        rows = self.source.get(ROWS)
-        if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
-            return stack_with(rows.items, self.columns)
-        return in_form_of(td, self.batch)
 
 
 def _ratio(over: float, under: float) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from rlhf_pipeline.data.keys import (
     RETURN,
     REWARD,
     TASK_REWARD,
-    TRAJECTORY_ID,
     WAITING,
     Key,
     column_name,
@@ -29,7 +29,7 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.transforms.groups import Closed, Graded, Grader, GroupQueue, Ints, Member, Waiting, with_penalty
+from rlhf_pipeline.transforms.groups import Closed, Graded, Grader, GroupQueue, Ints, Member, with_penalty
 from trajectory_store import TrajectoryStore
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
@@ -60,16 +60,18 @@ class WaitingRows:
 
     Args:
         store: open for appending, with the column `waiting`.
-        look: refreshes the store and returns the ids of the waiting rows, int64, in order.
+        known: returns the ids of the rows known to be waiting, int64, in order.
+        refresh: shows the rows of other processes.
 
     Attributes:
         eps: machine epsilon of the dtype that log-probs were computed in.
         one_each: whether the store keeps one advantage per trajectory, and one is computed.
     """
 
-    def __init__(self, store: TrajectoryStore, look: Callable[[], Ints]) -> None:
+    def __init__(self, store: TrajectoryStore, known: Callable[[], Ints], refresh: Callable[[], object]) -> None:
         self.store = store
-        self.look = look
+        self.known = known
+        self.refresh = refresh
         self.eps = torch.finfo(torch.float32).eps
         self.one_each = False
 
@@ -91,23 +93,43 @@ class WaitingRows:
         finally:
             os.close(descriptor)
 
-    def fill(self, queue: GroupQueue, rows: Ints) -> None:
-        """Add waiting rows to a new queue as members of their groups, identified by number."""
-        read: Any = self.columns(["assistant_mask", *_SCORED, "return", "waiting", "created_at", "trajectory_id"], rows)
+    def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
+        """Add the waiting rows of all processes to an empty queue, identified by their group's number.
+
+        Args:
+            queue: gains the members of groups, and their failures.
+            among: read these groups, and those that may be complete; None reads all.
+        """
+        self.refresh()
+        rows, rules = self.known(), queue.rules
+        groups, failed = (self._scalars(name, rows, 0) for name in ("waiting", "failed_members"))
+        if among is not None and rules.batch_groups is None and len(rows):
+            _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
+            wanted = np.array([*among, *queue.failed, *groups[failed > 0]], np.int64)
+            near = (count >= rules.least)[code] | np.isin(groups, wanted)
+            rows, groups, failed = rows[near], groups[near], failed[near]
+        names, since = self._scalars("trajectory_id", rows, -1), self._scalars("created_at", rows, math.nan)
+        returns = self._scalars("return", rows, 0.0)
+        read = (values.tolist() for values in (rows, groups, failed, names, since, returns))
+        for row, group, lost, name, at, value in zip(*read, strict=True):
+            queue.add(Member(group, name, at, (value, 0.0, value, 0.0), row=row, failed=lost))
+            if lost:
+                queue.failed[group] = queue.failed.get(group, 0) + lost
+
+    def _scalars(self, name: str, rows: Ints, missing: float) -> Any:
+        known = name in self.store.schema
+        return self.store.read_scalars(name, rows) if known else np.full(len(rows), missing)
+
+    def score(self, members: Sequence[Member]) -> None:
+        """Complete the scores of members that `read` gave."""
+        if not members:
+            return
+        rows = np.array([member.row for member in members], np.int64)
+        read: Any = self.columns(["assistant_mask", *_SCORED, "return"], rows)
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
-        scores = with_penalty(read, returns, tokens, self.eps).each()
-        names = read[TRAJECTORY_ID].values.tolist() if TRAJECTORY_ID in read else [-1] * len(rows)
-        failed = [0] * len(rows)
-        if "failed_members" in self.store.schema:
-            failed = self.store.read_scalars("failed_members", rows).tolist()
-        groups, since = read[WAITING].values.tolist(), read[CREATED_AT].values.tolist()
-        for row, group, at, name, score, lost in zip(rows.tolist(), groups, since, names, scores, failed, strict=True):
-            waiting = queue.open(group, at)
-            waiting.members.append(Member(group, name, score, row=row))
-            waiting.failed += lost
-        queue.waiting = dict(sorted(queue.waiting.items(), key=lambda item: item[1].since))
-        queue.recovered = len(rows) > 0
+        for member, scores in zip(members, with_penalty(read, returns, tokens, self.eps).each(), strict=True):
+            member.scores = scores
 
     def check_new(self, members: Sequence[Member]) -> None:
         """Look for members that begin groups among the newest rows of the store.
@@ -150,22 +172,20 @@ class WaitingRows:
         return out
 
     def waiting_columns(
-        self, batch: Trajectories, bounds: Sequence[int], waits: Sequence[Member], queue: GroupQueue, now: float
+        self, batch: Trajectories, bounds: Sequence[int], waits: Sequence[Member], queue: GroupQueue
     ) -> dict[Key, Flat]:
         """Return the columns by which the last trajectories of a batch wait: the group's number, failures and time."""
-        num = len(bounds) - 1
-        first, failed = num - len(waits), torch.zeros(num, dtype=torch.int32)
-        groups: Any = torch.tensor([-1] * first + [member.group for member in waits])
-        for i, member in enumerate(waits, start=first):
-            group = queue.waiting.get(member.group)
-            if group is not None and group.members[0] is member:
-                failed[i] = group.failed
-        steps = torch.tensor(bounds).diff()
-        columns = {WAITING: Flat(spread(groups, steps))}
-        if bool(failed.any()):
+        for member in waits:
+            if queue.waiting.get(member.group, [])[:1] == [member]:
+                member.failed = queue.failed.get(member.group, 0)
+        num, steps = len(bounds) - 1 - len(waits), torch.tensor(bounds).diff()
+        groups: Any = [member.group for member in waits]
+        columns = {WAITING: Flat(spread(torch.tensor([-1] * num + groups), steps))}
+        if any(member.failed for member in waits):
+            failed = torch.tensor([0] * num + [member.failed for member in waits], dtype=torch.int32)
             columns[FAILED_MEMBERS] = Flat(spread(failed, steps))
         if CREATED_AT not in batch:
-            columns[CREATED_AT] = Flat(torch.full((batch.n,), now, dtype=torch.float64))
+            columns[CREATED_AT] = Flat(torch.full((batch.n,), waits[0].since, dtype=torch.float64))
         return columns
 
     def completed(self, groups: Sequence[Closed], grader: Grader) -> list[Later]:
@@ -191,14 +211,14 @@ class WaitingRows:
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
         return [*out, Later(rows, columns, complete=True)]
 
-    def failures(self, groups: Sequence[Waiting]) -> list[Later]:
-        """Return the updates that record the failed members of groups, each in its first row."""
-        name = self.column_of(FAILED_MEMBERS)
-        found = [(group.members[0].row, group.failed) for group in groups if name is not None and group.members]
-        return [
-            Later(np.array([row]), {"failed_members": np.array([failed], np.int32)}, complete=False)
-            for row, failed in found
-        ]
+    def failures(self, queue: GroupQueue) -> list[Later]:
+        """Return the updates that record the failed members of waiting groups, each in its first row."""
+        if self.column_of(FAILED_MEMBERS) is None:
+            return []
+        first = [(members[0], queue.failed.get(group, 0)) for group, members in queue.waiting.items()]
+        new = [(member.row, failed) for member, failed in first if failed != member.failed]
+        rows, counts = np.array(new, np.int64).reshape(-1, 2).T
+        return [Later(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
 
     def _stored_advantage(self, name: str, rows: Ints, graded: Graded, grader: Grader) -> Any:
         """Return the advantages in the form of their column."""
