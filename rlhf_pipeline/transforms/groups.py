@@ -90,8 +90,8 @@ class Closed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CloseRules:
-    """The rules by which a group closes.
+class GroupRules:
+    """When a group closes, and what becomes of it; see `MCAdvantage`.
 
     Attributes:
         size: trajectories of a complete group, arrived or failed.
@@ -99,20 +99,30 @@ class CloseRules:
         timeout_s: seconds until a group is overdue; None for never.
         batch_groups: groups that close together; None if each closes alone.
         bounds: leave out groups whose mean return is not strictly inside; None for none.
+        estimator: of advantages.
+        zero_variance: the treatment of groups without spread.
+        trajectory_return: how rewards become returns; None whitens them step by step instead.
+        advantage_key: the key of the advantages.
+        verbose: log a line for every batch of groups.
     """
 
     size: int
     least: int
-    timeout_s: float | None = None
-    batch_groups: int | None = None
-    bounds: tuple[float, float] | None = None
+    timeout_s: float | None
+    batch_groups: int | None
+    bounds: tuple[float, float] | None
+    estimator: str | EstimatorFunction
+    zero_variance: str
+    trajectory_return: str | None
+    advantage_key: Key
+    verbose: bool
 
 
 class GroupQueue:
     """Groups that wait for members, in the order in which the first of each arrived.
 
     Args:
-        rules: when groups close.
+        rules: when groups close, and how they are graded.
         stats: counters, continued from their current values.
 
     Attributes:
@@ -122,7 +132,7 @@ class GroupQueue:
         unique: whether group identities are unique, so that a straggler can be told from a new group.
     """
 
-    def __init__(self, rules: CloseRules, stats: dict[str, float]) -> None:
+    def __init__(self, rules: GroupRules, stats: dict[str, float]) -> None:
         self.rules = rules
         self.stats = stats
         self.waiting: dict[Hashable, list[Member]] = {}
@@ -214,6 +224,34 @@ class GroupQueue:
         else:
             self.stats["dropped_groups"] += 1
         return [Closed(members, missing > 0, learned)] if members else []
+
+    def grade(self, groups: Sequence[Closed]) -> tuple[list[Member], Graded]:
+        """Return the trajectories of groups to learn from, group after group, and their advantages."""
+        stats, rules, groups = self.stats, self.rules, [group for group in groups if group.learned]
+        members = [member for group in groups for member in group.members]
+        scores, sizes = Scores.of(members), [len(group.members) for group in groups]
+        codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
+        if not members:
+            return [], Graded(scores.returns, torch.zeros(0, dtype=torch.bool), codes, scores.returns.float())
+        early = torch.tensor([group.early for group in groups])[codes]
+        for kind, lengths in (("full", scores.lengths[~early]), ("early_closed", scores.lengths[early])):
+            stats[f"{kind}_tokens"] += float(lengths.sum())
+            stats[f"{kind}_trajectories"] += lengths.numel()
+        if rules.batch_groups is not None:
+            batches = torch.tensor([batch_of(member.group, rules.batch_groups) for member in members])
+        graded = graded_groups(scores, codes, rules.estimator, batches)
+        flat = int(codes[graded.degenerate].unique().numel())
+        dropped = flat if rules.zero_variance == "drop" else 0
+        if rules.verbose:
+            message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
+            _log.info(message, len(sizes), min(sizes), max(sizes), scores.returns.nanmean().item(), flat)
+        stats["degenerate_groups"] += flat
+        stats["written_groups"] += len(sizes) - dropped
+        stats["dropped_groups"] += dropped
+        if not dropped:
+            return members, graded
+        kept = torch.nonzero(~graded.degenerate).reshape(-1)
+        return [members[i] for i in kept.tolist()], graded.take(kept)
 
     def _is_due(self, group: Hashable, now: float) -> bool:
         rules, members, failed = self.rules, self.waiting.get(group), self.failed.get(group, 0)
@@ -420,116 +458,63 @@ def graded_groups(scores: Scores, codes: Tensor, estimator: str | EstimatorFunct
     return Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
 
 
-@dataclass(kw_only=True, slots=True)
-class Grader:
-    """Computes the advantages of closed groups.
+def new_columns(
+    batch: Trajectories, reward: Flat, bounds: Sequence[int], graded: Graded, rules: GroupRules, *, one_each: bool
+) -> dict[Key, Flat]:
+    """Return the new columns of trajectories, one row per step.
 
-    Attributes:
-        estimator: one of `functional.advantage.ESTIMATORS`, or a function.
-        zero_variance: the treatment of groups without spread: `keep`, `mark` or `drop`.
-        trajectory_return: how rewards become returns; None whitens them step by step instead.
-        advantage_key: the key of the advantages.
-        batch_groups: see `CloseRules`.
-        stats: counters, continued from their current values.
-        verbose: log a line for every batch of groups.
+    Args:
+        batch: their steps.
+        reward: of the batch; the advantage has its shape.
+        bounds: the first step of each trajectory, then the number of steps.
+        graded: the advantages.
+        rules: the estimator's options.
+        one_each: return one advantage per trajectory, whatever the reward's shape.
     """
+    if len(bounds) != bounds[-1] + 1:
+        graded = graded.take(spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff()))
+    mask, degenerate = batch.get(ASSISTANT_MASK), graded.degenerate
+    if one_each:
+        advantage = Flat(graded.advantages.to(torch.float32))
+    else:
+        values = shaped(graded, reward, mask if isinstance(mask, Flat) else None, rules)
+        if bool((late := graded.advantages.isnan()).any()):
+            values[late if reward.lengths is None else spread(late, reward.lengths)] = torch.nan
+        advantage = Flat(values, reward.lengths, reward.shapes)
+    columns = {rules.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
+    if rules.zero_variance == "mark" and bool(degenerate.any()):
+        old = batch.get(PRIORITY)
+        base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
+        columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
+    return columns
 
-    estimator: str | EstimatorFunction
-    zero_variance: str
-    trajectory_return: str | None
-    advantage_key: Key
-    batch_groups: int | None
-    stats: dict[str, float]
-    verbose: bool
 
-    def grade(self, groups: Sequence[Closed]) -> tuple[list[Member], Graded]:
-        """Return the trajectories of groups to learn from, group after group, and their advantages."""
-        stats, groups = self.stats, [group for group in groups if group.learned]
-        members = [member for group in groups for member in group.members]
-        scores, sizes = Scores.of(members), [len(group.members) for group in groups]
-        codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
-        if not members:
-            return [], Graded(scores.returns, torch.zeros(0, dtype=torch.bool), codes, scores.returns.float())
-        early = torch.tensor([group.early for group in groups])[codes]
-        for kind, lengths in (("full", scores.lengths[~early]), ("early_closed", scores.lengths[early])):
-            stats[f"{kind}_tokens"] += float(lengths.sum())
-            stats[f"{kind}_trajectories"] += lengths.numel()
-        if self.batch_groups is not None:
-            batches = torch.tensor([batch_of(member.group, self.batch_groups) for member in members])
-        graded = graded_groups(scores, codes, self.estimator, batches)
-        flat = int(codes[graded.degenerate].unique().numel())
-        dropped = flat if self.zero_variance == "drop" else 0
-        if self.verbose:
-            message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
-            _log.info(message, len(sizes), min(sizes), max(sizes), scores.returns.nanmean().item(), flat)
-        stats["degenerate_groups"] += flat
-        stats["written_groups"] += len(sizes) - dropped
-        stats["dropped_groups"] += dropped
-        if not dropped:
-            return members, graded
-        kept = torch.nonzero(~graded.degenerate).reshape(-1)
-        return [members[i] for i in kept.tolist()], graded.take(kept)
+def shaped(graded: Graded, reward: Flat, mask: Flat | None, rules: GroupRules) -> Tensor:
+    """Return the advantages of steps in the shape of their rewards, float32, 0 outside the assistant's tokens.
 
-    def columns(
-        self, batch: Trajectories, reward: Flat, bounds: Sequence[int], graded: Graded, *, one_each: bool = False
-    ) -> dict[Key, Flat]:
-        """Return the new columns of trajectories, one row per step.
-
-        Args:
-            batch: their steps.
-            reward: of the batch; the advantage has its shape.
-            bounds: the first step of each trajectory, then the number of steps.
-            graded: the advantages.
-            one_each: return one advantage per trajectory, whatever the reward's shape.
-        """
-        if len(bounds) != bounds[-1] + 1:
-            graded = graded.take(spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff()))
-        mask, degenerate = batch.get(ASSISTANT_MASK), graded.degenerate
-        if one_each:
-            advantage = Flat(graded.advantages.to(torch.float32))
-        else:
-            values = self.values(reward, mask if isinstance(mask, Flat) else None, graded.advantages, graded.codes)
-            if bool((late := graded.advantages.isnan()).any()):
-                values[late if reward.lengths is None else spread(late, reward.lengths)] = torch.nan
-            advantage = Flat(values, reward.lengths, reward.shapes)
-        columns = {self.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
-        if self.zero_variance == "mark" and bool(degenerate.any()):
-            old = batch.get(PRIORITY)
-            base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
-            columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
-        return columns
-
-    def values(self, reward: Flat, mask: Flat | None, advantages: Tensor, codes: Tensor) -> Tensor:
-        """Return the advantages in the shape of the rewards, float32, 0 outside the assistant's tokens.
-
-        A trajectory without assistant tokens has its advantage at the last token, as its reward.
-
-        Args:
-            reward: of `n` steps.
-            mask: the assistant's tokens; used if it has the rewards' lengths.
-            advantages: `[n]`, of each step's trajectory.
-            codes: int64 `[n]`, the group of each step's trajectory.
-        """
-        shape, lengths = reward.values.shape, reward.lengths
-        if self.trajectory_return is None:
-            flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
-            each = torch.ones(len(codes), dtype=torch.int64) if lengths is None else lengths
-            each = each * (flat.numel() // max(shape[0], 1))
-            values = whitened_step_rewards(flat, codes, each).advantages.to(torch.float32).reshape(shape)
-        else:
-            values = advantages.to(torch.float32)
-            values = values if lengths is None else spread(values, lengths)
-            if len(shape) > 1:
-                values = values.reshape(-1, *(1 for _ in shape[1:])).expand(shape).contiguous()
-        if mask is None or mask.lengths is None or lengths is None:
-            return values
-        if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
-            return values
-        keep = mask.values.to(torch.bool, copy=True)
-        keep[last_position(keep, lengths)] = True
-        keep = keep.reshape(-1, *(1 for _ in shape[1:]))
-        np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # a third of the time of `mul_`
+    A trajectory without assistant tokens has its advantage at the last token, as its reward. The mask is used if it has
+    the rewards' lengths.
+    """
+    shape, lengths = reward.values.shape, reward.lengths
+    if rules.trajectory_return is None:
+        flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
+        each = torch.ones(len(graded.codes), dtype=torch.int64) if lengths is None else lengths
+        each = each * (flat.numel() // max(shape[0], 1))
+        values = whitened_step_rewards(flat, graded.codes, each).advantages.to(torch.float32).reshape(shape)
+    else:
+        values = graded.advantages.to(torch.float32)
+        values = values if lengths is None else spread(values, lengths)
+        if len(shape) > 1:
+            values = values.reshape(-1, *(1 for _ in shape[1:])).expand(shape).contiguous()
+    if mask is None or mask.lengths is None or lengths is None:
         return values
+    if mask.lengths is not lengths and not torch.equal(mask.lengths, lengths):
+        return values
+    keep = mask.values.to(torch.bool, copy=True)
+    keep[last_position(keep, lengths)] = True
+    keep = keep.reshape(-1, *(1 for _ in shape[1:]))
+    np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # a third of the time of `mul_`
+    return values
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:
@@ -544,33 +529,20 @@ def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: b
     Raises:
         DataError: if an identity is neither a string, nor a number, nor a tensor.
     """
-    out: list[Hashable] = []
     if isinstance(column, Text):
         items: list[Any] = column.plain()
-        for i in first:
-            item = tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i]
-            if not isinstance(item, (str, int, tuple)):
-                raise DataError(
-                    f"the group identity under {key!r} is a {type(item).__name__}; it must be a string, a number "
-                    "or a tensor"
-                )
-            out.append(item)
-    elif column.lengths is None:
-        values = column.values[torch.tensor(first)] if len(first) != column.values.shape[0] else column.values
-        if values.numel() == values.shape[0]:
-            out = values.reshape(-1).tolist()
-            if (
-                values.dtype == torch.int64
-                and values.numel()
-                and 0 <= int(values.min()) <= int(values.max()) < _NUMBERS
-            ):
-                return out
-        else:
-            out = [tuple(row) for row in values.reshape(values.shape[0], -1).tolist()]
+        found: list[Hashable] = [tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i] for i in first]
+        odd = [type(item).__name__ for item in found if not isinstance(item, (str, int, tuple))]
+        if odd:
+            raise DataError(
+                f"the group identity under {key!r} is a {odd[0]}; it must be a string, a number or a tensor"
+            )
     else:
-        rows = column.values.split(column.lengths.tolist())
-        out = [tuple(rows[i].reshape(-1).tolist()) if rows[i].numel() != 1 else rows[i].item() for i in first]
-    return [number_of_group(group) for group in out] if numbers else out
+        values, lengths = column.values, column.lengths
+        parts: Any = values.reshape(values.shape[0], -1) if lengths is None else values.split(lengths.tolist())
+        rows = [part.reshape(-1).tolist() for part in parts] if lengths is not None else parts.tolist()
+        found = [tuple(rows[i]) if len(rows[i]) != 1 else rows[i][0] for i in first]
+    return [number_of_group(group) for group in found] if numbers else found
 
 
 def hashable(group: Any) -> Hashable:

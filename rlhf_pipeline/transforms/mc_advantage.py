@@ -56,10 +56,9 @@ from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, Mi
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator
 from rlhf_pipeline.transforms.groups import (
     Closed,
-    CloseRules,
     Graded,
-    Grader,
     GroupQueue,
+    GroupRules,
     Member,
     Scores,
     gather,
@@ -67,6 +66,7 @@ from rlhf_pipeline.transforms.groups import (
     group_ids,
     hashable,
     hold,
+    new_columns,
     number_of_group,
     scores_of,
 )
@@ -102,6 +102,7 @@ _STATS = (
 )
 """The counters, under TorchRL's names where those exist."""
 
+_RETURNS, _POLICIES = ("sum", "mean", "max", None), ("keep", "drop", "mark")
 _QUEUED = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -224,74 +225,47 @@ class MCAdvantage(Transform):
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
         self._check_arguments(close_policy_rule(min_group_size, group_timeout_s))
-        self._rules = CloseRules(
+        self._rules = GroupRules(
             size=self.grpo_size,
             least=self.min_group_size,
             timeout_s=self.group_timeout_s,
             batch_groups=batch_groups,
             bounds=keep_return_bounds,
+            estimator=estimator,
+            zero_variance=zero_variance,
+            trajectory_return=trajectory_return,
+            advantage_key=advantage_key,
+            verbose=verbose,
         )
         self._stats: dict[str, float] = {}
         self.reset_stats()
         self.rows: WaitingRows | None = None
         """The waiting rows of a store, or None if trajectories wait in memory."""
         self._queue, self._lock = GroupQueue(self._rules, self._stats), threading.RLock()
-        self._grader = Grader(
-            estimator=estimator,
-            zero_variance=zero_variance,
-            trajectory_return=trajectory_return,
-            advantage_key=advantage_key,
-            batch_groups=batch_groups,
-            stats=self._stats,
-            verbose=verbose,
-        )
         self._store_call: _Call | None = None
         """The current call of the buffer, if groups wait in its store."""
 
     def _check_arguments(self, close_policy: tuple[bool, str]) -> None:
-        """Refuse arguments out of range or in conflict.
-
-        Args:
-            close_policy: the rule about the close-policy arguments as they were given, before the defaults.
-        """
-        size, bounds = self.grpo_size, self.keep_return_bounds
+        """Refuse arguments out of range or in conflict, and what is wrong with the close policy as it was given."""
+        size, least, timeout, batch = self.grpo_size, self.min_group_size, self.group_timeout_s, self.batch_groups
+        how, policy, bounds = self.trajectory_return, self.zero_variance, self.keep_return_bounds
+        pair = bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1])
         rules = [
             (size >= 1, f"grpo_size is {size}; it must be at least 1."),
+            (how in _RETURNS, f"trajectory_return is {how!r}; it must be 'sum', 'mean', 'max' or None."),
+            (policy in _POLICIES, f"zero_variance is {policy!r}; it must be 'keep', 'drop' or 'mark'."),
+            (how or bounds is None, "keep_return_bounds chooses by return: set trajectory_return."),
+            (pair, f"keep_return_bounds is {bounds}; it must be an increasing pair."),
             (
-                self.trajectory_return in (None, "sum", "mean", "max"),
-                f"trajectory_return is {self.trajectory_return!r}; it must be 'sum', 'mean', 'max' or None.",
+                (batch is not None) == (self.estimator in BATCH_ESTIMATORS),
+                f"estimator is {self.estimator!r} and batch_groups {batch}: {', '.join(BATCH_ESTIMATORS)} divide by the "
+                "spread of a batch, so they need batch_groups, how many groups a batch has, for example those of a "
+                "rollout; the others take none.",
             ),
-            (
-                self.zero_variance in ("keep", "drop", "mark"),
-                f"zero_variance is {self.zero_variance!r}; it must be 'keep', 'drop' or 'mark'.",
-            ),
-            (
-                self.trajectory_return is not None or bounds is None,
-                "keep_return_bounds chooses by return: set trajectory_return.",
-            ),
-            (
-                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
-                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
-            ),
-            (
-                (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
-                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
-                f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how "
-                "many groups a batch has, for example those of a rollout; the others take none.",
-            ),
-            (
-                self.batch_groups is None or self.batch_groups >= 1,
-                f"batch_groups is {self.batch_groups}; it must be at least 1.",
-            ),
+            (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
             close_policy,
-            (
-                1 <= self.min_group_size <= size,
-                f"min_group_size is {self.min_group_size}; it must lie between 1 and grpo_size ({size}).",
-            ),
-            (
-                self.group_timeout_s is None or self.group_timeout_s >= 0,
-                f"group_timeout_s is {self.group_timeout_s}; it must not be negative.",
-            ),
+            (1 <= least <= size, f"min_group_size is {least}; it must lie between 1 and grpo_size ({size})."),
+            (timeout is None or timeout >= 0, f"group_timeout_s is {timeout}; it must not be negative."),
         ]
         for is_met, message in rules:
             if not is_met:
@@ -499,7 +473,7 @@ class MCAdvantage(Transform):
 
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
         """Return the trajectories of closed groups with their advantages, then those that wait in the store."""
-        (members, graded), call = self._grader.grade(closed), self._store_call
+        (members, graded), call = self._queue.grade(closed), self._store_call
         waits = [] if call is None else call.waits
         if call is not None:
             call.num_rows = len(members) + len(waits)
@@ -514,7 +488,7 @@ class MCAdvantage(Transform):
     def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
         reward: Any = batch[self._reward_key(batch)]
         one_each = self.rows is not None and self.rows.one_each
-        return self._grader.columns(batch, reward, bounds, graded, one_each=one_each)
+        return new_columns(batch, reward, bounds, graded, self._rules, one_each=one_each)
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
@@ -586,7 +560,7 @@ class MCAdvantage(Transform):
             )
         for member, row in zip(call.waits, rows[len(rows) - len(call.waits) :].tolist(), strict=True):
             member.row, member.batch = row, None
-        return call.rows.completed(call.closed, self._grader) + call.rows.failures(self._queue)
+        return call.rows.completed(call.closed, self._queue) + call.rows.failures(self._queue)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
@@ -676,25 +650,23 @@ class MCAdvantage(Transform):
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
         """Return the waiting trajectories of each incomplete group; in a store, by the group's number."""
-        return {group: [self._trajectory(m) for m in members] for group, members in self._waiting().items()}
+        groups = self._waiting().items()
+        return {group: [stack_of(self._steps(member)) for member in members] for group, members in groups}
 
-    def _trajectory(self, member: Member) -> TensorDictBase:
-        """Return a waiting trajectory as a TensorDict `[steps]`."""
+    def _steps(self, member: Member, key: Key | None = None) -> Trajectories:
+        """Return the steps of a waiting trajectory; with only this key if a store holds them."""
         if self.rows is None:
-            return stack_of(whole(gather([member])[0]))
-        return stack_of(self.rows.columns(self.rows.store.schema.names, np.array([member.row])))
+            return whole(gather([member])[0])
+        name, names = None if key is None else self.rows.column_of(key), self.rows.store.schema.names
+        return self.rows.columns(names if key is None else [name] if name else [], np.array([member.row]))
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
         with self._lock:
             members = [member for group in self._waiting().values() for member in group]
-            if self.rows is None:
-                found = [whole(gather([member])[0]) for member in members]
-                found = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in found]
-            else:
-                name, ids = self.rows.column_of(key), np.array([member.row for member in members], np.int64)
-                found = [self.rows.columns([] if name is None else [name], ids).get(key)]
-        values = [column.values.tolist() if isinstance(column, Flat) else column.plain() for column in found if column]
+            found = [self._steps(member, key) for member in members]
+        ends = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in found]
+        values = [column.values.tolist() if isinstance(column, Flat) else column.plain() for column in ends if column]
         return [value for each in values for value in each]
 
     @property

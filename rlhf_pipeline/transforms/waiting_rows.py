@@ -29,7 +29,7 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.transforms.groups import Closed, Graded, Grader, GroupQueue, Ints, Member, with_penalty
+from rlhf_pipeline.transforms.groups import Closed, Graded, GroupQueue, GroupRules, Ints, Member, shaped, with_penalty
 from trajectory_store import TrajectoryStore
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
@@ -188,9 +188,9 @@ class WaitingRows:
             columns[CREATED_AT] = Flat(torch.full((batch.n,), waits[0].since, dtype=torch.float64))
         return columns
 
-    def completed(self, groups: Sequence[Closed], grader: Grader) -> list[Later]:
+    def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[Later]:
         """Return the updates that complete closed groups whose members are in the store."""
-        members, graded = grader.grade(groups)
+        (members, graded), rules = queue.grade(groups), queue.rules
         rows, kept = np.array([member.row for member in members], np.int64), {id(member) for member in members}
         left = [
             member.row for group in groups for member in group.members if member.row >= 0 and id(member) not in kept
@@ -201,13 +201,13 @@ class WaitingRows:
         if not len(rows):
             return out
         degenerate = graded.degenerate.numpy()
-        if grader.zero_variance == "mark" and degenerate.any() and "priority" in self.store.schema:
+        if rules.zero_variance == "mark" and degenerate.any() and "priority" in self.store.schema:
             flat = rows[degenerate]
             out.append(Later(flat, {"priority": np.zeros(len(flat), np.float32)}, complete=False))
         columns: dict[str, Any] = {"return": graded.returns.double().numpy(), "degenerate": degenerate}
-        name = self.column_of(grader.advantage_key)
+        name = self.column_of(rules.advantage_key)
         if name is not None:
-            columns[name] = self._stored_advantage(name, rows, graded, grader)
+            columns[name] = self._stored_advantage(name, rows, graded, rules)
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
         return [*out, Later(rows, columns, complete=True)]
 
@@ -220,15 +220,15 @@ class WaitingRows:
         rows, counts = np.array(new, np.int64).reshape(-1, 2).T
         return [Later(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
 
-    def _stored_advantage(self, name: str, rows: Ints, graded: Graded, grader: Grader) -> Any:
+    def _stored_advantage(self, name: str, rows: Ints, graded: Graded, rules: GroupRules) -> Any:
         """Return the advantages in the form of their column."""
         if self.one_each:
             return graded.advantages.to(torch.float32).numpy()
         read: Any = self.columns(["assistant_mask", "task_reward", "reward"], rows)
         mask = reward = read[ASSISTANT_MASK]
-        if grader.trajectory_return is None:
+        if rules.trajectory_return is None:
             reward = read.get(REWARD, read[TASK_REWARD])
-        values = grader.values(reward, mask, graded.advantages, graded.codes)
+        values = shaped(graded, reward, mask, rules)
         if not self.store.schema[name].ragged:
             return (values if reward.lengths is None else one_advantage(values, mask.values, mask.lengths)).numpy()
         if reward.lengths is None:
