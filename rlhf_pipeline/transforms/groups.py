@@ -37,6 +37,7 @@ from rlhf_pipeline.functional.advantage import (
     penalty_rounding,
     whitened_step_rewards,
 )
+from trajectory_store import BufferPool
 
 Ints = npt.NDArray[np.int64]
 
@@ -151,8 +152,8 @@ class GroupQueue:
             return False
         return set(counts.values()) <= {self.rules.size} and not counts.keys() & {*self.failed, *self.late}
 
-    def arrive(self, arrived: Sequence[Member], now: float) -> list[Closed]:
-        """Add trajectories and return the groups that close, overdue groups last.
+    def arrive(self, arrived: Sequence[Member]) -> list[Closed]:
+        """Add trajectories and return the groups that they complete.
 
         Raises:
             DataError: a member arrives twice, or is waiting already: it would take the place of a missing member.
@@ -169,12 +170,13 @@ class GroupQueue:
             seen.add((group, name))
         closed: list[Closed] = []
         for member in arrived:
-            if self._is_late(member.group):
+            if self.late and self._is_late(member.group):
                 self.stats["late_trajectories"] += 1
                 continue
             self.add(member)
-            closed += self.complete([member.group])
-        return closed + self.complete(list(self.waiting), now)
+            if self._is_due(member.group, -math.inf):
+                closed += self.complete([member.group])
+        return closed
 
     def fail(self, group: Hashable, count: int) -> list[Closed]:
         """Record that `count` members of a group will never arrive, and return the groups that close."""
@@ -233,14 +235,14 @@ class GroupQueue:
         codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
         if not members:
             return [], Graded(scores.returns, torch.zeros(0, dtype=torch.bool), codes, scores.returns.float())
-        early = torch.tensor([group.early for group in groups])[codes]
-        for kind, lengths in (("full", scores.lengths[~early]), ("early_closed", scores.lengths[early])):
-            stats[f"{kind}_tokens"] += float(lengths.sum())
-            stats[f"{kind}_trajectories"] += lengths.numel()
+        for group in groups:
+            kind = "early_closed" if group.early else "full"
+            stats[f"{kind}_tokens"] += sum(member.scores[1] for member in group.members)
+            stats[f"{kind}_trajectories"] += len(group.members)
         if rules.batch_groups is not None:
             batches = torch.tensor([batch_of(member.group, rules.batch_groups) for member in members])
         graded = graded_groups(scores, codes, rules.estimator, batches)
-        flat = int(codes[graded.degenerate].unique().numel())
+        flat = len(set(codes[graded.degenerate].tolist()))
         dropped = flat if rules.zero_variance == "drop" else 0
         if rules.verbose:
             message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
@@ -291,8 +293,11 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
     return group // batch_groups
 
 
-def gather(members: Iterable[Member]) -> tuple[Trajectories, list[int]]:
-    """Return the steps of members that are in memory, in the given order, and the bounds of each member's steps."""
+def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[Trajectories, list[int]]:
+    """Return the steps of members that are in memory, in the given order, and the bounds of each member's steps.
+
+    Steps of several batches are copied to memory of the pool, if there is one.
+    """
     parts, starts, num = list[Trajectories](), dict[int, int](), 0
     steps, bounds = list[int](), [0]
     for member in members:
@@ -304,7 +309,7 @@ def gather(members: Iterable[Member]) -> tuple[Trajectories, list[int]]:
         steps += range(starts[id(batch)] + member.first, starts[id(batch)] + member.end)
         bounds.append(len(steps))
     if len(parts) != 1:
-        return concat(parts, steps), bounds
+        return concat(parts, steps, pool), bounds
     everything = len(steps) == num and steps == list(range(num))
     return parts[0] if everything else parts[0].select(torch.tensor(steps)), bounds
 

@@ -71,6 +71,7 @@ from rlhf_pipeline.transforms.groups import (
     scores_of,
 )
 from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
+from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
@@ -241,7 +242,8 @@ class MCAdvantage(Transform):
         self.reset_stats()
         self.rows: WaitingRows | None = None
         """The waiting rows of a store, or None if trajectories wait in memory."""
-        self._queue, self._lock = GroupQueue(self._rules, self._stats), threading.RLock()
+        self._queue = GroupQueue(self._rules, self._stats)
+        self._lock, self._pool = threading.RLock(), BufferPool()
         self._store_call: _Call | None = None
         """The current call of the buffer, if groups wait in its store."""
 
@@ -258,9 +260,9 @@ class MCAdvantage(Transform):
             (pair, f"keep_return_bounds is {bounds}; it must be an increasing pair."),
             (
                 (batch is not None) == (self.estimator in BATCH_ESTIMATORS),
-                f"estimator is {self.estimator!r} and batch_groups {batch}: {', '.join(BATCH_ESTIMATORS)} divide by the "
-                "spread of a batch, so they need batch_groups, how many groups a batch has, for example those of a "
-                "rollout; the others take none.",
+                f"estimator is {self.estimator!r} and batch_groups {batch}: {', '.join(BATCH_ESTIMATORS)} divide by "
+                "the spread of a batch, so they need batch_groups, how many groups a batch has, for example those of "
+                "a rollout; the others take none.",
             ),
             (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
             close_policy,
@@ -315,7 +317,9 @@ class MCAdvantage(Transform):
                     del batch[key]
             if call is not None and (len(call.rows.known()) or not queue.are_whole(arrived)):
                 call.read(queue, {member.group for member in arrived})
-            closed = queue.arrive(arrived, now)
+            closed = queue.arrive(arrived)
+            if call is not None or self.group_timeout_s is not None:
+                closed += queue.complete(list(queue.waiting), now)  # overdue, or complete since before a crash
             self._count_arrivals(arrived, 0 if batch is None else batch.n)
             if call is None:
                 done = self._finish(closed)
@@ -479,7 +483,7 @@ class MCAdvantage(Transform):
             call.num_rows = len(members) + len(waits)
         if not members and not waits:
             return None
-        batch, bounds = gather([*members, *waits])
+        batch, bounds = gather([*members, *waits], self._pool)
         if call is None or not waits:
             return _Finished(batch, self._new_columns(batch, bounds, graded))
         columns = self._new_columns(batch, bounds, graded.followed_by(Scores.of(waits).returns))
@@ -641,11 +645,12 @@ class MCAdvantage(Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that gets a copy finds the waiting rows in the store.
-        return {name: value for name, value in super().__getstate__().items() if name != "_lock"} | {"rows": None}
+        kept = {name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_pool")}
+        return kept | {"rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = threading.RLock()
+        self._lock, self._pool = threading.RLock(), BufferPool()
 
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
