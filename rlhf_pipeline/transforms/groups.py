@@ -92,7 +92,7 @@ class Closed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRules:
-    """When a group closes, and what becomes of it; see `MCAdvantage`.
+    """When a group closes, and what becomes of it; what is not listed is an argument of `MCAdvantage`.
 
     Attributes:
         size: trajectories of a complete group, arrived or failed.
@@ -100,11 +100,6 @@ class GroupRules:
         timeout_s: seconds until a group is overdue; None for never.
         batch_groups: groups that close together; None if each closes alone.
         bounds: leave out groups whose mean return is not strictly inside; None for none.
-        estimator: of advantages.
-        zero_variance: the treatment of groups without spread.
-        trajectory_return: how rewards become returns; None whitens them step by step instead.
-        advantage_key: the key of the advantages.
-        verbose: log a line for every batch of groups.
     """
 
     size: int
@@ -221,10 +216,8 @@ class GroupQueue:
         # A failed trajectory counts as one that earned nothing.
         mean = sum(member.scores[0] for member in members if math.isfinite(member.scores[0])) / max(len(members), 1)
         learned = rules.bounds is None or rules.bounds[0] < mean < rules.bounds[1]
-        if learned:
-            self.stats["selected_trajectories"] += len(members)
-        else:
-            self.stats["dropped_groups"] += 1
+        self.stats["selected_trajectories"] += len(members) if learned else 0
+        self.stats["dropped_groups"] += not learned
         return [Closed(members, missing > 0, learned)] if members else []
 
     def grade(self, groups: Sequence[Closed]) -> tuple[list[Member], Graded]:
@@ -318,14 +311,14 @@ def hold(members: Sequence[Member]) -> None:
     """Copy the steps of members of one batch into memory of their own, so that they can wait."""
     if not members:
         return
-    (batch, bounds), source = gather(members), members[0].batch
+    batch, bounds = gather(members)
     held = Trajectories(batch.n)
     for key, column in batch.items():
         if isinstance(column, Text):
             given = column.items
             held[key] = Text(copied_rows(given) if given and isinstance(given[0], TensorDictBase) else given)
         else:
-            held[key] = replace(column, values=column.values.clone()) if batch is source else column
+            held[key] = replace(column, values=column.values.clone())
     for member, first, end in zip(members, bounds, bounds[1:], strict=False):
         member.batch, member.first, member.end = held, first, end
 

@@ -81,26 +81,11 @@ _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
 )
 
 _STATS = (
-    "completed_trajectories",
-    "completed_decisions",
-    "trajectory_return_sum",
-    "trajectory_return_max",
-    "successful_trajectories",
-    "failed_trajectories",
-    "completed_groups",
-    "written_groups",
-    "dropped_groups",
-    "rescued_groups",
-    "degenerate_groups",
-    "selected_trajectories",
-    "unselected_trajectories",
-    "full_trajectories",
-    "full_tokens",
-    "early_closed_groups",
-    "early_closed_trajectories",
-    "early_closed_tokens",
-    "late_trajectories",
-)
+    "completed_trajectories", "completed_decisions", "trajectory_return_sum", "trajectory_return_max",
+    "successful_trajectories", "failed_trajectories", "completed_groups", "written_groups", "dropped_groups",
+    "rescued_groups", "degenerate_groups", "selected_trajectories", "unselected_trajectories", "full_trajectories",
+    "full_tokens", "early_closed_groups", "early_closed_trajectories", "early_closed_tokens", "late_trajectories",
+)  # fmt: skip
 """The counters, under TorchRL's names where those exist."""
 
 _RETURNS, _POLICIES = ("sum", "mean", "max", None), ("keep", "drop", "mark")
@@ -223,6 +208,8 @@ class MCAdvantage(Transform):
         self.clock = clock
         self.batch_groups = batch_groups
         self.scored_in = scored_in
+        prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
+        self._identities: list[Key] = [GROUP_ID, *prompts] if group_key is None else [group_key]
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
         self._check_arguments(close_policy_rule(min_group_size, group_timeout_s))
@@ -276,13 +263,10 @@ class MCAdvantage(Transform):
     # -- the write path ----------------------------------------------------------------------------------------
 
     def write(self, batch: Trajectories) -> Trajectories | None:
-        """Return the trajectories of a batch to write to the store.
+        """Return the trajectories of a batch to write to the store, or None.
 
         Without an attached store (`attach`) these are the complete groups; the others wait in memory. With one, they
         are all trajectories: members of incomplete groups have no advantage yet, and `settle` adds it later.
-
-        Returns:
-            The rows, or None if there are none.
         """
         done = self._taken(batch, "write")
         return None if done is None else done.batch
@@ -339,12 +323,11 @@ class MCAdvantage(Transform):
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
-        identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        named = [*identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
+        named = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
         named += [self.done_key, PRIORITY, KL_COEF]
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # for the rounding error of the penalty
-        return list(dict.fromkeys(key for key in named if key is not None))
+        return list(dict.fromkeys(named))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
@@ -355,13 +338,10 @@ class MCAdvantage(Transform):
         Returns:
             The same batch with the advantage set.
         """
-        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if tensordict is None or 0 in tensordict.batch_size:  # pyright: ignore[reportUnnecessaryComparison]
             return tensordict
-        if tensordict.get(self.advantage_key, None) is not None or tensordict.get(ROW_ID, None) is not None:
-            # Done already, or a sample of a store, in which the groups are not whole.
-            return tensordict
-        if 0 in tensordict.batch_size:
-            return tensordict
+        if any(tensordict.get(key, None) is not None for key in (self.advantage_key, ROW_ID)):
+            return tensordict  # done already, or a sample of a store, in which the groups are not whole
         batch = some_steps_of(tensordict, self._needed(tensordict))
         members, seen = self._members(batch, 0.0), dict[Hashable, int]()
         codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
@@ -380,13 +360,11 @@ class MCAdvantage(Transform):
                     f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
                     f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
                 )
-        named = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
-        named = (GROUP_ID, *_PROMPT_KEYS) if named == (GROUP_ID, None) else named
-        key = next((key for key in named if key is not None and key in batch), None)
+        key = next((key for key in self._identities if key in batch), None)
         if key is None:
             raise MissingKeyError(
-                "no trajectory says which group it belongs to: looked for "
-                f"{[key for key in named if key is not None]}. Set group_id, or pass group_key=."
+                f"no trajectory says which group it belongs to: looked for {self._identities}. Set group_id, or pass "
+                "group_key=."
             )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID
@@ -431,8 +409,8 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             queue = self._begin("close_groups")
-            names = [name for name in queue.waiting if group is None or name == self._name(group)]
-            due = [name for name in names if len(queue.waiting[name]) >= min_size]
+            only = None if group is None else self._name(group)
+            due = [g for g, members in queue.waiting.items() if only in (None, g) and len(members) >= min_size]
             return self._out([closed for name in due for closed in queue.close(name)])
 
     def close_overdue(self) -> TensorDictBase | None:
@@ -613,9 +591,8 @@ class MCAdvantage(Transform):
         with self._lock:
             queue, chunks = self._queue, list[dict[str, Any]]()
             for waiting in queue.waiting.values():
-                for _, members in groupby(waiting, lambda member: id(member.batch)):
-                    batch, bounds = gather(some := list(members))
-                    since = [member.since for member in some]
+                for members in (list(found) for _, found in groupby(waiting, lambda member: id(member.batch))):
+                    (batch, bounds), since = gather(members), [member.since for member in members]
                     chunks.append({"bounds": bounds, "columns": columns_state(whole(batch)), "since": since})
             failed, late = ([[group, num] for group, num in of.items()] for of in (queue.failed, queue.late))
             return {"chunks": chunks, "failed": failed, "late": late, "stats": dict(self._stats)}
@@ -725,7 +702,7 @@ class _Call:
 
     def read(self, queue: GroupQueue, among: set[Hashable] | None = None) -> None:
         """Lock the groups until the call ends, and add the store's to the queue."""
-        self.alone.enter_context(self.rows.alone())
+        self.rows.lock(self.alone)
         self.rows.read(queue, among)
 
     def close(self, groups: Sequence[Closed]) -> None:

@@ -6,8 +6,8 @@ import errno
 import fcntl
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,23 +75,18 @@ class WaitingRows:
         self.eps = torch.finfo(torch.float32).eps
         self.one_each = False
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lock out other processes that complete groups; only if the store is a local folder."""
+    def lock(self, until: ExitStack) -> None:
+        """Lock out other processes that complete groups, until the stack is closed; only if the store is a folder."""
         folder = Path(self.store.path)
         if not folder.is_dir():
-            yield
             return
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        until.callback(os.close, descriptor)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:  # without locks, only one process may write
-                    raise
-            yield
-        finally:
-            os.close(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # without locks, only one process may write
+                raise
 
     def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
         """Add the waiting rows of all processes to an empty queue, identified by their group's number.
