@@ -352,7 +352,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         storage, store = self.trajectories, self.store
         writes = isinstance(self.writer, TrajectoryWriter) and store.mode == "a" and WAITING in store.schema
         if writes and (advantage.rows is None or advantage.rows.store is not store):
-            advantage.attach(WaitingRows(store, lambda: _refreshed(storage)))
+            advantage.attach(WaitingRows(store, lambda: storage.waits, storage.refresh))
         return advantage
 
     def update_priority(self, index: Any, priority: Any) -> None:
@@ -575,12 +575,6 @@ def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
     if isinstance(writer, RoundRobinWriter):
         writer._cursor = storage.next_slot  # after the rows in the store
     return writer
-
-
-def _refreshed(storage: TrajectoryStorage) -> Ints:
-    """Refresh the storage and return the waiting rows of all processes."""
-    storage.refresh()
-    return storage.waits
 
 
 def _needs_steps(transform: Transform) -> bool:

@@ -7,15 +7,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
-from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline.config import close_policy_rule
 from rlhf_pipeline.data.keys import (
@@ -52,52 +52,44 @@ from rlhf_pipeline.data.trajectories import (
     td_of,
     whole,
 )
-from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError
+from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator
 from rlhf_pipeline.transforms.groups import (
-    Arrived,
     Closed,
-    CloseRules,
-    Closing,
-    Grader,
+    Graded,
     GroupQueue,
+    GroupRules,
     Member,
-    Waiting,
+    Scores,
     gather,
     graded_groups,
     group_ids,
     hashable,
+    hold,
+    new_columns,
     number_of_group,
     scores_of,
 )
-from rlhf_pipeline.transforms.waiting_rows import Later, StoreCall, WaitingRows
+from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
 from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
+_NO_CANDIDATES: dict[str, str] = dict.fromkeys(
+    ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
+    "a group has all trajectories of its prompt. Set grpo_size to their number; keep_return_bounds leaves groups out.",
+)
 
 _STATS = (
-    "completed_trajectories",
-    "completed_decisions",
-    "trajectory_return_sum",
-    "trajectory_return_max",
-    "successful_trajectories",
-    "failed_trajectories",
-    "completed_groups",
-    "written_groups",
-    "dropped_groups",
-    "rescued_groups",
-    "degenerate_groups",
-    "selected_trajectories",
-    "unselected_trajectories",
-    "full_trajectories",
-    "full_tokens",
-    "early_closed_groups",
-    "early_closed_trajectories",
-    "early_closed_tokens",
-    "late_trajectories",
-)
+    "completed_trajectories", "completed_decisions", "trajectory_return_sum", "trajectory_return_max",
+    "successful_trajectories", "failed_trajectories", "completed_groups", "written_groups", "dropped_groups",
+    "rescued_groups", "degenerate_groups", "selected_trajectories", "unselected_trajectories", "full_trajectories",
+    "full_tokens", "early_closed_groups", "early_closed_trajectories", "early_closed_tokens", "late_trajectories",
+)  # fmt: skip
 """The counters, under TorchRL's names where those exist."""
+
+_RETURNS, _POLICIES = ("sum", "mean", "max", None), ("keep", "drop", "mark")
+_QUEUED = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
 
 _log = logging.getLogger("rlhf_pipeline")
 
@@ -144,9 +136,6 @@ class MCAdvantage(Transform):
         trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
             all rewards of the group instead, as TorchRL does by default.
         keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
-        candidate_group_size: wait for up to this many trajectories and choose `grpo_size` of them.
-        candidate_selection_min_size: start choosing when this many have arrived.
-        candidate_selector: chooses trajectories; TorchRL's `MCAdvantageSelector` by default.
         estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch` or
             `opo`. Both `reinforce_pp` and `grpo_batch` divide by the spread of a whole batch; they need `batch_groups`.
             Or a function of one's own, `functional.advantage.EstimatorFunction`.
@@ -161,6 +150,7 @@ class MCAdvantage(Transform):
             arrive. None for estimators that need no batch.
         scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no
             spread if its task rewards are equal and its returns differ only by the penalty's rounding.
+        **unknown: refused, with a reason for TorchRL's arguments.
 
     Raises:
         DefinitionError: if an argument is out of range or two arguments contradict each other.
@@ -189,9 +179,6 @@ class MCAdvantage(Transform):
         *,
         trajectory_return: Literal["sum", "mean", "max"] | None = "sum",
         keep_return_bounds: tuple[float, float] | None = None,
-        candidate_group_size: int | None = None,
-        candidate_selection_min_size: int | None = None,
-        candidate_selector: MCAdvantageSelector | None = None,
         estimator: str | EstimatorFunction = "grpo",
         group_key: Key | None = None,
         zero_variance: Literal["keep", "drop", "mark"] = "keep",
@@ -200,13 +187,12 @@ class MCAdvantage(Transform):
         clock: Callable[[], float] = time.time,
         batch_groups: int | None = None,
         scored_in: torch.dtype = torch.float32,
+        **unknown: Any,
     ) -> None:
+        known = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
+        refuse_unknown("MCAdvantage", unknown, known, _NO_CANDIDATES, dict.fromkeys(_NO_CANDIDATES, (None,)))
         super().__init__()
         self.grpo_size = int(grpo_size)
-        self.candidate_group_size = self.grpo_size if candidate_group_size is None else int(candidate_group_size)
-        self.candidate_selection_min_size = (
-            self.grpo_size if candidate_selection_min_size is None else int(candidate_selection_min_size)
-        )
         self.prompt_key = prompt_key
         self.rewards_key = rewards_key
         self.advantage_key = advantage_key
@@ -214,7 +200,6 @@ class MCAdvantage(Transform):
         self.verbose = verbose
         self.trajectory_return = trajectory_return
         self.keep_return_bounds = keep_return_bounds
-        self.candidate_selector = candidate_selector or MCAdvantageSelector()
         self.estimator = checked_estimator(estimator)
         self.group_key = group_key
         self.zero_variance = zero_variance
@@ -223,96 +208,53 @@ class MCAdvantage(Transform):
         self.clock = clock
         self.batch_groups = batch_groups
         self.scored_in = scored_in
+        prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
+        self._identities: list[Key] = [GROUP_ID, *prompts] if group_key is None else [group_key]
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
         self.out_keys = [advantage_key]
         self._check_arguments(close_policy_rule(min_group_size, group_timeout_s))
-        self._rules = CloseRules(
+        self._rules = GroupRules(
             size=self.grpo_size,
-            most=self.candidate_group_size,
-            enough=self.candidate_selection_min_size,
             least=self.min_group_size,
             timeout_s=self.group_timeout_s,
             batch_groups=batch_groups,
-            choose=self._choose
-            if self.candidate_group_size > self.grpo_size or keep_return_bounds is not None
-            else None,
-        )
-        self._stats: dict[str, float] = {}
-        self.reset_stats()
-        self._queue = self._new_queue()
-        self._lock, self._pool = threading.RLock(), BufferPool()
-        self._grader = Grader(
+            bounds=keep_return_bounds,
             estimator=estimator,
             zero_variance=zero_variance,
             trajectory_return=trajectory_return,
             advantage_key=advantage_key,
-            batch_groups=batch_groups,
-            stats=self._stats,
             verbose=verbose,
         )
+        self._stats: dict[str, float] = {}
+        self.reset_stats()
         self.rows: WaitingRows | None = None
         """The waiting rows of a store, or None if trajectories wait in memory."""
-        self._is_writing = False
-        """Whether a buffer's call on the store is in progress."""
-        self._num_written: int | None = None
-        self._store_call: StoreCall | None = None
-        """The current call's work on waiting groups; None if it involves none."""
+        self._queue = GroupQueue(self._rules, self._stats)
+        self._lock, self._pool = threading.RLock(), BufferPool()
+        self._store_call: _Call | None = None
+        """The current call of the buffer, if groups wait in its store."""
 
     def _check_arguments(self, close_policy: tuple[bool, str]) -> None:
-        """Refuse arguments out of range or in conflict.
-
-        Args:
-            close_policy: the rule about the close-policy arguments as they were given, before the defaults.
-        """
-        size, most, least = self.grpo_size, self.candidate_group_size, self.candidate_selection_min_size
-        bounds = self.keep_return_bounds
+        """Refuse arguments out of range or in conflict, and what is wrong with the close policy as it was given."""
+        size, least, timeout, batch = self.grpo_size, self.min_group_size, self.group_timeout_s, self.batch_groups
+        how, policy, bounds = self.trajectory_return, self.zero_variance, self.keep_return_bounds
+        pair = bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1])
         rules = [
             (size >= 1, f"grpo_size is {size}; it must be at least 1."),
+            (how in _RETURNS, f"trajectory_return is {how!r}; it must be 'sum', 'mean', 'max' or None."),
+            (policy in _POLICIES, f"zero_variance is {policy!r}; it must be 'keep', 'drop' or 'mark'."),
+            (how or bounds is None, "keep_return_bounds chooses by return: set trajectory_return."),
+            (pair, f"keep_return_bounds is {bounds}; it must be an increasing pair."),
             (
-                self.trajectory_return in (None, "sum", "mean", "max"),
-                f"trajectory_return is {self.trajectory_return!r}; it must be 'sum', 'mean', 'max' or None.",
+                (batch is not None) == (self.estimator in BATCH_ESTIMATORS),
+                f"estimator is {self.estimator!r} and batch_groups {batch}: {', '.join(BATCH_ESTIMATORS)} divide by "
+                "the spread of a batch, so they need batch_groups, how many groups a batch has, for example those of "
+                "a rollout; the others take none.",
             ),
-            (
-                self.zero_variance in ("keep", "drop", "mark"),
-                f"zero_variance is {self.zero_variance!r}; it must be 'keep', 'drop' or 'mark'.",
-            ),
-            (most >= size, f"candidate_group_size is {most}; it must be at least grpo_size ({size})."),
-            (
-                size <= least <= most,
-                f"candidate_selection_min_size is {least}; it must lie between {size} and {most}.",
-            ),
-            (
-                self.trajectory_return is not None or (bounds is None and most == size),
-                "keep_return_bounds and candidate_group_size choose by return: set trajectory_return.",
-            ),
-            (
-                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
-                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
-            ),
-            (
-                (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
-                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
-                f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, how "
-                "many groups a batch has, for example those of a rollout; the others take none.",
-            ),
-            (
-                self.batch_groups is None or most == size,
-                "candidate_group_size lets a group go on waiting when it could be written, and the groups of a batch "
-                "are written together. Leave it out with batch_groups.",
-            ),
-            (
-                self.batch_groups is None or self.batch_groups >= 1,
-                f"batch_groups is {self.batch_groups}; it must be at least 1.",
-            ),
+            (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
             close_policy,
-            (
-                1 <= self.min_group_size <= size,
-                f"min_group_size is {self.min_group_size}; it must lie between 1 and grpo_size ({size}).",
-            ),
-            (
-                self.group_timeout_s is None or self.group_timeout_s >= 0,
-                f"group_timeout_s is {self.group_timeout_s}; it must not be negative.",
-            ),
+            (1 <= least <= size, f"min_group_size is {least}; it must lie between 1 and grpo_size ({size})."),
+            (timeout is None or timeout >= 0, f"group_timeout_s is {timeout}; it must not be negative."),
         ]
         for is_met, message in rules:
             if not is_met:
@@ -321,20 +263,12 @@ class MCAdvantage(Transform):
     # -- the write path ----------------------------------------------------------------------------------------
 
     def write(self, batch: Trajectories) -> Trajectories | None:
-        """Return the trajectories of a batch to write to the store.
+        """Return the trajectories of a batch to write to the store, or None.
 
         Without an attached store (`attach`) these are the complete groups; the others wait in memory. With one, they
         are all trajectories: members of incomplete groups have no advantage yet, and `settle` adds it later.
-
-        Returns:
-            The rows, or None if there are none.
         """
-        with self._lock:
-            self._current()
-            arrived, now = self._arrived(batch), self.clock()
-            if self.rows is not None:
-                return self._write_rows(arrived, now)
-            done = self._in_memory(arrived, now)
+        done = self._taken(batch, "write")
         return None if done is None else done.batch
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -344,45 +278,56 @@ class MCAdvantage(Transform):
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if tensordict is None:
             return None
-        with self._lock:
-            self._current()
-            if self.rows is not None and not self._is_writing:
-                raise self._elsewhere("inv", "extend")
-            if 0 in tensordict.batch_size:
-                done = self._finish(self._queue.close_overdue(self.clock()))
-                return None if done is None else done.in_form_of(tensordict)
-            batch = some_steps_of(tensordict, self._needed(tensordict))
-            arrived = self._arrived(batch)
-            if ROWS in batch:  # the rest stays in the rows
-                for key in [key for key in batch if key not in (ROWS, ASSISTANT_MASK, PRIORITY, arrived.reward_key)]:
-                    del batch[key]
-            done = self._in_memory(arrived, self.clock())
+        empty = 0 in tensordict.batch_size
+        batch = None if empty else some_steps_of(tensordict, self._needed(tensordict))
+        done = self._taken(batch, "inv")
         if done is None:
             return None
         if done.source is batch and tensordict.batch_dims == 1:
             return attach(tensordict, done.columns)  # all rows in their order, so nothing else changes
-        return done.in_form_of(tensordict)
+        rows = done.source.get(ROWS)
+        if isinstance(rows, Text) and (is_stack(tensordict) or tensordict.batch_dims != 1):
+            return stack_with(rows.items, done.columns)
+        return in_form_of(tensordict, done.batch)
 
-    def _in_memory(self, arrived: Arrived, now: float) -> _Finished | None:
-        """Return the groups that these arrivals complete; the others wait in memory."""
-        queue = self._queue
-        whole = queue.whole(arrived, now)
-        closed = queue.arrive(arrived, now) if whole is None else []
-        self._count_arrivals(arrived)
-        if whole is not None:
-            return self._finish_whole(arrived, whole)
-        done = self._finish(closed)
-        queue.shrink(arrived)
-        return done
+    def _taken(self, batch: Trajectories | None, method: str) -> _Finished | None:
+        """Take trajectories into their groups, and return those to write."""
+        with self._lock:
+            call, queue, now = self._on_store(method, "extend"), self._queue, self.clock()
+            arrived = [] if batch is None else self._members(batch, now)
+            if batch is not None and ROWS in batch:  # the rest stays in the rows
+                needed = (ROWS, ASSISTANT_MASK, PRIORITY, self._reward_key(batch))
+                for key in [key for key in batch if key not in needed]:
+                    del batch[key]
+            if call is not None and (len(call.rows.known()) or not queue.are_whole(arrived)):
+                call.read(queue, {member.group for member in arrived})
+            closed = queue.arrive(arrived)
+            if call is not None or self.group_timeout_s is not None:
+                closed += queue.complete(list(queue.waiting), now)  # overdue, or complete since before a crash
+            self._count_arrivals(arrived, 0 if batch is None else batch.n)
+            if call is None:
+                done = self._finish(closed)
+                hold([member for member in arrived if member in queue.waiting.get(member.group, ())])
+                return done
+            # A group with members in the store is completed there once the others are stored, and a batch as a whole.
+            apart = [group for group in closed if any(member.row >= 0 for member in group.members)]
+            apart = closed if apart and self.batch_groups is not None else apart
+            call.close(apart)
+            later = {id(member) for group in apart if group.learned for member in group.members}
+            call.waits = [m for m in arrived if id(m) in later or m in queue.waiting.get(m.group, ())]
+            if queue.unique:
+                call.rows.check_new(
+                    [m for m in call.waits if m.group in queue.waiting and queue.waiting[m.group][0].row < 0]
+                )
+            return self._finish([group for group in closed if not any(group is one for one in apart)])
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
-        identities = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key, *_PROMPT_KEYS)
-        named = [*identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
+        named = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
         named += [self.done_key, PRIORITY, KL_COEF]
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # for the rounding error of the penalty
-        return list(dict.fromkeys(key for key in named if key is not None))
+        return list(dict.fromkeys(named))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
@@ -393,20 +338,19 @@ class MCAdvantage(Transform):
         Returns:
             The same batch with the advantage set.
         """
-        if tensordict is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if tensordict is None or 0 in tensordict.batch_size:  # pyright: ignore[reportUnnecessaryComparison]
             return tensordict
-        if tensordict.get(self.advantage_key, None) is not None or tensordict.get(ROW_ID, None) is not None:
-            # Done already, or a sample of a store, in which the groups are not whole.
-            return tensordict
-        if 0 in tensordict.batch_size:
-            return tensordict
-        arrived = self._arrived(some_steps_of(tensordict, self._needed(tensordict)))
-        seen: dict[Hashable, int] = {}
-        codes = torch.tensor([seen.setdefault(group, len(seen)) for group in arrived.groups])
-        graded = graded_groups(arrived.scores, codes, self.estimator, None)
-        return attach(along_one_dimension(tensordict), self._grader.columns(arrived, graded))
+        if any(tensordict.get(key, None) is not None for key in (self.advantage_key, ROW_ID)):
+            return tensordict  # done already, or a sample of a store, in which the groups are not whole
+        batch = some_steps_of(tensordict, self._needed(tensordict))
+        members, seen = self._members(batch, 0.0), dict[Hashable, int]()
+        codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
+        graded = graded_groups(Scores.of(members), codes, self.estimator, None)
+        bounds = [*(member.first for member in members), batch.n]
+        return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
 
-    def _arrived(self, batch: Trajectories) -> Arrived:
+    def _members(self, batch: Trajectories, now: float) -> list[Member]:
+        """Return the trajectories of a batch, which arrive now."""
         n, ended = batch.n, ends(batch, self.done_key)
         bounds = list(range(n + 1))
         if ended is not None and not bool(ended.all()):
@@ -416,57 +360,28 @@ class MCAdvantage(Transform):
                     f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
                     f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
                 )
-        named = (self.group_key,) if self.group_key is not None else (GROUP_ID, self.prompt_key)
-        named = (GROUP_ID, *_PROMPT_KEYS) if named == (GROUP_ID, None) else named
-        key = next((key for key in named if key is not None and key in batch), None)
+        key = next((key for key in self._identities if key in batch), None)
         if key is None:
             raise MissingKeyError(
-                "no trajectory says which group it belongs to: looked for "
-                f"{[key for key in named if key is not None]}. Set group_id, or pass group_key=."
+                f"no trajectory says which group it belongs to: looked for {self._identities}. Set group_id, or pass "
+                "group_key=."
             )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID
-        reward_key = self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
-        reward = batch.get(reward_key)
+        reward = batch.get(self._reward_key(batch))
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
-        scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps)
-        given, names = batch.get(TRAJECTORY_ID), None
+        scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps).each()
+        given, names = batch.get(TRAJECTORY_ID), [-1] * len(groups)
         if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
-            each = given.values.reshape(-1)
-            names = (each if len(bounds) == n + 1 else each[torch.tensor(bounds[1:]) - 1]).tolist()
-        return Arrived(batch, bounds, groups, reward_key, scores, names)
+            names = given.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
+        each = zip(groups, names, scores, bounds, bounds[1:], strict=False)
+        return [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
+
+    def _reward_key(self, batch: Trajectories) -> Key:
+        return self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
 
     # -- groups ------------------------------------------------------------------------------------------------
-
-    def _choose(self, members: Sequence[Member], size: int) -> list[int] | None:
-        # A failed trajectory ranks as one that earned nothing.
-        values = torch.tensor([member.value for member in members]).nan_to_num(0.0, 0.0, 0.0)
-        chosen: list[int] | None = list(range(len(members)))
-        candidates = TensorDict({"return": values}, batch_size=[len(members)])
-        names = [key if isinstance(key, str) else key[0] for key in self.candidate_selector.in_keys]
-        if "trajectories" in names:
-            candidates.set("trajectories", lazy_stack([self._trajectory(member) for member in members]))
-        chosen = self.candidate_selector.select(
-            candidates.select(*self.candidate_selector.in_keys, strict=True),
-            group_size=size,
-            keep_return_bounds=self.keep_return_bounds,
-        )
-        if chosen is not None and self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            if not low < float(values[torch.tensor(chosen)].mean()) < high:
-                return None
-            if len(members) > size and not low < float(values[:size].mean()) < high:
-                self._stats["rescued_groups"] += 1
-        return chosen
-
-    def _trajectory(self, member: Member) -> TensorDictBase:
-        """Return a waiting trajectory as a TensorDict `[steps]`."""
-        arrived = member.arrived
-        if arrived.rows is None:
-            return stack_of(whole(arrived.batch.select(arrived.steps_of([member.index]))))
-        assert self.rows is not None
-        return stack_of(self.rows.columns(self.rows.store.schema.names, np.array([member.row])))
 
     def report_failed(self, group: Hashable, count: int = 1) -> TensorDictBase | None:
         """Report that `count` trajectories of a group will never arrive.
@@ -479,16 +394,8 @@ class MCAdvantage(Transform):
             The group if this completes it (write it with `TrajectoryReplayBuffer.extend_raw`), otherwise None.
         """
         with self._lock:
-            queue, group = self._begin("report_failed"), self._name(group)
-            waiting, closed = queue.fail(group, int(count), self.clock())
-            if waiting is None or closed:
-                return self._out(closed)
-            if self._store_call is not None:
-                self._store_call.failed.append(waiting)
-            if waiting.failed >= self.candidate_group_size and self.batch_groups is None:
-                del queue.waiting[group]
-                return self._out([Closed([], waiting.members, early=False)])
-        return None
+            queue, name = self._begin("report_failed"), self._name(group)
+            return self._out(queue.fail(name, int(count)))
 
     def close(self, group: Hashable | None = None, min_size: int = 1) -> TensorDictBase | None:
         """Close waiting groups early; the advantages use the number that arrived.
@@ -502,10 +409,9 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             queue = self._begin("close_groups")
-            waiting = queue.waiting
-            names = list(waiting) if group is None else [name] if (name := self._name(group)) in waiting else []
-            due = [name for name in names if len(waiting[name].members) >= max(min_size, 1)]
-            return self._out([closed for name in due for closed in queue.complete(name, close=True)])
+            only = None if group is None else self._name(group)
+            due = [g for g, members in queue.waiting.items() if only in (None, g) and len(members) >= min_size]
+            return self._out([closed for name in due for closed in queue.close(name)])
 
     def close_overdue(self) -> TensorDictBase | None:
         """Close the overdue groups that have enough members, as every call of the write path does.
@@ -514,63 +420,57 @@ class MCAdvantage(Transform):
             The trajectories of the closed groups, or None.
         """
         with self._lock:
-            return self._out(self._begin("close_overdue").close_overdue(self.clock()))
+            queue = self._begin("close_overdue")
+            return self._out(queue.complete(list(queue.waiting), self.clock()))
 
     def _name(self, group: Hashable) -> Hashable:
         return group if self.rows is None else number_of_group(group)
 
     def _begin(self, method: str) -> GroupQueue:
         """Return the queue, prepared for closing groups."""
-        queue = self._current()
-        if self.rows is None:
-            return queue
-        if not self._is_writing:
-            raise self._elsewhere(method, method)
-        return self._meet()
+        if (call := self._on_store(method, method)) is not None:
+            call.read(self._queue)
+        return self._queue
 
-    def _elsewhere(self, called: str, instead: str) -> DefinitionError:
-        """Return the error for groups that wait in a store while no buffer is writing to it."""
-        where = None if self.rows is None else self.rows.store.path
-        return DefinitionError(
-            f"the groups of this MCAdvantage wait in {where}, where MCAdvantage.{called} cannot write. Call {instead} "
-            "of the TrajectoryReplayBuffer."
-        )
+    def _on_store(self, method: str, instead: str) -> _Call | None:
+        """Return the buffer's current call on the store; None if trajectories wait in memory.
+
+        Raises:
+            DefinitionError: groups wait in a store, and no buffer is writing to it.
+        """
+        if self.rows is not None and self._store_call is None:
+            raise DefinitionError(
+                f"the groups of this MCAdvantage wait in {self.rows.store.path}, where MCAdvantage.{method} cannot "
+                f"write. Call {instead} of the TrajectoryReplayBuffer."
+            )
+        return self._store_call
 
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
         """Return groups closed outside the write path; with a store, leave them to `settle`."""
         if self._store_call is not None:
-            self._store_call.closed += closed
+            self._store_call.close(closed)
             return None
         done = self._finish(closed)
         return None if done is None else td_of(done.batch)
 
-    # -- advantages --------------------------------------------------------------------------------------------
-
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
-        """Return the trajectories of closed groups in memory, with their advantages; None if there are none."""
-        groups = [group for group in closed if group.members]
-        if not groups:
+        """Return the trajectories of closed groups with their advantages, then those that wait in the store."""
+        (members, graded), call = self._queue.grade(closed), self._store_call
+        waits = [] if call is None else call.waits
+        if call is not None:
+            call.num_rows = len(members) + len(waits)
+        if not members and not waits:
             return None
-        arrived = gather([member for group in groups for member in group.members], self._pool)
-        return self._finished(arrived, Closing.of(groups))
+        batch, bounds = gather([*members, *waits], self._pool)
+        if call is None or not waits:
+            return _Finished(batch, self._new_columns(batch, bounds, graded))
+        columns = self._new_columns(batch, bounds, graded.followed_by(Scores.of(waits).returns))
+        return _Finished(batch, columns | call.rows.waiting_columns(batch, bounds, waits, self._queue))
 
-    def _finish_whole(self, arrived: Arrived, groups: list[list[int]]) -> _Finished | None:
-        """Return the same for groups that arrived complete in one call, each given by its members."""
-        if not groups:
-            return None
-        self._stats["completed_groups"] += len(groups)
-        self._stats["selected_trajectories"] += len(arrived.groups)
-        closing = Closing([len(members) for members in groups], [arrived.groups[members[0]] for members in groups])
-        return self._finished(arrived.take([i for members in groups for i in members]), closing)
-
-    def _finished(self, arrived: Arrived, closing: Closing) -> _Finished | None:
-        graded, kept = self._grader.grade(arrived.scores, closing)
-        if kept is not None:
-            arrived = arrived.take(kept.tolist())
-        if not arrived.groups:
-            return None
-        columns = self._grader.columns(arrived, graded, one_each=self.rows is not None and self.rows.one_each)
-        return _Finished(arrived.batch, columns, len(arrived.groups))
+    def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
+        reward: Any = batch[self._reward_key(batch)]
+        one_each = self.rows is not None and self.rows.one_each
+        return new_columns(batch, reward, bounds, graded, self._rules, one_each=one_each)
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
@@ -591,7 +491,7 @@ class MCAdvantage(Transform):
                 rows.eps = torch.finfo(self.scored_in).eps
                 name, schema = rows.column_of(self.advantage_key), rows.store.schema
                 rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
-            self._queue = self._new_queue()
+            self._queue = GroupQueue(self._rules, self._stats)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -600,74 +500,28 @@ class MCAdvantage(Transform):
         Trajectories that the store did not take are forgotten; those that it took wait there.
         """
         with self._lock:
-            stats, late = dict(self._stats), dict(self._queue.late)
-            before = self._queue.copy() if self.rows is None and self._queue.waiting else None
-            self._is_writing, self._num_written = self.rows is not None, None
-            try:
-                yield
-            except BaseException:
-                self._stats.update(stats)
-                if self.rows is None:
-                    self._queue = before or self._new_queue()
-                else:
-                    self.rows.is_known = False
-                self._queue.late = late
-                raise
-            finally:
-                self._is_writing = False
-                if self._store_call is not None:
-                    self._store_call.end()
-                    self._store_call = None
+            stats, before = dict(self._stats), self._queue.copy()
+            with ExitStack() as alone:
+                self._store_call = None if self.rows is None else _Call(self.rows, alone)
+                try:
+                    yield
+                except BaseException:
+                    self._stats.update(stats)
+                    self._queue = before
+                    raise
+                finally:
+                    self._store_call, queue = None, self._queue
+                    if self.rows is not None:  # what waits is in the store, with the failures of its groups
+                        queue.failed = {g: num for g, num in queue.failed.items() if g not in queue.waiting}
+                        queue.waiting = {}
 
-    def _new_queue(self) -> GroupQueue:
-        return GroupQueue(self._rules, self._stats)
-
-    def _current(self) -> GroupQueue:
-        """Return the queue, filled from the store if its waiting rows are not known."""
-        if self.rows is not None and not self.rows.is_known:
-            self._recover(self.rows, self.rows.look())
-        return self._queue
-
-    def _waiting(self) -> dict[Hashable, Waiting]:
-        """Return the waiting groups."""
+    def _waiting(self) -> dict[Hashable, list[Member]]:
+        """Return the waiting trajectories of each group."""
         with self._lock:
-            return self._current().waiting
-
-    def _meet(self) -> GroupQueue:
-        """Lock the groups until the call ends, and pick up other processes' changes to them."""
-        rows = self.rows
-        assert rows is not None
-        if self._store_call is None:
-            self._store_call = StoreCall(rows, self._grader)
-            found = rows.look()
-            if not rows.are(found):
-                self._recover(rows, found)
-        return self._queue
-
-    def _recover(self, rows: WaitingRows, found: np.ndarray) -> None:
-        """Rebuild the groups from the store's waiting rows; failures of groups without a row are kept."""
-        before, queue = self._queue, self._new_queue()
-        queue.late, queue.unique = before.late, self.group_key in (None, GROUP_ID)
-        rows.fill(queue, found)
-        for group, lost in before.waiting.items():
-            if lost.failed and not lost.members:
-                (queue.waiting.get(group) or queue.open(group, self.clock())).failed += lost.failed
-        self._queue = queue
-
-    def _write_rows(self, arrived: Arrived, now: float) -> Trajectories | None:
-        """Return the rows to append: complete groups with their advantages, then the trajectories that wait."""
-        if not self._is_writing:
-            raise self._elsewhere("write", "extend")
-        whole = self._queue.whole(arrived, now)
-        queue = self._meet() if whole is None else self._queue
-        self._count_arrivals(arrived)
-        if whole is None and self._store_call is not None:
-            rows = self._store_call.write(arrived, queue, now)
-            self._num_written = self._store_call.num_rows
-            return rows
-        done = self._finish_whole(arrived, whole or [])
-        self._num_written = 0 if done is None else done.num
-        return None if done is None else done.batch
+            queue = self._queue.copy()
+            if self.rows is not None:
+                self.rows.read(queue)
+            return queue.waiting
 
     def settle(self, rows: np.ndarray) -> list[Later]:
         """Return the updates of stored rows that the call makes, once its own rows are stored.
@@ -678,25 +532,28 @@ class MCAdvantage(Transform):
         Raises:
             DataError: the store took another number of rows.
         """
-        if self._num_written not in (None, len(rows)):
+        call = self._store_call
+        if call is None:
+            return []
+        if call.num_rows not in (None, len(rows)):
             raise DataError(
-                f"{len(rows)} rows were stored of {self._num_written} trajectories that left MCAdvantage. Put "
+                f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put "
                 "transforms that change the number of trajectories behind it in the list, so that they run before."
             )
-        return [] if self._store_call is None else self._store_call.settle(rows)
+        for member, row in zip(call.waits, rows[len(rows) - len(call.waits) :].tolist(), strict=True):
+            member.row, member.batch = row, None
+        return call.rows.completed(call.closed, self._queue) + call.rows.failures(self._queue)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
-    def _count_arrivals(self, arrived: Arrived) -> None:
-        stats = self._stats
-        stats["completed_trajectories"] += len(arrived.groups)
-        stats["completed_decisions"] += arrived.bounds[-1]
-        returns = arrived.scores.returns[arrived.scores.returns.isfinite()]
-        stats["failed_trajectories"] += arrived.scores.returns.numel() - returns.numel()
-        if returns.numel():
-            stats["trajectory_return_sum"] += float(returns.sum())
-            stats["trajectory_return_max"] = max(stats["trajectory_return_max"], float(returns.max()))
-        stats["successful_trajectories"] += int((arrived.scores.returns > 0).sum())
+    def _count_arrivals(self, arrived: Sequence[Member], steps: int) -> None:
+        stats, returns = self._stats, [member.scores[0] for member in arrived if math.isfinite(member.scores[0])]
+        stats["completed_trajectories"] += len(arrived)
+        stats["completed_decisions"] += steps
+        stats["failed_trajectories"] += len(arrived) - len(returns)
+        stats["trajectory_return_sum"] += sum(returns)
+        stats["trajectory_return_max"] = max([stats["trajectory_return_max"], *returns])
+        stats["successful_trajectories"] += sum(value > 0 for value in returns)
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""
@@ -712,52 +569,32 @@ class MCAdvantage(Transform):
         """
         stats = self._stats
         full = _ratio(stats["full_tokens"], stats["full_trajectories"])
+        sizes = [len(members) for members in self._waiting().values()]
         early = _ratio(stats["early_closed_tokens"], stats["early_closed_trajectories"])
         return {
             **stats,
             "mean_length_full": full,
             "mean_length_early_closed": early,
             "early_closed_length_bias": _ratio(early, full),
-            "queued_groups": self.queued_groups,
-            "queued_trajectories": self.queued_trajectories,
-            "max_queued_trajectories_per_group": self.max_queued_trajectories_per_group,
+            **dict(zip(_QUEUED, (len(sizes), sum(sizes), max(sizes, default=0)), strict=True)),
         }
 
     def __getattr__(self, name: str) -> Any:
         if name in _STATS:
             return self.__dict__["_stats"][name]
-        return super().__getattr__(name)
-
-    @property
-    def queued_groups(self) -> int:
-        """Number of incomplete groups."""
-        return sum(1 for waiting in self._waiting().values() if waiting.members)
-
-    @property
-    def queued_trajectories(self) -> int:
-        """Number of waiting trajectories."""
-        return sum(len(waiting.members) for waiting in self._waiting().values())
-
-    @property
-    def max_queued_trajectories_per_group(self) -> int:
-        """Size of the largest incomplete group."""
-        return max((len(waiting.members) for waiting in self._waiting().values()), default=0)
+        return self.get_stats()[name] if name in _QUEUED else super().__getattr__(name)
 
     # -- state -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the trajectories waiting in memory, in the order of arrival, reported failures and the counters."""
         with self._lock:
-            queue, chunks = self._current(), []
-            for arrived, members in queue.parts() if self.rows is None else ():
-                part = arrived.take([member.index for member in members])
-                since = [queue.waiting[group].since for group in part.groups]
-                chunks.append({"bounds": part.bounds, "columns": columns_state(whole(part.batch)), "since": since})
-            here = [
-                (g, w.failed) for g, w in queue.waiting.items() if w.failed and (self.rows is None or not w.members)
-            ]
-            failed = [[group, count] for group, count in here]
-            late = [[group, count] for group, count in queue.late.items()]
+            queue, chunks = self._queue, list[dict[str, Any]]()
+            for waiting in queue.waiting.values():
+                for members in (list(found) for _, found in groupby(waiting, lambda member: id(member.batch))):
+                    (batch, bounds), since = gather(members), [member.since for member in members]
+                    chunks.append({"bounds": bounds, "columns": columns_state(whole(batch)), "since": since})
+            failed, late = ([[group, num] for group, num in of.items()] for of in (queue.failed, queue.late))
             return {"chunks": chunks, "failed": failed, "late": late, "stats": dict(self._stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -768,36 +605,25 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             self._stats.update(state["stats"])
-            if self.rows is not None:
-                if state["chunks"]:
-                    raise DataError(
-                        "the checkpoint holds trajectories that wait in memory, and here they wait in "
-                        f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
-                        "write what comes out."
-                    )
-                self.rows.is_known = False
-                self._queue = self._new_queue()
-            else:
-                self.clear_queues()
-            queue, now = self._queue, self.clock()
+            if self.rows is not None and state["chunks"]:
+                raise DataError(
+                    "the checkpoint holds trajectories that wait in memory, and here they wait in "
+                    f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
+                    "write what comes out."
+                )
+            queue, now = GroupQueue(self._rules, self._stats), self.clock()
             for saved in state["chunks"]:
-                arrived = self._arrived(columns_from_state(saved["columns"]))
-                since = saved.get("since") or [now] * len(arrived.groups)
-                for i, group in enumerate(arrived.groups):
-                    waiting = queue.waiting.get(group) or queue.open(group, since[i])
-                    waiting.members.append(Member(arrived, i))
-            for group, count in state["failed"]:
-                name = hashable(group)
-                (queue.waiting.get(name) or queue.open(name, now)).failed += count
-            queue.late = {hashable(group): count for group, count in state.get("late", ())}
+                members = self._members(columns_from_state(saved["columns"]), now)
+                for member, since in zip(members, saved.get("since") or [now] * len(members), strict=True):
+                    member.since = since
+                    queue.add(member)
+            queue.failed, queue.late = ({hashable(g): n for g, n in state.get(of, ())} for of in ("failed", "late"))
+            self._queue = queue
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_lock", "_pool"):
-            state.pop(name, None)
-        if self.rows is not None:  # a process that gets a copy finds the waiting rows in the store
-            state |= {"rows": None, "_queue": self._new_queue()}
-        return state
+        # A process that gets a copy finds the waiting rows in the store.
+        kept = {name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_pool")}
+        return kept | {"rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -806,27 +632,24 @@ class MCAdvantage(Transform):
     @property
     def queues(self) -> dict[Hashable, list[TensorDictBase]]:
         """Return the waiting trajectories of each incomplete group; in a store, by the group's number."""
-        return {g: [self._trajectory(m) for m in w.members] for g, w in self._waiting().items() if w.members}
+        groups = self._waiting().items()
+        return {group: [stack_of(self._steps(member)) for member in members] for group, members in groups}
+
+    def _steps(self, member: Member, key: Key | None = None) -> Trajectories:
+        """Return the steps of a waiting trajectory; with only this key if a store holds them."""
+        if self.rows is None:
+            return whole(gather([member])[0])
+        name, names = None if key is None else self.rows.column_of(key), self.rows.store.schema.names
+        return self.rows.columns(names if key is None else [name] if name else [], np.array([member.row]))
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
-        out: list[Any] = []
         with self._lock:
-            for arrived, members in self._current().parts():
-                if arrived.rows is None:
-                    index = torch.tensor([arrived.bounds[member.index + 1] - 1 for member in members])
-                    batch = arrived.batch if key in arrived.batch else whole(arrived.batch)
-                else:
-                    assert self.rows is not None
-                    index = torch.arange(len(members))
-                    name = self.rows.column_of(key)
-                    rows = np.array([member.row for member in members])
-                    batch = self.rows.columns([] if name is None else [name], rows)
-                column = batch.get(key)
-                if column is not None:
-                    found = column.select(index)
-                    out += found.values.tolist() if isinstance(found, Flat) else found.plain()
-        return out
+            members = [member for group in self._waiting().values() for member in group]
+            found = [self._steps(member, key) for member in members]
+        ends = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in found]
+        values = [column.values.tolist() if isinstance(column, Flat) else column.plain() for column in ends if column]
+        return [value for each in values for value in each]
 
     @property
     def is_shared(self) -> bool:
@@ -851,33 +674,54 @@ class MCAdvantage(Transform):
             DefinitionError: they wait in a store, which forgets nothing.
         """
         with self._lock:
-            if self.rows is not None and self._current().waiting:
+            if self.rows is not None and self._waiting():
                 raise DefinitionError(
                     f"the groups wait in {self.rows.store.path}, and a store forgets nothing. Close them: "
                     "TrajectoryReplayBuffer.close_groups()."
                 )
-            self._queue = self._new_queue()
+            self._queue = GroupQueue(self._rules, self._stats)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a buffer on the store in which groups wait.
+
+    Attributes:
+        rows: the waiting rows.
+        alone: keeps other processes from changing groups until the call ends.
+        closed: groups that close and have members in the store, or will have.
+        waits: the trajectories of the call that are stored as waiting, if only until the update that completes them.
+        num_rows: the number of rows that `write` returned; None before.
+    """
+
+    rows: WaitingRows
+    alone: ExitStack
+    closed: list[Closed] = field(default_factory=list)
+    waits: list[Member] = field(default_factory=list)
+    num_rows: int | None = None
+
+    def read(self, queue: GroupQueue, among: set[Hashable] | None = None) -> None:
+        """Lock the groups until the call ends, and add the store's to the queue."""
+        self.rows.lock(self.alone)
+        self.rows.read(queue, among)
+
+    def close(self, groups: Sequence[Closed]) -> None:
+        """Complete groups at the end of the call."""
+        self.closed += groups
+        self.rows.score([member for group in groups for member in group.members if member.row >= 0])
 
 
 @dataclass(slots=True)
 class _Finished:
-    """Complete groups: their original steps, their new columns, and the number of trajectories."""
+    """Trajectories to write: their original steps and the new columns."""
 
     source: Trajectories
     columns: dict[Key, Flat]
-    num: int
 
     @property
     def batch(self) -> Trajectories:
         """Both together."""
         return Trajectories(self.source.n, whole(self.source) | self.columns)
-
-    def in_form_of(self, td: TensorDictBase) -> TensorDictBase:
-        """Return steps and new columns together, in the form of a TensorDict."""
-        rows = self.source.get(ROWS)
-        if isinstance(rows, Text) and (is_stack(td) or td.batch_dims != 1):
-            return stack_with(rows.items, self.columns)
-        return in_form_of(td, self.batch)
 
 
 def _ratio(over: float, under: float) -> float:

@@ -14,7 +14,6 @@ from torchrl.data import History, LazyStackStorage, ReplayBuffer
 from torchrl.envs.llm.transforms import kl as peer_kl
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import llm as peer_llm
-from torchrl.objectives.llm import MCAdvantageSelector
 
 from rlhf_pipeline import ChatHistory, GRPOLoss, KLRewardTransform, MCAdvantage, RetrieveLogProb, Text
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -105,36 +104,6 @@ def test_dynamic_sampling_drops_groups_without_spread():
     assert {name: ours.get_stats()[name] for name in peer.get_stats()} == peer.get_stats()
 
 
-@pytest.mark.parametrize(
-    ("returns", "least"),
-    [([0, 0, 0, 1], 4), ([0, 1], None), ([0, 0, 1], None), ([0, 0, 0, 0], None), ([1, 1, 1, 0], None)],
-    ids=["waits for four", "at once", "before the last", "dropped", "rescued from above"],
-)
-def test_candidates(returns, least):
-    """Up to four trajectories are waited for, and two with spread are chosen as soon as there are any."""
-    arguments: dict[str, Any] = {"grpo_size": 2, "keep_return_bounds": (0.1, 0.9), "candidate_group_size": 4}
-    if least is not None:
-        arguments["candidate_selection_min_size"] = least
-    feed(*both(**arguments), [steps(0, [float(r)]) for r in returns])
-
-
-def test_a_selector_of_ones_own():
-    """A selector reads what it names from the waiting trajectories."""
-
-    class Best(MCAdvantageSelector):
-        def __init__(self) -> None:
-            super().__init__(in_keys=[("trajectories", "score")])
-
-        def select(self, candidates: Any, *, group_size: int, keep_return_bounds: Any = None) -> list[int]:
-            rows = candidates.select(*self.in_keys, strict=True).get("trajectories").unbind(0)
-            return torch.stack([row.get("score")[0] for row in rows]).topk(group_size).indices.tolist()
-
-    arguments = {"grpo_size": 2, "candidate_group_size": 3, "candidate_selection_min_size": 3}
-    arrivals = [steps(0, [r], score=s) for s, r in ((0.0, 0.0), (2.0, 1.0), (1.0, 0.0))]
-    out = feed(*both(candidate_selector=Best(), **arguments), arrivals, keys=("score",))[-1]
-    assert out["score"].tolist() == [2.0, 1.0]
-
-
 def test_a_flat_batch_of_several_trajectories():
     """What a collector concatenates is cut at the done flags."""
     flat = torch.cat([steps(0, [1.0, 0.0]), steps(0, [0.0, 0.0, 0.0]), steps(1, [0.0])], 0)
@@ -212,10 +181,6 @@ def test_groups_are_not_shared_through_memory():
         {"trajectory_return": "prod"},
         {"trajectory_return": None, "keep_return_bounds": (0.1, 0.9)},
         {"keep_return_bounds": (0.9, 0.1)},
-        {"candidate_group_size": 1},
-        {"trajectory_return": None, "candidate_group_size": 4},
-        {"candidate_group_size": 4, "candidate_selection_min_size": 1},
-        {"candidate_group_size": 4, "candidate_selection_min_size": 5},
     ],
 )
 def test_the_same_arguments_are_refused(wrong):

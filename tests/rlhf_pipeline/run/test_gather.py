@@ -324,15 +324,12 @@ def test_a_store_that_does_not_say_what_the_policy_produced_is_refused(tmp_path)
 
 
 def test_rows_that_were_left_out_of_their_group_stay_out(tmp_path):
-    """A candidate that waited and was not taken is not learned from; a group that still waits is taken as it is."""
-    buffer = TrajectoryReplayBuffer(
-        storage=tmp_path / "store",
-        transform=MCAdvantage(2, keep_return_bounds=(0.1, 0.9), candidate_group_size=3),
-    )
-    for number, (group, reward) in enumerate([(0, 0.0), (0, 0.0), (0, 1.0), (1, 1.0)]):
+    """A group out of bounds is not learned from; a group that still waits is taken as it is."""
+    buffer = TrajectoryReplayBuffer(storage=tmp_path / "store", transform=MCAdvantage(2, keep_return_bounds=(0.1, 0.9)))
+    for number, (group, reward) in enumerate([(0, 0.0), (0, 1.0), (2, 0.0), (2, 0.0), (1, 1.0)]):
         row = {"tokens": {"full": torch.arange(4)}, "num_prompt_tokens": torch.tensor(2)}
         row |= {"group_id": torch.tensor(group), "task_reward": torch.tensor(reward)}
         buffer.extend(TensorDict({**row, "trajectory_id": torch.tensor(number)}))
     buffer.storage.close()
     choice = choose(Replay(stores=(str(tmp_path / "store"),)), LIMITS)
-    assert choice.trajectory_id.tolist() == [0, 2, 3]
+    assert choice.trajectory_id.tolist() == [0, 1, 4]

@@ -129,18 +129,6 @@ def test_length_bias(make_rows, clock):
     assert (stats["early_closed_groups"], stats["early_closed_trajectories"]) == (1, 2)
 
 
-def test_candidates_are_chosen_from_what_arrived(make_rows, clock):
-    """With a selection the time is up for it too: the best pair of three, though six were asked for."""
-    rows = make_rows([4, 5, 6], group_size=6, rewards=[0.0, 0.0, 1.0])
-    transform = MCAdvantage(
-        2, keep_return_bounds=(0.1, 0.9), candidate_group_size=6, candidate_selection_min_size=6,
-        min_group_size=2, group_timeout_s=1.0, clock=clock,
-    )  # fmt: skip
-    assert transform.inv(lazy_stack(rows)) is None
-    clock.now += 1
-    assert ids(transform.close_overdue()) == [0, 2]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

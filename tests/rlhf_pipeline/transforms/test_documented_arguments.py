@@ -25,8 +25,7 @@ from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
 DOCUMENTED = {
     MCAdvantage: (
-        "grpo_size prompt_key rewards_key advantage_key done_key verbose trajectory_return keep_return_bounds "
-        "candidate_group_size candidate_selection_min_size candidate_selector"
+        "grpo_size prompt_key rewards_key advantage_key done_key verbose trajectory_return keep_return_bounds"
     ),
     RetrieveLogProb: (
         "actor model history_key log_prob_key log_probs_full_key assistant_only tokenizer_kwargs detach device "
@@ -82,6 +81,16 @@ def test_every_documented_argument_is_there(transform):
     """Under its documented name."""
     have = set(inspect.signature(transform.__init__).parameters)
     assert set(DOCUMENTED[transform].split()) <= have
+
+
+@pytest.mark.parametrize("name", ["candidate_group_size", "candidate_selection_min_size", "candidate_selector"])
+def test_a_choice_of_candidates_is_refused(name):
+    """With what to do instead; None, which asks for nothing, is taken, and a slip is named."""
+    with pytest.raises(DefinitionError, match=f"{name}: a group has all trajectories"):
+        MCAdvantage(2, **{name: 4})
+    assert MCAdvantage(2, **{name: None}).grpo_size == 2
+    with pytest.raises(DefinitionError, match="Did you mean 'keep_return_bounds'"):
+        MCAdvantage(2, **{"keep_return_bound": (0.1, 0.9)})
 
 
 # -- MCAdvantage ----------------------------------------------------------------------------------------------------

@@ -253,9 +253,7 @@ def test_no_identity_and_no_reward_are_errors():
         {"grpo_size": 0},
         {"trajectory_return": "prod"},
         {"zero_variance": "hide"},
-        {"candidate_group_size": 1},
-        {"candidate_group_size": 4, "trajectory_return": None},
-        {"candidate_selection_min_size": 5},
+        {"keep_return_bounds": (0.1, 0.9), "trajectory_return": None},
         {"keep_return_bounds": (0.9, 0.1)},
     ],
 )

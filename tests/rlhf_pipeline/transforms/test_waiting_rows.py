@@ -278,15 +278,16 @@ def test_marked_groups_have_no_priority(open_buffer, make_rows):
     assert sorted(rb.sample_step(0)[keys.TRAJECTORY_ID].tolist()) == [2, 3]
 
 
-def test_candidates_that_are_not_chosen(open_buffer, make_rows):
-    """Of four candidates, two calls apart, two are learned from; the others stay on disk and are never drawn."""
-    rows = make_rows([4, 5, 6, 7], group_size=4, rewards=[0.0, 0.0, 0.0, 1.0])
-    rb = open_buffer(MCAdvantage(2, keep_return_bounds=(0.1, 0.9), candidate_group_size=4))
-    assert rb.extend(lazy_stack(rows[:3])).numel() == 0
-    assert rb.extend(lazy_stack(rows[3:])).numel() == 2
-    assert sorted(advantages(rb)) == [0, 3]
-    assert stored(rb, "waiting")[1] == stored(rb, "waiting")[2] == LEFT_OUT
-    assert sorted(advantages(open_buffer(None))) == [0, 3]
+def test_groups_out_of_bounds(open_buffer, make_rows):
+    """A group whose mean return is out of bounds is left out: members that waited stay on disk and are never drawn."""
+    rows = make_rows([4, 5, 6, 7], group_size=2, rewards=[0.0, 0.0, 0.0, 1.0])
+    rb = open_buffer(MCAdvantage(2, keep_return_bounds=(0.1, 0.9)))
+    for part, num in ((rows[:1], 0), (rows[1:3], 0), (rows[3:], 2)):
+        assert rb.extend(lazy_stack(part)).numel() == num
+    assert rb.extend(lazy_stack(make_rows([4, 5], first_group=7, rewards=[1.0, 1.0]))).numel() == 0
+    assert stored(rb, "waiting")[0] == LEFT_OUT
+    assert len(rb.store) == 3
+    assert sorted(advantages(open_buffer(None))) == [2, 3]
 
 
 def test_a_group_that_is_complete_when_it_is_found(open_buffer, make_rows):
