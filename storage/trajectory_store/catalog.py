@@ -6,7 +6,6 @@ import errno
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,18 +96,11 @@ class Catalog:
             ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
         """
         with self.lock:
-            local = self.medium.bucket.local
-            if local:
-                self.journal.follow()
-            else:
-                with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:  # both wait for replies
-                    followed = pool.submit(self.journal.follow)
-                    self._read_commits()
-                followed.result()
+            self.medium.bucket.beside(self.journal.follow, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
                 self._take_state()
-            if changed or local:
+            if changed:
                 self._read_commits()  # a writer that began a new segment may have added to its previous one first
 
     def follow_state(self) -> None:

@@ -62,7 +62,7 @@ class TrajectoryStore(StoreReads):
     """
 
     def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
-        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium, root.uuid))
+        super().__init__(medium.bucket.address, root, Catalog(medium, root.uuid))
         self._address = address
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -187,7 +187,7 @@ class TrajectoryStore(StoreReads):
         store = cls(path, root, medium, mode, durability or root.durability)
         if add_columns:
             store._add_columns(add_columns)
-        if mode == "a" and medium.bucket.local:
+        if mode == "a":
             with medium.bucket.upkeep_lock() as mine:
                 if mine:
                     _remember(store._catalog)
@@ -397,7 +397,7 @@ class TrajectoryStore(StoreReads):
             UnsyncedError: everything is in the store, but a sync failed, now or before.
         """
         self._check_writable("flush")
-        if not self._catalog.medium.bucket.local:
+        if not self._catalog.medium.bucket.can_tear:
             return  # an object store makes its own promise
         self._catalog.refresh()
         try:

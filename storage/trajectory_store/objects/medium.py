@@ -135,7 +135,7 @@ class ObjectMedium(Medium):
         try:
             self._read_all(found)
         except StoreError as error:
-            if isinstance(error, ReadFailedError) and not self.bucket.local:
+            if isinstance(error, ReadFailedError) and self.bucket.costly:
                 raise  # the next try may succeed
             return [self._alone(s) if isinstance(s, ObjectSegment) else s for s in out]
         return list(out)
@@ -144,7 +144,7 @@ class ObjectMedium(Medium):
         self.refresh([s for s in segments if s.ordinal in self._own])
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
         for segment in segments:
-            if self.bucket.local and segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
+            if segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
                 self._check_objects(segment)
             if segment.finished or not segment.is_live():
                 segment.expect_rows(segment.promised)
@@ -234,16 +234,9 @@ class ObjectMedium(Medium):
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
-        if self.bucket.local:
-            for segment, parts in wanted.items():
-                parts = list(parts)
-                if isinstance(segment, ObjectSegment) and not segment.sealed and 2 * len(parts) > len(segment.specs):
-                    self.bucket.expect(segment.missing(parts[:1])[:AHEAD])  # most of these objects will be read
-            return
-        asked = [(s, key) for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)]
-        for (segment, key), raw in zip(asked[:AHEAD], self.bucket.get_many([k for _, k in asked[:AHEAD]]), strict=True):
-            if raw is not None:
-                segment.got[key] = raw
+        asked = {key: s for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)}
+        for key, raw in self.bucket.ahead(list(asked)[:AHEAD]).items():
+            asked[key].got[key] = raw
 
     def forget(self, segment: Segment) -> None:
         """Free the cached columns of a segment that was removed."""
@@ -363,14 +356,13 @@ class ObjectMedium(Medium):
             ordinal = ordinal_of(name)
             if name not in counted and ordinal is not None and ordinal < state.next_ordinal:
                 self._delete(name, keys)
-        if isinstance(self.bucket, FolderBucket):
-            self.bucket.sweep(_OLD_S)
+        self.bucket.sweep(_OLD_S)
 
     # Checking
 
     def complete_root(self) -> bool:
         """Put what the creator of the store has not put yet."""
-        return not self.bucket.local and complete_root(self.bucket, self._root)
+        return complete_root(self.bucket, self._root)
 
     def forgotten(self, state: State) -> list[Entry]:
         """Return the segments with commits that the catalog does not know of."""

@@ -96,6 +96,13 @@ class _Parallel(Bucket):
             self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="trajectory-objects")
         return list(self._pool.map(call, items))
 
+    def beside(self, first: Callable[[], object], second: Callable[[], object]) -> None:
+        """Make two kinds of requests at the same time."""
+        with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:
+            other = pool.submit(first)
+            second()
+        other.result()
+
     def _again(self, call: Callable[[], R], what: str) -> R:
         """Make a request, and repeat it while it fails; it must be safe to repeat."""
         try:
