@@ -190,23 +190,6 @@ def number_of(key: str) -> int | None:
     return int(stem) if dot and end in ("rec", "copy") and stem.isdigit() and len(stem) == 12 else None
 
 
-def read_record(bucket: Bucket, number: int, store: str) -> tuple[State | None, list[str]]:
-    """Read a record from the first of its objects that is good.
-
-    Returns:
-        The record, or None if no object of it can be read; and what is wrong with those that were looked at, in words.
-    """
-    problems: list[str] = []
-    for key in record_keys(number):
-        raw = bucket.get(key)
-        try:
-            if raw is not None:
-                return State.from_bytes(raw, number, store, f"{bucket.where}/{key}"), problems
-        except CorruptionError as error:
-            problems.append(str(error))
-    return None, problems
-
-
 class Journal:
     """Reads and extends the chain of records.
 
@@ -216,6 +199,7 @@ class Journal:
 
     Attributes:
         state: the newest record read so far.
+        top: the number that is taken last; above that of `state` if newer records cannot be read.
         problems: the damaged records found so far, in words.
 
     Raises:
@@ -227,7 +211,7 @@ class Journal:
     def __init__(self, bucket: Bucket, store: str) -> None:
         self._bucket = bucket
         self._store = store
-        self._top = -1
+        self.top = -1
         self._stamp: int | None = None
         self.problems: list[str] = []
         if not self.follow():
@@ -238,7 +222,7 @@ class Journal:
 
     def follow(self) -> bool:
         """Read the newest record if it is newer than `state`; return whether it is."""
-        stamp = self._bucket.stamp(record_keys(self._top + 1)[0])
+        stamp = self._bucket.stamp(record_keys(self.top + 1)[0])
         if stamp is not None and stamp == self._stamp:
             return False
         newer = self._read_newest()
@@ -251,21 +235,28 @@ class Journal:
         return sorted({number for key in keys if (number := number_of(key)) is not None})
 
     def _read(self, number: int) -> State | None:
-        """Return a record, or None if both of its objects are gone.
+        """Return a record from the first of its objects that is good, or None if both are gone.
 
         Raises:
             CorruptionError: no object of it can be read.
         """
-        state, problems = read_record(self._bucket, number, self._store)
-        if state is not None:
-            self.problems += [problem for problem in problems if problem not in self.problems]
-        elif problems:
-            raise CorruptionError(problems[0])
-        return state
+        wrong: list[CorruptionError] = []
+        for key in record_keys(number):
+            raw = self._bucket.get(key)
+            try:
+                if raw is not None:
+                    state = State.from_bytes(raw, number, self._store, f"{self._bucket.where}/{key}")
+                    self.problems += [str(error) for error in wrong if str(error) not in self.problems]
+                    return state
+            except CorruptionError as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
+        return None
 
     def _read_newest(self) -> bool:
         unreadable: list[int] = []
-        for number in reversed(self._numbers(self._top)):
+        for number in reversed(self._numbers(self.top)):
             try:
                 state = self._read(number)
             except CorruptionError as error:
@@ -275,9 +266,9 @@ class Journal:
             if state is None:  # removed since it was listed, so there are newer ones
                 return self._read_newest()
             self.state = state
-            self._top = self._after(number, unreadable)
+            self.top = self._after(number, unreadable)
             return True
-        self._top = self._after(self._top, unreadable)
+        self.top = self._after(self.top, unreadable)
         return False
 
     def _after(self, top: int, unreadable: Sequence[int]) -> int:
@@ -308,13 +299,13 @@ class Journal:
             wanted = step(before)
             if wanted is None:
                 return None
-            number = self._top + 1
+            number = self.top + 1
             if not self._follows(before):
                 continue
             now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.settle(record_keys(number)[0], state.to_bytes()) and self._counts(state):
-                self.state, self._top = state, number
+                self.state, self.top = state, number
                 self._put_copy()
                 self._prune(number)
                 return state
