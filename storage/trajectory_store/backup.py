@@ -22,7 +22,7 @@ _CLOCK_S: Final = 2.0
 _CHUNK: Final = 1 << 22
 
 
-def copy_folder(source: Path, target: Path, store: str) -> None:
+def copy_folder(source: Path, target: Path, first: State) -> None:
     """Copy a store, so that the copy holds what was committed when the copying began; later commits may be in it.
 
     A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
@@ -32,7 +32,7 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     Args:
         source: the root folder.
         target: the new root; must not exist, or be empty. It appears under its name when it is whole.
-        store: the id of the store.
+        first: the first record of the store.
 
     Raises:
         StoreExistsError: the target holds something.
@@ -45,7 +45,7 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     building = target.parent / f".partial-{target.name}"
     shutil.rmtree(building, ignore_errors=True)
     unchanged_before = 0.0
-    journal = Journal(FolderBucket(source, durable=False), store)
+    journal = Journal(FolderBucket(source, durable=False), first)
     for _ in range(_ROUNDS):
         began = time.time()
         journal.follow()

@@ -18,10 +18,17 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from trajectory_store import fs
-from trajectory_store.errors import CorruptionError, ReadFailedError, SchemaError, StoreError, WriteFailedError
+from trajectory_store.errors import (
+    CorruptionError,
+    ReadFailedError,
+    SchemaError,
+    StoreError,
+    StoreExistsError,
+    WriteFailedError,
+)
 
 log = logging.getLogger("trajectory_store")
 R = TypeVar("R")
@@ -117,6 +124,18 @@ def persist(call: Callable[[], R], what: str) -> R:
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
+def taken(where: str) -> StoreExistsError:
+    """Return the error for a path that holds something."""
+    return StoreExistsError(
+        f"{where} exists and is not empty. Open it with TrajectoryStore.open(path, mode='a'), or choose another path."
+    )
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a path names a local folder, and not a URL or an object."""
+    return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
+
+
 class Bucket(ABC):
     """A place for objects.
 
@@ -126,6 +145,7 @@ class Bucket(ABC):
         costly: a request costs more than the bytes of an object: objects are requested whole and together, and a
             request that failed has been repeated for long.
         many: from this many commits on, a single finished segment is merged.
+        durable: puts wait for the disk, where they need not.
         tail: bytes to read from the end of an object; in most commits they include the record and the directory.
         traffic: the requests so far, where they are counted.
     """
@@ -134,8 +154,17 @@ class Bucket(ABC):
     can_tear = False
     costly = True
     many = 64
+    durable = True
     tail = 1 << 15
     traffic = Traffic()
+
+    def make(self, fill: Callable[[Bucket], None]) -> None:
+        """Put the first objects of a store.
+
+        Raises:
+            StoreExistsError: the place holds something.
+        """
+        fill(self)
 
     @abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
@@ -308,6 +337,26 @@ class FolderBucket(Bucket):
         self.where = str(self.root)
         self.durable = durable
         self._held: tuple[int, int] | None = None
+
+    def make(self, fill: Callable[[Bucket], None]) -> None:
+        """Make the folder of a store: it appears whole or not at all, and is on the disk, whatever puts wait for."""
+        path = self.root
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise taken(self.where)
+        temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
+        with fs.explained(path, "creating the store"):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fs.mkdir(temporary)
+                fill(FolderBucket(temporary, durable=False))  # synced as a whole, before it has its name
+                fs.sync_tree(temporary)
+                fs.rename(temporary, path)
+            except OSError as error:
+                fs.remove_tree(temporary)
+                if path.exists():
+                    raise taken(self.where) from error
+                raise
+            fs.sync_path(path.parent)
 
     def hold(self) -> None:
         """Remember which file the root is; it stays open, so that no other one gets its number."""

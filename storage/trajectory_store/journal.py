@@ -14,17 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, UnsyncedError, WriteFailedError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    KEY,
     KINDS,
     MAX_CRC,
     MAX_ORDINAL,
     MAX_SALT,
     Kind,
+    array_json,
     crc32c,
     segment_name,
     time_after,
@@ -190,12 +194,25 @@ def number_of(key: str) -> int | None:
     return int(stem) if dot and end in ("rec", "copy") and stem.isdigit() and len(stem) == 12 else None
 
 
+def catalog_json() -> bytes:
+    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records."""
+    return array_json([0], np.dtype("uint8"), ["records"])
+
+
+def put_first(bucket: Bucket, first: State) -> None:
+    """Put the first record, which follows from the root: every process puts the same bytes."""
+    bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
+    for key in record_keys(0):
+        bucket.settle(key, first.to_bytes())
+
+
 class Journal:
     """Reads and extends the chain of records.
 
     Args:
         bucket: where the records are.
-        store: the `uuid` of the store; records of another one do not count.
+        first: the first record of the store; it counts before the store's creator has put it. Records of another store
+            do not count.
 
     Attributes:
         state: the newest record read so far.
@@ -208,13 +225,16 @@ class Journal:
 
     state: State
 
-    def __init__(self, bucket: Bucket, store: str) -> None:
+    def __init__(self, bucket: Bucket, first: State) -> None:
         self._bucket = bucket
-        self._store = store
+        self._store = first.store
         self.top = -1
         self._stamp: int | None = None
         self.problems: list[str] = []
         if not self.follow():
+            if not set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
+                self.state = first  # the creator was killed, or is slower than this process
+                return
             raise CorruptionError(
                 f"{bucket.where}/{CATALOG} holds no record that can be read, so which segments count is not known. "
                 "Restore the folder from a copy; the segments themselves may be whole."
@@ -294,7 +314,9 @@ class Journal:
             UnsyncedError: the record counts, and its copy could not be written.
         """
         while True:
-            self.follow()
+            if not self.follow() and self.top < 0:
+                put_first(self._bucket, self.state)
+                continue
             before = self.state
             wanted = step(before)
             if wanted is None:

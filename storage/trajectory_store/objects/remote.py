@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, persist
+from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, is_folder, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
 IN_FLIGHT = 64
@@ -36,7 +36,7 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
         SchemaError: no store can be kept there.
         StoreError: a package is missing.
     """
-    if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
+    if is_folder(target):
         return FolderBucket(Path(target), durable=durable)
     if isinstance(target, str):
         scheme, _, rest = target.partition("://")

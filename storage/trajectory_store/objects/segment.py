@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trajectory_store import forks, fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store.format import RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
+from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
 from trajectory_store.medium import Gap, Part, Rows, Segment
@@ -41,8 +41,6 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
 
-HEADER = "zarr.json"
-"""The metadata of a segment; its writer holds the lock of it."""
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
 """Most objects that are requested, or held in memory, at the same time."""
@@ -311,7 +309,7 @@ class ObjectSegment(Segment):
         """Return whether a writer may still append: it holds its lock or, where there is none, has committed lately."""
         if self.finished:
             return False
-        held = self.bucket.is_locked(f"{self.name}/{HEADER}")
+        held = self.bucket.is_locked(f"{self.name}/{KEY}")
         if held is not None:
             return held
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
