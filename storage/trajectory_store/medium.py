@@ -310,6 +310,11 @@ class Segment(ABC):
         except StoreError:
             return np.empty(0, np.int64)
 
+    def report(self, report: VerifyReport, gap: Gap) -> None:
+        """Report a commit whose rows are not there: as a loss if the catalog has recorded it as one."""
+        (report.loss if self.is_lost(gap.seq) else report.problem)(f"{self.name}: {gap.why}")
+        report.damaged(self.gap_ids(gap))
+
     def is_lost(self, seq: int) -> bool:
         """Return whether the catalog has recorded a commit as lost."""
         return any(first <= seq <= last for first, last in self.lost or ())

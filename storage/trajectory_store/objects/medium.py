@@ -30,7 +30,7 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, Part, SealedError, Segment, SegmentWriter
+from trajectory_store.medium import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.objects.archive import (
     BLOCK,
     LEVEL,
@@ -350,8 +350,7 @@ class ObjectMedium(Medium):
         if not isinstance(segment, ObjectSegment):
             raise TypeError(f"{segment.name} is not a segment of a bucket")
         for gap in segment.gaps:
-            (report.loss if segment.is_lost(gap.seq) else report.problem)(f"{segment.name}: {gap.why}")
-            report.damaged(segment.gap_ids(gap))
+            segment.report(report, gap)
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
             expected["sealed"] = dict(segment.sealed)
@@ -408,10 +407,7 @@ def _check_commits(
         raw = bucket.get(key) if key in there else None
         wrong = f"object {key} is missing" if raw is None else _wrong_in(raw, segment, seq, report)
         if wrong:
-            (report.loss if segment.is_lost(seq) else report.problem)(f"{segment.name}: {wrong}")
-            first = brief.rows_end - brief.n_rows
-            if segment.meta.kind == "rows":
-                report.damaged(segment.row_ids(first, brief.rows_end))
+            segment.report(report, Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, wrong))
         else:
             report.rows += brief.n_rows
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)

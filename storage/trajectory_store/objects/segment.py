@@ -555,6 +555,15 @@ class ObjectSegment(Segment):
             self._known[seq] = found
         return self._known[seq]
 
+    def gap_ids(self, gap: Gap) -> Int64Array:
+        """Return the ids of the rows of a gap; for updates those of their targets, where the object still has them."""
+        if self.meta.kind == "rows" or gap.first == gap.end:
+            return super().gap_ids(gap)
+        try:
+            return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
+        except (StoreError, FileNotFoundError):
+            return np.empty(0, np.int64)
+
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """Return how many elements of an array a commit has, and where they begin in the segment."""
         brief = self.history[seq]
