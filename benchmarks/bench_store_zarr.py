@@ -39,7 +39,7 @@ from _stores import (
 from obstore.store import MemoryStore
 
 from trajectory_store import Column, Schema, TrajectoryStore
-from trajectory_store.objects import medium
+from trajectory_store.objects import remote
 from trajectory_store.objects.remote import ObstoreBucket
 
 ROUND_TRIPS, OBJECTS, AMPLIFICATION = 1, 1, 1.02
@@ -83,12 +83,12 @@ class Counting(ObstoreBucket):
 def counted() -> Generator[Counting]:
     """A bucket in memory, to which every store that is made or opened goes."""
     bucket = Counting(MemoryStore())
-    real = medium.open_bucket
-    medium.open_bucket = lambda target, *, durable: bucket
+    real = remote.open_bucket
+    remote.open_bucket = lambda target, *, durable: bucket
     try:
         yield bucket
     finally:
-        medium.open_bucket = real
+        remote.open_bucket = real
 
 
 def commits(table: Table, count: int) -> None:
@@ -97,7 +97,7 @@ def commits(table: Table, count: int) -> None:
     for compress in (False, True):
         what = "zstd" if compress else "uncompressed"
         with counted() as bucket:
-            writer = TrajectoryStore.create("memory", token_schema(), backend="zarr", compress=compress)
+            writer = TrajectoryStore.create(bucket.store, token_schema(), backend="zarr", compress=compress)
             reader = TrajectoryStore.open(bucket.store)
             for _ in range(5):  # the first ones make segments
                 writer.append(rows_of(lengths_of(BATCH, rng), rng))
@@ -138,7 +138,7 @@ def many(table: Table, count: int) -> None:
     """Opening a store with many commits that nothing was merged of, where a request takes 20 ms."""
     with counted() as bucket:
         schema = Schema([Column("n", "int64")])
-        writer = TrajectoryStore.create("memory", schema, backend="zarr", segment_rows=count)
+        writer = TrajectoryStore.create(bucket.store, schema, backend="zarr", segment_rows=count)
         for i in range(count):
             writer.append({"n": [i]})
         bucket.delay = DELAY_S

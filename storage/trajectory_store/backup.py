@@ -12,7 +12,7 @@ from typing import Final
 
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.errors import CorruptionError, StoreExistsError, WriteFailedError
-from trajectory_store.journal import number_of, read_record, record_keys
+from trajectory_store.journal import Journal, State, number_of, record_keys
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
 """Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""
@@ -22,7 +22,7 @@ _CLOCK_S: Final = 2.0
 _CHUNK: Final = 1 << 22
 
 
-def copy_folder(source: Path, target: Path, store: str) -> None:
+def copy_folder(source: Path, target: Path, first: State) -> None:
     """Copy a store, so that the copy holds what was committed when the copying began; later commits may be in it.
 
     A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
@@ -32,7 +32,7 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     Args:
         source: the root folder.
         target: the new root; must not exist, or be empty. It appears under its name when it is whole.
-        store: the id of the store.
+        first: the first record of the store.
 
     Raises:
         StoreExistsError: the target holds something.
@@ -45,12 +45,15 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     building = target.parent / f".partial-{target.name}"
     shutil.rmtree(building, ignore_errors=True)
     unchanged_before = 0.0
+    journal = Journal(FolderBucket(source, durable=False), first)
     for _ in range(_ROUNDS):
         began = time.time()
-        newest = _newest(source)
+        journal.follow()
+        if journal.top > journal.state.number:  # the copy would lack what only this one names
+            raise CorruptionError(journal.problems[-1])
         with contextlib.suppress(FileNotFoundError):  # an upkeep has removed a segment: the next round has its heir
-            _copy_round(source, building, store, newest, unchanged_before)
-            if _newest(source) == newest:
+            _copy_round(source, building, journal.state, unchanged_before)
+            if not journal.follow() and journal.top == journal.state.number:
                 break
         unchanged_before = began - _CLOCK_S
     else:
@@ -66,16 +69,8 @@ def copy_folder(source: Path, target: Path, store: str) -> None:
     _sync(target.parent)
 
 
-def _newest(source: Path) -> int:
-    """Return the number of the newest record of the catalog."""
-    return max(n for path in (source / "catalog").iterdir() if (n := number_of(path.name)) is not None)
-
-
-def _copy_round(source: Path, building: Path, store: str, newest: int, unchanged_before: float) -> None:
+def _copy_round(source: Path, building: Path, state: State, unchanged_before: float) -> None:
     """Bring a copy up to a record of the catalog; files that are older than `unchanged_before` are there already."""
-    state, problems = read_record(FolderBucket(source, durable=False), newest, store)
-    if state is None:
-        raise CorruptionError(problems[0]) if problems else FileNotFoundError(source / record_keys(newest)[0])
     segments = {entry.name for entry in state.entries}
     shutil.rmtree(building / "catalog", ignore_errors=True)
     (building / "catalog").mkdir(parents=True)
@@ -83,11 +78,11 @@ def _copy_round(source: Path, building: Path, store: str, newest: int, unchanged
         if folder.name not in segments:
             shutil.rmtree(folder)
     numbers = {path: number_of(path.name) for path in (source / "catalog").iterdir()}
-    kept = [path for path, number in numbers.items() if number is not None and number < newest]
+    kept = [path for path, number in numbers.items() if number is not None and number < state.number]
     for path in [source / "zarr.json", source / "catalog" / "zarr.json", *kept]:
         with contextlib.suppress(FileNotFoundError):  # history may be removed at any time
             _copy_file(path, building / path.relative_to(source))
-    for key in record_keys(newest):  # its writer may not have put the second one yet
+    for key in record_keys(state.number):  # its writer may not have put the second one yet
         (building / key).write_bytes(state.to_bytes())
     for name in sorted(segments):
         if not (source / name).is_dir():

@@ -6,7 +6,6 @@ import errno
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
 from trajectory_store.journal import CATALOG, Entry, Journal, State
 from trajectory_store.medium import Gap, Medium, Segment
 from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.root import Root
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _UNKNOWN = -1
@@ -38,7 +38,7 @@ class Catalog:
 
     Args:
         medium: where the store is.
-        store: the `uuid` of the store.
+        root: the options of the store.
         warn: warn when a segment cannot be opened.
 
     Attributes:
@@ -50,15 +50,10 @@ class Catalog:
         damaged: the segments in which upkeep has found damage.
     """
 
-    def __init__(self, medium: Medium, store: str, *, warn: bool = True) -> None:
+    def __init__(self, medium: Medium, root: Root, *, warn: bool = True) -> None:
         self.medium = medium
         self._warn = warn
-        try:
-            self.journal = Journal(medium.bucket, store)
-        except CorruptionError:
-            if not medium.complete_root():
-                raise
-            self.journal = Journal(medium.bucket, store)
+        self.journal = Journal(medium.bucket, root.first_state)
         self.segments: dict[int, Segment] = {}
         self.updates: dict[int, Segment] = {}
         self.generation = 0
@@ -97,18 +92,11 @@ class Catalog:
             ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
         """
         with self.lock:
-            local = self.medium.bucket.local
-            if local:
-                self.journal.follow()
-            else:
-                with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:  # both wait for replies
-                    followed = pool.submit(self.journal.follow)
-                    self._read_commits()
-                followed.result()
+            self.medium.bucket.beside(self.journal.follow, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
                 self._take_state()
-            if changed or local:
+            if changed:
                 self._read_commits()  # a writer that began a new segment may have added to its previous one first
 
     def follow_state(self) -> None:

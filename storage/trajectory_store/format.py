@@ -29,6 +29,8 @@ from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
 FORMAT_VERSION = 3
+KEY = "zarr.json"
+"""The metadata of the store, of its catalog, and of a segment, whose writer holds the lock of it."""
 COMMITS = "commits"
 ACKNOWLEDGED = "acknowledged"
 PRESENT = "present"

@@ -14,17 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, UnsyncedError, WriteFailedError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    KEY,
     KINDS,
     MAX_CRC,
     MAX_ORDINAL,
     MAX_SALT,
     Kind,
+    array_json,
     crc32c,
     segment_name,
     time_after,
@@ -190,21 +194,16 @@ def number_of(key: str) -> int | None:
     return int(stem) if dot and end in ("rec", "copy") and stem.isdigit() and len(stem) == 12 else None
 
 
-def read_record(bucket: Bucket, number: int, store: str) -> tuple[State | None, list[str]]:
-    """Read a record from the first of its objects that is good.
+def catalog_json() -> bytes:
+    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records."""
+    return array_json([0], np.dtype("uint8"), ["records"])
 
-    Returns:
-        The record, or None if no object of it can be read; and what is wrong with those that were looked at, in words.
-    """
-    problems: list[str] = []
-    for key in record_keys(number):
-        raw = bucket.get(key)
-        try:
-            if raw is not None:
-                return State.from_bytes(raw, number, store, f"{bucket.where}/{key}"), problems
-        except CorruptionError as error:
-            problems.append(str(error))
-    return None, problems
+
+def put_first(bucket: Bucket, first: State) -> None:
+    """Put the first record, which follows from the root: every process puts the same bytes."""
+    bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
+    for key in record_keys(0):
+        bucket.settle(key, first.to_bytes())
 
 
 class Journal:
@@ -212,10 +211,12 @@ class Journal:
 
     Args:
         bucket: where the records are.
-        store: the `uuid` of the store; records of another one do not count.
+        first: the first record of the store; it counts before the store's creator has put it. Records of another store
+            do not count.
 
     Attributes:
         state: the newest record read so far.
+        top: the number that is taken last; above that of `state` if newer records cannot be read.
         problems: the damaged records found so far, in words.
 
     Raises:
@@ -224,13 +225,16 @@ class Journal:
 
     state: State
 
-    def __init__(self, bucket: Bucket, store: str) -> None:
+    def __init__(self, bucket: Bucket, first: State) -> None:
         self._bucket = bucket
-        self._store = store
-        self._top = -1
+        self._store = first.store
+        self.top = -1
         self._stamp: int | None = None
         self.problems: list[str] = []
         if not self.follow():
+            if not set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
+                self.state = first  # the creator was killed, or is slower than this process
+                return
             raise CorruptionError(
                 f"{bucket.where}/{CATALOG} holds no record that can be read, so which segments count is not known. "
                 "Restore the folder from a copy; the segments themselves may be whole."
@@ -238,7 +242,7 @@ class Journal:
 
     def follow(self) -> bool:
         """Read the newest record if it is newer than `state`; return whether it is."""
-        stamp = self._bucket.stamp(record_keys(self._top + 1)[0])
+        stamp = self._bucket.stamp(record_keys(self.top + 1)[0])
         if stamp is not None and stamp == self._stamp:
             return False
         newer = self._read_newest()
@@ -251,21 +255,28 @@ class Journal:
         return sorted({number for key in keys if (number := number_of(key)) is not None})
 
     def _read(self, number: int) -> State | None:
-        """Return a record, or None if both of its objects are gone.
+        """Return a record from the first of its objects that is good, or None if both are gone.
 
         Raises:
             CorruptionError: no object of it can be read.
         """
-        state, problems = read_record(self._bucket, number, self._store)
-        if state is not None:
-            self.problems += [problem for problem in problems if problem not in self.problems]
-        elif problems:
-            raise CorruptionError(problems[0])
-        return state
+        wrong: list[CorruptionError] = []
+        for key in record_keys(number):
+            raw = self._bucket.get(key)
+            try:
+                if raw is not None:
+                    state = State.from_bytes(raw, number, self._store, f"{self._bucket.where}/{key}")
+                    self.problems += [str(error) for error in wrong if str(error) not in self.problems]
+                    return state
+            except CorruptionError as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
+        return None
 
     def _read_newest(self) -> bool:
         unreadable: list[int] = []
-        for number in reversed(self._numbers(self._top)):
+        for number in reversed(self._numbers(self.top)):
             try:
                 state = self._read(number)
             except CorruptionError as error:
@@ -275,9 +286,9 @@ class Journal:
             if state is None:  # removed since it was listed, so there are newer ones
                 return self._read_newest()
             self.state = state
-            self._top = self._after(number, unreadable)
+            self.top = self._after(number, unreadable)
             return True
-        self._top = self._after(self._top, unreadable)
+        self.top = self._after(self.top, unreadable)
         return False
 
     def _after(self, top: int, unreadable: Sequence[int]) -> int:
@@ -303,18 +314,20 @@ class Journal:
             UnsyncedError: the record counts, and its copy could not be written.
         """
         while True:
-            self.follow()
+            if not self.follow() and self.top < 0:
+                put_first(self._bucket, self.state)
+                continue
             before = self.state
             wanted = step(before)
             if wanted is None:
                 return None
-            number = self._top + 1
+            number = self.top + 1
             if not self._follows(before):
                 continue
             now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.settle(record_keys(number)[0], state.to_bytes()) and self._counts(state):
-                self.state, self._top = state, number
+                self.state, self.top = state, number
                 self._put_copy()
                 self._prune(number)
                 return state

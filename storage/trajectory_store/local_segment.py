@@ -327,19 +327,13 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
     end = _check_records(segment, report)
     for gap in segment.gaps:
         if gap.seq >= segment.records and gap.why:  # what is not there at all
-            _say(segment, report, gap.seq, f"{name}: {gap.why}", gap.first, gap.end)
+            segment.report(report, gap)
     if mark is None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
     elif mark > end and not any(gap.seq >= segment.records for gap in segment.gaps):
         report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.close_log()
-
-
-def _say(segment: LocalSegment, report: VerifyReport, seq: int, words: str, first: int, end: int) -> None:
-    """Report a commit whose rows are not there: as a loss if the catalog has recorded it as one."""
-    (report.loss if segment.is_lost(seq) else report.problem)(words)
-    report.damaged(segment.gap_ids(Gap(seq, first, end, words)))
 
 
 def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
@@ -355,7 +349,7 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
                 return seq
             first, last = segment.around(seq) if seq < segment.records else (segment.rows, segment.rows)
             rows = f"rows {first} to {last - 1} have no valid record" if last > first else "it holds no known row"
-            _say(segment, report, seq, f"{name}: commit record {seq} is damaged; {rows}", first, last)
+            segment.report(report, Gap(seq, first, last, f"commit record {seq} is damaged; {rows}"))
             covered = max(covered, last)
             continue
         if record.meta_crc != segment.meta_crc or record.ordinal != segment.ordinal:
@@ -378,8 +372,8 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
             right = False
             report.problem(f"{name}: {error}")
         if not right:
-            words = f"{name}: the data of commit {seq} (rows {first} to {last - 1}) is damaged"
-            _say(segment, report, seq, words, first, last)
+            words = f"the data of commit {seq} (rows {first} to {last - 1}) is damaged"
+            segment.report(report, Gap(seq, first, last, words))
     return end
 
 

@@ -16,6 +16,7 @@ from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, StoreError
 from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
+    KEY,
     ORDINAL_SHIFT,
     PRESENT,
     ROW_ID,
@@ -26,10 +27,10 @@ from trajectory_store.format import (
     SegmentMeta,
     offsets_name,
 )
-from trajectory_store.journal import CATALOG, Entry, State
+from trajectory_store.journal import CATALOG, Entry, State, catalog_json
 from trajectory_store.maps import FORMATS, PreadBytes, PreadItems
 from trajectory_store.ragged import Int64Array, expand
-from trajectory_store.root import KEY, Root, catalog_json
+from trajectory_store.root import Root
 from trajectory_store.schema import Column
 
 Rows = Int64Array | slice
@@ -309,6 +310,11 @@ class Segment(ABC):
         except StoreError:
             return np.empty(0, np.int64)
 
+    def report(self, report: VerifyReport, gap: Gap) -> None:
+        """Report a commit whose rows are not there: as a loss if the catalog has recorded it as one."""
+        (report.loss if self.is_lost(gap.seq) else report.problem)(f"{self.name}: {gap.why}")
+        report.damaged(self.gap_ids(gap))
+
     def is_lost(self, seq: int) -> bool:
         """Return whether the catalog has recorded a commit as lost."""
         return any(first <= seq <= last for first, last in self.lost or ())
@@ -509,10 +515,6 @@ class Medium(ABC):
         if self.bucket.get(f"{CATALOG}/{KEY}") != catalog_json():
             out.append(f"{CATALOG}/{KEY} is damaged or missing")
         return out
-
-    def complete_root(self) -> bool:
-        """Put what the creator of the store has not put yet; return whether it is there now. A folder appears whole."""
-        return False
 
     @abstractmethod
     def forgotten(self, state: State) -> list[Entry]:

@@ -47,7 +47,6 @@ from trajectory_store.journal import CATALOG, Entry, State
 from trajectory_store.local_segment import LocalSegment, assert_local, check_segment
 from trajectory_store.maps import Io, choose
 from trajectory_store.medium import Claim, Medium, Segment, SegmentWriter
-from trajectory_store.root import Root, fill_root, taken
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -57,46 +56,20 @@ OLD_S = 60.0
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 
 
-def create_folder(path: Path, root: Root) -> None:
-    """Create the folder of a new store; it appears whole or not at all, and is on the disk, whatever appends promise.
-
-    Raises:
-        StoreExistsError: the path holds something.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise taken(str(path))
-    temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
-    with fs.explained(path, "creating the store"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fs.mkdir(temporary)
-            fill_root(FolderBucket(temporary, durable=False), root)  # synced as a whole, before it has its name
-            fs.sync_tree(temporary)
-            fs.rename(temporary, path)
-        except OSError as error:
-            fs.remove_tree(temporary)
-            if path.exists():
-                raise taken(str(path)) from error
-            raise
-        fs.sync_path(path.parent)
-
-
 class Memmap(Medium):
     """Raw segments below a local folder.
 
     Args:
-        folder: the folder.
-        durable: catalog records and the names of segments wait for the disk.
+        bucket: the folder.
         io: how files are read; None chooses by the file system.
     """
 
-    def __init__(self, folder: Path, *, durable: bool, io: Io | None = None) -> None:
-        self.bucket = FolderBucket(folder, durable=durable)
-        self.folder = folder = self.bucket.root
-        self.where = self.bucket.where
-        self.io: Io = choose(folder) if io is None else io
+    def __init__(self, bucket: FolderBucket, io: Io | None = None) -> None:
+        self.bucket = bucket
+        self.folder = bucket.root
+        self.where = bucket.where
+        self.io: Io = choose(self.folder) if io is None else io
         self.keeps_arrays = self.io == "mmap"
-        self._durable = durable
 
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading; return a StoreError or OSError for each that cannot be opened."""
@@ -155,7 +128,7 @@ class Memmap(Medium):
                     raise
                 ordinal += 1
                 continue
-            if self._durable:
+            if self.bucket.durable:
                 fs.sync_path(self.folder)
             return ordinal, target
 

@@ -1,16 +1,21 @@
-"""What `create` and `open` are given, checked."""
+"""What `create` and `open` are given: checked, and turned into a bucket and a medium."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import numpy as np
 
-from trajectory_store.errors import SchemaError
+from trajectory_store.bucket import Bucket, FolderBucket, is_folder
+from trajectory_store.errors import NotAStoreError, SchemaError
 from trajectory_store.format import DURABILITIES
+from trajectory_store.maps import Io
+from trajectory_store.medium import Medium
+from trajectory_store.memmap import Memmap
 from trajectory_store.root import Root
 from trajectory_store.writer import FIRST_ELEMENTS
 
@@ -71,9 +76,32 @@ def backend_of(path: Any, asked: Backend | None) -> Backend:
     return "zarr"
 
 
-def is_folder(path: Any) -> bool:
-    """Return whether a path names a local folder, and not a URL or an object."""
-    return isinstance(path, os.PathLike) or (isinstance(path, str) and "://" not in path)
+def bucket_of(path: Any) -> Bucket:
+    """Return the bucket that a path, a URL, an obstore store or a zarr `Store` names."""
+    if is_folder(path):
+        return FolderBucket(Path(path), durable=False)
+    from trajectory_store.objects.remote import open_bucket
+
+    return open_bucket(path, durable=False)
+
+
+def medium_of(
+    bucket: Bucket, root: Root, io: Io | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
+) -> Medium:
+    """Return the medium of a store in a bucket.
+
+    Raises:
+        NotAStoreError: it needs a local folder.
+    """
+    if root.backend == "zarr":
+        from trajectory_store.objects.medium import ObjectMedium
+
+        return ObjectMedium(bucket, root, cache_dir, cache_bytes)
+    if isinstance(bucket, FolderBucket):
+        return Memmap(bucket, io)
+    raise NotAStoreError(
+        f"{bucket.where} holds a copy of a store of raw segments, which need a local folder. Copy it to one to open it."
+    )
 
 
 def bounded(root: Root) -> Root:

@@ -6,25 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-import numpy as np
-
 from trajectory_store import fs
-from trajectory_store.bucket import Bucket
-from trajectory_store.errors import CorruptionError, NotAStoreError, StoreExistsError, StoreNotFoundError
+from trajectory_store.bucket import Bucket, taken
+from trajectory_store.errors import CorruptionError, NotAStoreError, StoreNotFoundError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
+    KEY,
     Durability,
-    array_json,
     crc32c,
     group_json,
     read_attributes,
     time_after,
 )
-from trajectory_store.journal import CATALOG, State, record_keys
+from trajectory_store.journal import State, put_first
 from trajectory_store.schema import Schema
 
-KEY = "zarr.json"
 MAX_ROWS = 1 << 19
 MAX_ELEMENTS = 1 << 26
 """The largest segments on a local disk. A batch takes longer the more segments its rows are in; a plain Zarr reader
@@ -106,38 +103,19 @@ def _crc(attributes: Mapping[str, Any]) -> int:
     return crc32c(json.dumps(attributes, sort_keys=True).encode())
 
 
-def catalog_json() -> bytes:
-    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records."""
-    return array_json([0], np.dtype("uint8"), ["records"])
-
-
-def fill_root(bucket: Bucket, root: Root) -> None:
+def create_root(bucket: Bucket, root: Root) -> None:
     """Put the files of a new store; the process whose root is put creates it.
 
     Raises:
-        StoreExistsError: there is a store already.
+        StoreExistsError: the place holds something.
     """
-    if not bucket.settle(KEY, root.to_json()):
-        raise taken(bucket.where)
-    _put_first_record(bucket, root)
 
+    def fill(bucket: Bucket) -> None:
+        if not bucket.settle(KEY, root.to_json()):
+            raise taken(bucket.where)
+        put_first(bucket, root.first_state)
 
-def complete_root(bucket: Bucket, root: Root) -> bool:
-    """Put what the creator of a store has not put yet, because it was killed or is slower than this process.
-
-    Returns:
-        Whether the first record is there now; False for a store that has been used, whose missing records are damage.
-    """
-    if set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
-        return False
-    _put_first_record(bucket, root)
-    return True
-
-
-def _put_first_record(bucket: Bucket, root: Root) -> None:
-    bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
-    for key in record_keys(0):
-        bucket.settle(key, root.first_state.to_bytes())
+    bucket.make(fill)
 
 
 def read_root(bucket: Bucket) -> Root:
@@ -161,11 +139,4 @@ def read_root(bucket: Bucket) -> Root:
     raise StoreNotFoundError(
         f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
         "TrajectoryStore.create(path, schema)."
-    )
-
-
-def taken(where: str) -> StoreExistsError:
-    """Return the error for a path that holds something."""
-    return StoreExistsError(
-        f"{where} exists and is not empty. Open it with TrajectoryStore.open(path, mode='a'), or choose another path."
     )

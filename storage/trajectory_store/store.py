@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -25,11 +25,19 @@ from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
 from trajectory_store.journal import State
 from trajectory_store.maps import Io
 from trajectory_store.medium import Medium
-from trajectory_store.memmap import Memmap, create_folder
-from trajectory_store.options import Backend, backend_of, bounded, check_durability, count_of, is_folder, size_of
+from trajectory_store.options import (
+    Backend,
+    backend_of,
+    bounded,
+    bucket_of,
+    check_durability,
+    count_of,
+    medium_of,
+    size_of,
+)
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
-from trajectory_store.root import Root, read_root
+from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
 from trajectory_store.verify import verify
@@ -62,7 +70,7 @@ class TrajectoryStore(StoreReads):
     """
 
     def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
-        super().__init__(Path(medium.where) if medium.bucket.local else medium.where, root, Catalog(medium, root.uuid))
+        super().__init__(medium.bucket.address, root, Catalog(medium, root))
         self._address = address
         self.mode: Mode = mode
         self.durability: Durability = durability
@@ -71,6 +79,7 @@ class TrajectoryStore(StoreReads):
         self._on_segment: Callable[[int], None] | None = None
         self._background = Background(self._look_in, root)
         self._pid = os.getpid()
+        medium.bucket.durable = durability != "process"
         if mode == "a":
             medium.bucket.hold()
 
@@ -132,15 +141,9 @@ class TrajectoryStore(StoreReads):
             preallocate=preallocate,
             compress=compress and kind == "zarr",
         )
-        root, cache_bytes = bounded(root), size_of("cache_bytes", cache_bytes, least=0)
-        if kind == "zarr":
-            from trajectory_store.objects.medium import create_objects
-
-            medium: Medium = create_objects(path, root, cache_dir, cache_bytes)
-        else:
-            create_folder(Path(path), root)
-            medium = Memmap(Path(path), durable=durability != "process")
-        return cls(path, root, medium, "a", durability)
+        root, held, bucket = bounded(root), size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
+        create_root(bucket, root)
+        return cls(path, root, medium_of(bucket, root, None, cache_dir, held), "a", durability)
 
     @classmethod
     def open(
@@ -182,12 +185,13 @@ class TrajectoryStore(StoreReads):
             raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
-        held = size_of("cache_bytes", cache_bytes, least=0)
-        root, medium = _find(path, durability, None if io == "auto" else io, cache_dir, held)
+        held, bucket = size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
+        root = read_root(bucket)
+        medium = medium_of(bucket, root, None if io == "auto" else io, cache_dir, held)
         store = cls(path, root, medium, mode, durability or root.durability)
         if add_columns:
             store._add_columns(add_columns)
-        if mode == "a" and medium.bucket.local:
+        if mode == "a":
             with medium.bucket.upkeep_lock() as mine:
                 if mine:
                     _remember(store._catalog)
@@ -239,7 +243,7 @@ class TrajectoryStore(StoreReads):
     def _look_in(self) -> Generator[Catalog]:
         """Open a second catalog of the store, which shares nothing with the first."""
         medium = self._catalog.medium.fresh()
-        catalog = Catalog(medium, self._root.uuid, warn=False)
+        catalog = Catalog(medium, self._root, warn=False)
         try:
             yield catalog
         finally:
@@ -397,7 +401,7 @@ class TrajectoryStore(StoreReads):
             UnsyncedError: everything is in the store, but a sync failed, now or before.
         """
         self._check_writable("flush")
-        if not self._catalog.medium.bucket.local:
+        if not self._catalog.medium.bucket.can_tear:
             return  # an object store makes its own promise
         self._catalog.refresh()
         try:
@@ -432,7 +436,7 @@ class TrajectoryStore(StoreReads):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target), self._root.uuid)
+            copy_folder(self.path, Path(target), self._root.first_state)
 
     @property
     def segment(self) -> int | None:
@@ -583,21 +587,3 @@ def _cannot_join(column: Column) -> SchemaError:
         f"no column can join axis '{column.axis}': '{column.name}' is alone on it and may have changed lengths since. "
         "Choose an axis of its own, for example Column(name, dtype, ragged=True, axis=name, fill=...)."
     )
-
-
-def _find(
-    path: Any,
-    durability: Durability | None,
-    io: Io | None,
-    cache_dir: str | os.PathLike[str] | None,
-    cache_bytes: int | None,
-) -> tuple[Root, Medium]:
-    """Return the root of a store and its medium."""
-    if is_folder(path):
-        folder = Path(cast("str", path))
-        root = read_root(Memmap(folder, durable=False, io=io).bucket)
-        if root.backend == "memmap":
-            return root, Memmap(folder, durable=(durability or root.durability) != "process", io=io)
-    from trajectory_store.objects.medium import open_objects
-
-    return open_objects(path, durability, cache_dir, cache_bytes)

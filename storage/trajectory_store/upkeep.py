@@ -37,10 +37,6 @@ FANOUT = 8
 SUPERSEDED = 1 << 16
 """From this many updates on, a merge leaves out superseded ones."""
 
-MANY, MANY_FILES = 64, 1024
-"""From this many objects on, a single finished segment is merged, because opening it requests each of them. In a folder
-the number is higher: it answers quickly, and single columns of single commits can be read."""
-
 LEASE_S = 120.0
 TIDY_S = 600.0
 """How often a process that begins no segment looks for small ones to merge, which killed processes left to others."""
@@ -211,9 +207,8 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     for every in kinds:
         segments = [s for s in every if s.ordinal not in catalog.damaged and not s.gaps]
         if not catalog.medium.complete:
-            many = MANY_FILES if catalog.medium.bucket.local else MANY
             for segment in segments:
-                if segment.records >= many and segment.finished and not segment.meta.merged:
+                if segment.records >= catalog.medium.bucket.many and segment.finished and not segment.meta.merged:
                     return [segment]
         tiers: dict[int, list[Segment]] = {}
         for segment in segments:
@@ -250,7 +245,7 @@ def record_losses(catalog: Catalog) -> None:
     """
     looked: dict[int, tuple[tuple[int, int], ...]] = {}
     for segment in (*catalog.segments.values(), *catalog.updates.values()):
-        if segment.unsettled and catalog.medium.bucket.local:
+        if segment.unsettled:
             catalog.medium.sync(segment, 0)
             looked[segment.ordinal] = runs_of(sorted({gap.seq for gap in segment.gaps}))
 

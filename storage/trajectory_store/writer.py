@@ -131,7 +131,7 @@ class Stream:
         writer = self._writer
         if writer is None:
             return
-        if self.durability == "process" and self._catalog.medium.bucket.local:
+        if self.durability == "process":
             self._join()
             thread = threading.Thread(target=writer.finish, name="trajectory-end")
             self._ending = thread, writer

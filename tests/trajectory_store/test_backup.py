@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from trajectory_store import Column, StoreExistsError, TrajectoryStore
+from trajectory_store import Column, CorruptionError, StoreExistsError, TrajectoryStore
 
 COLUMNS = [Column("n", "int64"), Column("tokens", "int32", ragged=True), Column("later", "int64", mutable=True)]
 WRITER = """
@@ -65,3 +65,24 @@ def test_a_copy_keeps_ids_and_holes(tmp_path):
         assert after <= 1.2 * before
         with pytest.raises(StoreExistsError, match="exists already"):
             store.copy(tmp_path / "copy")
+
+
+def test_a_copy_is_refused_if_the_newest_record_of_the_catalog_cannot_be_read(tmp_path):
+    """One damaged object of it costs nothing; with both, the copy could lack rows that only this record names."""
+    store = TrajectoryStore.create(tmp_path / "store", COLUMNS)
+    store.append({"n": [1], "tokens": [[1]]})
+    store.close()
+    copy, record = sorted((tmp_path / "store" / "catalog").glob("*.*"))[-3:-1]
+    assert (record.suffix, copy.stem) == (".rec", record.stem)
+    record.write_bytes(b"x" + record.read_bytes()[1:])
+    with pytest.warns(RuntimeWarning, match="does not match its checksum"):
+        store = TrajectoryStore.open(tmp_path / "store")
+    with store:
+        store.copy(tmp_path / "first")
+        copy.write_bytes(record.read_bytes())
+        with pytest.raises(CorruptionError, match="does not match its checksum"):
+            store.copy(tmp_path / "second")
+    with TrajectoryStore.open(tmp_path / "first") as found:
+        assert found.verify().ok
+        assert found["n"].tolist() == [1]
+    assert not (tmp_path / "second").exists()

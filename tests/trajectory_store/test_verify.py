@@ -201,3 +201,26 @@ def test_a_record_left_far_behind_is_no_gap(tmp_path):
         records = sorted((path / "catalog").glob("*.rec"))
         records[-9].unlink()
         assert f"{records[-9].name} is missing" in str(store.verify())
+
+
+@pytest.mark.parametrize(("how", "named"), [("flipped", [7]), ("missing", [])])
+def test_the_row_of_a_damaged_update_is_named_where_its_object_still_says_which(tmp_path, how, named):
+    """Five updates of rows 5 to 9, the third damaged: never a row that it had nothing to do with."""
+    with TrajectoryStore.create(
+        tmp_path / "s", [Column("n", "int64"), Column("later", "int64", mutable=True)], backend="zarr"
+    ) as store:
+        ids = store.append({"n": np.arange(10)})
+        for place in range(5, 10):
+            store.update(ids[place : place + 1], later=[place])
+    file = tmp_path / "s" / "seg-00000001" / "00000002.zip"
+    if how == "missing":
+        file.unlink()
+        with pytest.warns(RuntimeWarning, match="is missing"):
+            store = TrajectoryStore.open(tmp_path / "s")
+    else:
+        flip(file, 70)
+        store = TrajectoryStore.open(tmp_path / "s")
+    with store:
+        report = store.verify()
+    assert any("seg-00000001/00000002.zip" in problem for problem in report.problems)
+    assert report.damaged_ids.tolist() == [ids[row] for row in named]

@@ -21,6 +21,7 @@ import pytest
 from trajectory_store import (
     Column,
     CorruptionError,
+    NotAStoreError,
     RaggedArray,
     Schema,
     StoreError,
@@ -37,7 +38,8 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
 from trajectory_store.objects import medium, remote, segment
 from trajectory_store.objects.archive import BLOCK
-from trajectory_store.objects.medium import ObjectMedium, open_objects
+from trajectory_store.objects.medium import ObjectMedium
+from trajectory_store.root import read_root
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
@@ -268,6 +270,34 @@ def test_a_store_whose_maker_was_killed_between_its_puts(puts):
         assert store.verify().ok, str(store.verify())
 
 
+def test_a_reader_of_a_store_whose_maker_was_killed_puts_nothing():
+    """It has no rows yet, and what is missing is put by the first process that writes."""
+    memory = MemoryStore()
+    with TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr"):
+        pass
+    for key in ("000000000000.copy", "000000000000.rec", "zarr.json"):
+        asyncio.run(memory.delete(f"catalog/{key}"))
+    with TrajectoryStore.open(memory) as reader:
+        assert len(reader) == 0
+        assert remote.ZarrBucket(memory).keys("") == ["zarr.json"]
+        with TrajectoryStore.open(memory, "a") as writer:
+            writer.append({"n": [3]})
+        reader.refresh()
+        assert reader["n"].tolist() == [3]
+
+
+def test_raw_segments_are_opened_by_a_url_of_their_folder_and_nowhere_else(tmp_path):
+    """In an object store there are no files to map."""
+    with TrajectoryStore.create(tmp_path / "s", [Column("n", "int64")]) as store:
+        store.append({"n": [3]})
+    with TrajectoryStore.open(f"file://{tmp_path / 's'}") as store:
+        assert store["n"].tolist() == [3]
+    memory = MemoryStore()
+    remote.ZarrBucket(memory).put("zarr.json", (tmp_path / "s" / "zarr.json").read_bytes())
+    with pytest.raises(NotAStoreError, match="need a local folder"):
+        TrajectoryStore.open(memory)
+
+
 def test_a_store_that_lost_its_records_is_damaged():
     """Where there are rows, lost records are not put again: nobody may take the store for an empty one."""
     memory = MemoryStore()
@@ -310,8 +340,10 @@ def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
             store.append({"n": [n]})
         with monkeypatch.context() as patches:
             patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
-            root, medium = open_objects(memory, None, None, 1 << 20)
-            assert medium.seal(Catalog(medium, root.uuid).segments[0])
+            bucket = remote.open_bucket(memory, durable=False)
+            root = read_root(bucket)
+            medium = ObjectMedium(bucket, root, None, 1 << 20)
+            assert medium.seal(Catalog(medium, root).segments[0])
         with TrajectoryStore.open(memory) as reader:
             assert reader.read_scalars("n").tolist() == list(range(BLOCK - 1))
             assert reader.verify().ok, str(reader.verify())
@@ -677,7 +709,7 @@ def test_a_cold_batch_takes_few_round_trips_however_many_segments_it_is_in(monke
                     Slow.running -= 1
 
     memory = obstore.store.MemoryStore()
-    monkeypatch.setattr(medium, "open_bucket", lambda target, **_: Slow(target, "memory"))
+    monkeypatch.setattr(remote, "open_bucket", lambda target, **_: Slow(target, "memory"))
     TrajectoryStore.create(memory, example_schema(), backend="zarr").close()
     writers = [TrajectoryStore.open(memory, "a") for _ in range(8)]
     for number in range(3):

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket, FolderBucket, number_from
+from trajectory_store.bucket import Bucket, number_from
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
 from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
+    KEY,
     ArraySpec,
-    Durability,
     SegmentMeta,
     crc32c,
     group_json,
@@ -30,8 +30,7 @@ from trajectory_store.format import (
     whole,
 )
 from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Medium, Part, SealedError, Segment, SegmentWriter
-from trajectory_store.memmap import create_folder
+from trajectory_store.medium import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.objects.archive import (
     BLOCK,
     LEVEL,
@@ -45,41 +44,15 @@ from trajectory_store.objects.archive import (
     read_record,
     seq_of,
 )
-from trajectory_store.objects.remote import open_bucket
-from trajectory_store.objects.segment import HEADER, Cache, ObjectSegment, brief_of
+from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
-from trajectory_store.root import Root, complete_root, fill_root, read_root
+from trajectory_store.root import Root
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""
 AHEAD = 256
 """Objects that one `fetch` requests and holds in memory until they are read."""
 _OLD_S = 60.0
-
-
-def create_objects(
-    target: Any, root: Root, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
-) -> ObjectMedium:
-    """Create a store in a bucket.
-
-    Raises:
-        StoreExistsError: there is one already.
-    """
-    bucket = open_bucket(target, durable=root.durability != "process")
-    if isinstance(bucket, FolderBucket):
-        create_folder(bucket.root, root)
-    else:
-        fill_root(bucket, root)
-    return ObjectMedium(bucket, root, cache_dir, cache_bytes)
-
-
-def open_objects(
-    target: Any, durability: Durability | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
-) -> tuple[Root, ObjectMedium]:
-    """Find a store in a bucket."""
-    root = read_root(open_bucket(target, durable=False))
-    bucket = open_bucket(target, durable=(durability or root.durability) != "process")
-    return root, ObjectMedium(bucket, root, cache_dir, cache_bytes)
 
 
 _open_here: weakref.WeakSet[ObjectMedium] = weakref.WeakSet()
@@ -124,7 +97,7 @@ class ObjectMedium(Medium):
 
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading."""
-        headers = self.bucket.get_many([f"{entry.name}/{HEADER}" for entry in entries])
+        headers = self.bucket.get_many([f"{entry.name}/{KEY}" for entry in entries])
         out: list[Segment | Exception] = []
         for entry, raw in zip(entries, headers, strict=True):
             try:
@@ -135,7 +108,7 @@ class ObjectMedium(Medium):
         try:
             self._read_all(found)
         except StoreError as error:
-            if isinstance(error, ReadFailedError) and not self.bucket.local:
+            if isinstance(error, ReadFailedError) and self.bucket.costly:
                 raise  # the next try may succeed
             return [self._alone(s) if isinstance(s, ObjectSegment) else s for s in out]
         return list(out)
@@ -144,7 +117,7 @@ class ObjectMedium(Medium):
         self.refresh([s for s in segments if s.ordinal in self._own])
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
         for segment in segments:
-            if self.bucket.local and segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
+            if segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
                 self._check_objects(segment)
             if segment.finished or not segment.is_live():
                 segment.expect_rows(segment.promised)
@@ -160,8 +133,8 @@ class ObjectMedium(Medium):
     def _open(self, entry: Entry, raw: bytes | None) -> ObjectSegment:
         name = entry.name
         if raw is None:
-            raise CorruptionError(f"{name}/{HEADER} is missing, and the catalog says that the segment counts.")
-        attributes = read_attributes(raw, f"{name}/{HEADER}", "segment")
+            raise CorruptionError(f"{name}/{KEY} is missing, and the catalog says that the segment counts.")
+        attributes = read_attributes(raw, f"{name}/{KEY}", "segment")
         meta = SegmentMeta.from_attributes(attributes, name)
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:
@@ -234,16 +207,9 @@ class ObjectMedium(Medium):
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
-        if self.bucket.local:
-            for segment, parts in wanted.items():
-                parts = list(parts)
-                if isinstance(segment, ObjectSegment) and not segment.sealed and 2 * len(parts) > len(segment.specs):
-                    self.bucket.expect(segment.missing(parts[:1])[:AHEAD])  # most of these objects will be read
-            return
-        asked = [(s, key) for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)]
-        for (segment, key), raw in zip(asked[:AHEAD], self.bucket.get_many([k for _, k in asked[:AHEAD]]), strict=True):
-            if raw is not None:
-                segment.got[key] = raw
+        asked = {key: s for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)}
+        for key, raw in self.bucket.ahead(list(asked)[:AHEAD]).items():
+            asked[key].got[key] = raw
 
     def forget(self, segment: Segment) -> None:
         """Free the cached columns of a segment that was removed."""
@@ -259,17 +225,17 @@ class ObjectMedium(Medium):
     def sync(self, segment: Segment, first: int) -> None:
         """Wait until the objects of a segment are on the disk."""
         if isinstance(segment, ObjectSegment):
-            self.bucket.sync(f"{segment.name}/{HEADER}", *map(segment.key, range(first, segment.records)))
+            self.bucket.sync(f"{segment.name}/{KEY}", *map(segment.key, range(first, segment.records)))
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> ObjectWriter:
         """Put the metadata of an empty segment under a free number, and enter it in the catalog."""
         raw = group_json(meta.to_attributes())
         while True:
             ordinal = least
-            if not self.bucket.settle(f"{segment_name(ordinal)}/{HEADER}", raw):
+            if not self.bucket.settle(f"{segment_name(ordinal)}/{KEY}", raw):
                 least = ordinal + 1
                 continue
-            lock = self.bucket.lock(f"{segment_name(ordinal)}/{HEADER}")
+            lock = self.bucket.lock(f"{segment_name(ordinal)}/{KEY}")
             try:
                 least = claim(ordinal, meta.salt)
             except BaseException:
@@ -296,7 +262,7 @@ class ObjectMedium(Medium):
             writer.finish()
         sealed = {"rows": entry.rows, "ends": ends, "crc": {name: writer.crc for name, (_, writer) in writers.items()}}
         raw = group_json({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed})
-        if not self.bucket.settle(f"{entry.name}/{HEADER}", raw):
+        if not self.bucket.settle(f"{entry.name}/{KEY}", raw):
             raise WriteFailedError(None, f"{entry.name} was made by another process", self.where)
         self.bucket.sync(entry.name)
 
@@ -363,23 +329,18 @@ class ObjectMedium(Medium):
             ordinal = ordinal_of(name)
             if name not in counted and ordinal is not None and ordinal < state.next_ordinal:
                 self._delete(name, keys)
-        if isinstance(self.bucket, FolderBucket):
-            self.bucket.sweep(_OLD_S)
+        self.bucket.sweep(_OLD_S)
 
     # Checking
-
-    def complete_root(self) -> bool:
-        """Put what the creator of the store has not put yet."""
-        return not self.bucket.local and complete_root(self.bucket, self._root)
 
     def forgotten(self, state: State) -> list[Entry]:
         """Return the segments with commits that the catalog does not know of."""
         names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
         new = {name: o for name in names if (o := ordinal_of(name)) is not None and o >= state.next_ordinal}
         entries: list[Entry] = []
-        for name, raw in zip(new, self.bucket.get_many([f"{name}/{HEADER}" for name in new]), strict=True):
+        for name, raw in zip(new, self.bucket.get_many([f"{name}/{KEY}" for name in new]), strict=True):
             with suppress(StoreError, KeyError, TypeError, ValueError):
-                meta = SegmentMeta.from_attributes(read_attributes(raw or b"", f"{name}/{HEADER}", "segment"), name)
+                meta = SegmentMeta.from_attributes(read_attributes(raw or b"", f"{name}/{KEY}", "segment"), name)
                 entries.append(Entry(new[name], meta.kind, meta.salt, meta.merged))
         found = zip(entries, self.open_segments(entries), strict=True)
         return [e for e, s in found if isinstance(s, Segment) and len(s.commits())]  # each commit names its segment
@@ -389,13 +350,12 @@ class ObjectMedium(Medium):
         if not isinstance(segment, ObjectSegment):
             raise TypeError(f"{segment.name} is not a segment of a bucket")
         for gap in segment.gaps:
-            (report.loss if segment.is_lost(gap.seq) else report.problem)(f"{segment.name}: {gap.why}")
-            report.damaged(segment.gap_ids(gap))
+            segment.report(report, gap)
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
             expected["sealed"] = dict(segment.sealed)
-        if self.bucket.get(f"{segment.name}/{HEADER}") != group_json(expected):
-            report.problem(f"{segment.name}: {HEADER} is damaged or missing")
+        if self.bucket.get(f"{segment.name}/{KEY}") != group_json(expected):
+            report.problem(f"{segment.name}: {KEY} is damaged or missing")
         if segment.sealed is not None:
             _check_sealed(self.bucket, segment, segment.sealed, report)
         else:
@@ -411,7 +371,7 @@ def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
             if len(bytes.fromhex(sealed["crc"][spec.name])) != 4 * -(-spec.capacity // CHUNK):
                 raise ValueError(f"not every chunk of {spec.name} has a checksum")
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"{name}/{HEADER}: the attribute 'sealed' is missing or damaged ({error}).") from None
+        raise CorruptionError(f"{name}/{KEY}: the attribute 'sealed' is missing or damaged ({error}).") from None
 
 
 def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: VerifyReport) -> None:
@@ -447,10 +407,7 @@ def _check_commits(
         raw = bucket.get(key) if key in there else None
         wrong = f"object {key} is missing" if raw is None else _wrong_in(raw, segment, seq, report)
         if wrong:
-            (report.loss if segment.is_lost(seq) else report.problem)(f"{segment.name}: {wrong}")
-            first = brief.rows_end - brief.n_rows
-            if segment.meta.kind == "rows":
-                report.damaged(segment.row_ids(first, brief.rows_end))
+            segment.report(report, Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, wrong))
         else:
             report.rows += brief.n_rows
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)

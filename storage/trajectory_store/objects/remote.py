@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, persist
+from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, is_folder, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
 IN_FLIGHT = 64
@@ -36,7 +36,7 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
         SchemaError: no store can be kept there.
         StoreError: a package is missing.
     """
-    if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
+    if is_folder(target):
         return FolderBucket(Path(target), durable=durable)
     if isinstance(target, str):
         scheme, _, rest = target.partition("://")
@@ -95,6 +95,13 @@ class _Parallel(Bucket):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="trajectory-objects")
         return list(self._pool.map(call, items))
+
+    def beside(self, first: Callable[[], object], second: Callable[[], object]) -> None:
+        """Make two kinds of requests at the same time."""
+        with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:
+            other = pool.submit(first)
+            second()
+        other.result()
 
     def _again(self, call: Callable[[], R], what: str) -> R:
         """Make a request, and repeat it while it fails; it must be safe to repeat."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trajectory_store import forks, fs
 from trajectory_store.bucket import Bucket
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
-from trajectory_store.format import RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
+from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
 from trajectory_store.journal import Entry
 from trajectory_store.maps import PreadBytes, open_file
 from trajectory_store.medium import Gap, Part, Rows, Segment
@@ -41,8 +41,6 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
 
-HEADER = "zarr.json"
-"""The metadata of a segment; its writer holds the lock of it."""
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
 """Most objects that are requested, or held in memory, at the same time."""
@@ -144,6 +142,8 @@ class ObjectSegment(Segment):
         self.sealed = sealed
         self.closed = sealed is not None
         """Whether the writer had synced everything when it ended the segment."""
+        self._whole = bucket.costly or meta.kind == "update"
+        """Whether objects are read whole; an update that is damaged anywhere does not count."""
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._indexes: dict[str, Int64Array] = {}
@@ -235,8 +235,8 @@ class ObjectSegment(Segment):
     def next_size(self) -> int:
         """How much of the next commit to request: all of it if values of the last one were read."""
         last = self.records - 1
-        read = any(last < len(done) and done[last] for done in list(self._fetched.values())) if self.records else False
-        return WHOLE if read else self.bucket.tail
+        fetched = list(self._fetched.values()) if self._whole and self.records else []
+        return WHOLE if any(last < len(done) and done[last] for done in fetched) else self.bucket.tail
 
     def take_next(self, found: tuple[bytes, int] | None) -> bool:
         """Add the next commit, if it is there; an object that was fetched whole is kept and not requested again."""
@@ -309,11 +309,16 @@ class ObjectSegment(Segment):
         """Return whether a writer may still append: it holds its lock or, where there is none, has committed lately."""
         if self.finished:
             return False
-        held = self.bucket.is_locked(f"{self.name}/{HEADER}")
+        held = self.bucket.is_locked(f"{self.name}/{KEY}")
         if held is not None:
             return held
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
         return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
+
+    @property
+    def may_be_torn(self) -> bool:
+        """Whether the machine may have gone down after commits that did not wait for the disk."""
+        return self.bucket.can_tear and super().may_be_torn
 
     @property
     def unsettled(self) -> bool:
@@ -330,8 +335,11 @@ class ObjectSegment(Segment):
     # Fetching
 
     def missing(self, parts: Iterable[Part]) -> list[str]:
-        """Return the keys of the objects that have to be fetched before some arrays can be read."""
+        """Return the keys of the objects of which all, or most, has to be fetched before some arrays can be read."""
         keys: dict[str, None] = {}
+        if not self._whole:
+            parts = list(parts)
+            parts = parts[:1] if self.sealed is None and 2 * len(parts) > len(self.specs) else []
         with self._cache.lock:
             for name, rows in parts:
                 units = self._missing(name, rows).tolist()
@@ -340,7 +348,9 @@ class ObjectSegment(Segment):
         return [key for key in keys if key not in self.got]
 
     def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return objects; those not fetched before are requested together."""
+        """Return objects, where they are read whole; those not fetched before are requested together."""
+        if not self._whole:
+            return {}
         asked = [key for key in keys if key not in self.got]
         found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
         out: dict[str, bytes] = {}
@@ -416,7 +426,7 @@ class ObjectSegment(Segment):
     def _units(self, name: str, rows: Rows | None) -> Int64Array:
         """Return the units that hold the values of rows: commits, or chunks of the array in a merged segment."""
         spec = self.specs[name]
-        if self.meta.kind == "update" or (self.sealed is not None and not self.bucket.local) or isinstance(rows, slice):
+        if self.meta.kind == "update" or (self.sealed is not None and self._whole) or isinstance(rows, slice):
             rows = None  # few requests are better than few bytes
         if self.sealed is None:
             if len(self._edges) != len(self.history):
@@ -448,12 +458,11 @@ class ObjectSegment(Segment):
         return done
 
     def _fetch_commits(self, name: str, seqs: Sequence[int]) -> None:
-        few = self.bucket.local and self.meta.kind == "rows"
         land = self._land if self.meta.kind == "rows" else self._land_update
-        with self._files([name] if few else list(self.specs)) as files:
+        with self._files(list(self.specs) if self._whole else [name]) as files:
             for first in range(0, len(seqs), FETCHED):
                 part = seqs[first : first + FETCHED]
-                objects = {} if few else self._objects([self.key(seq) for seq in part])
+                objects = self._objects([self.key(seq) for seq in part])
                 for seq in part:
                     land(seq, files, objects.get(self.key(seq)))
 
@@ -472,7 +481,7 @@ class ObjectSegment(Segment):
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Get and check some chunks of an array of a merged segment."""
         spec = self.specs[name]
-        objects = {} if self.bucket.local else self._objects(shards(self.name, spec))
+        objects = self._objects(shards(self.name, spec))
         return read_chunks(self.bucket, objects, self.name, spec, sealed["crc"][name], chunks, self._indexes)
 
     @contextmanager
@@ -545,6 +554,15 @@ class ObjectSegment(Segment):
                 raise FileNotFoundError(key)
             self._known[seq] = found
         return self._known[seq]
+
+    def gap_ids(self, gap: Gap) -> Int64Array:
+        """Return the ids of the rows of a gap; for updates those of their targets, where the object still has them."""
+        if self.meta.kind == "rows" or gap.first == gap.end:
+            return super().gap_ids(gap)
+        try:
+            return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
+        except (StoreError, FileNotFoundError):
+            return np.empty(0, np.int64)
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """Return how many elements of an array a commit has, and where they begin in the segment."""
