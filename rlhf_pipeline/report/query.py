@@ -423,7 +423,7 @@ class View:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> Answer:
-        """Return what an optimizer step learned from, its figures, and the evaluation of the weights behind it.
+        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
 
         Raises:
             MissingKeyError: there is no such step.
@@ -443,7 +443,6 @@ class View:
             "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
             "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
             "rows": rows,
-            "evaluation": [self._cut(row) for row in self.rows(self._marked(step)[:MOST_ROWS])],
             "evaluations": list(self._evaluations_of(step)),
         }
 
@@ -564,8 +563,6 @@ class View:
             kinds.append(("untrusted", "reward_trusted==false"))
         if "degenerate" in self.stored.columns:
             kinds.append(("no spread in its group", "degenerate==true"))
-        if "evaluation" in self.stored.columns:
-            kinds.append(("evaluation", "evaluation==1"))
         found = [
             {"name": name, "where": text, "num": int(meets(self.stored.store, [text], ids).sum())}
             for name, text in kinds
@@ -640,12 +637,6 @@ class View:
         values = self.stored.scalars(name, ids)
         num = len(self.stored.ids() if ids is None else ids)
         return np.full(num, np.nan) if values is None else values.astype(np.float64)
-
-    def _marked(self, version: int) -> Ids:
-        marks, versions = self.stored.scalars("evaluation"), self.stored.scalars("policy_version")
-        if marks is None or versions is None:
-            return np.zeros(0, np.int64)
-        return self.stored.ids()[(marks != 0) & (versions == version)]
 
     def _counts(self, name: str, ids: Ids) -> dict[str, int]:
         """Count a text column's values by their bytes."""
