@@ -152,7 +152,7 @@ class View:
     def about(self) -> Answer:
         """Return the run in one row: name, definition, steps, first and last reward, what is stored, processes."""
         watermark = self.refresh()
-        rows = self._metrics()
+        rows = self.metrics_rows()
         ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]
         pipeline = self.run.config.pipeline if self.run is not None else {}
         rewards = self._floats("task_reward") if watermark else np.zeros(0)
@@ -177,7 +177,7 @@ class View:
 
     def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
         """Return the mean reward of the newest evaluation that a step has in its line."""
-        rows, every = self._metrics(), (pipeline.get("evaluate") or {}).get("every")
+        rows, every = self.metrics_rows(), (pipeline.get("evaluate") or {}).get("every")
         row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
         return (row or {}).get("evaluation/reward")
 
@@ -201,7 +201,7 @@ class View:
             points: the most steps.
             after: only later steps.
         """
-        rows = self._metrics()
+        rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
         wanted = list(names) or sorted(numbers - {"step", "time"})
@@ -213,7 +213,7 @@ class View:
 
     def changes(self) -> Answer:
         """Return what a page polls for: watermark, newest step, and the processes' states."""
-        rows = self._metrics()
+        rows = self.metrics_rows()
         beats = [[one["name"], one.get("state"), one["seen"]] for one in self.processes()]
         return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
 
@@ -429,7 +429,7 @@ class View:
             MissingKeyError: there is no such step.
         """
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
-        figures = self._metrics().of_step(step) if self.run is not None else None
+        figures = self.metrics_rows().of_step(step) if self.run is not None else None
         if ledger is None and figures is None:
             raise MissingKeyError(f"there is no step {step} in {self.name}.")
         ids = np.array((ledger or {}).get("row_ids", []), np.int64)
@@ -437,7 +437,7 @@ class View:
         rows = [self._cut(row) for row in self.rows(there[:MOST_ROWS])]
         return {
             "step": step,
-            "last": self._metrics().last_step,
+            "last": self.metrics_rows().last_step,
             "num": len(ids),
             "num_gone": len(ids) - len(there),
             "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
@@ -583,7 +583,7 @@ class View:
         if name == "drift":
             return {"list": name, "versions": self._by_version()}
         if name == "mismatch":
-            rows = self._metrics().spread(2000) if len(self._metrics()) else []
+            rows = self.metrics_rows().spread(2000) if len(self.metrics_rows()) else []
             known = [row for row in rows if row.get("sampler_gap") is not None]
             worst = sorted(known, key=lambda row: -row["sampler_gap"])[:50]
             return {"list": name, "steps": [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]}
@@ -622,7 +622,8 @@ class View:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _metrics(self) -> Any:
+    def metrics_rows(self) -> Any:
+        """Return the rows of the metrics as they are now, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.metrics_file) if self.run is not None else ()
 
     def ledger_rows(self) -> Any:

@@ -17,7 +17,7 @@ from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.query import View, search
 from tests.rlhf_pipeline.small import tiny
-from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
+from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
 
