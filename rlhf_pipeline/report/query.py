@@ -42,6 +42,7 @@ _ENOUGH_S = 0.15
 """A search stops with a full page after this time; "search all" goes on."""
 _MOST_LEDGER_BYTES = 1 << 26
 _LOG_BYTES = 4096
+_BARS = 8
 _EARLIER = 40
 """Characters of a completion that are shown before a hit."""
 
@@ -208,7 +209,7 @@ class View:
         return {
             "step": [row["step"] for row in some],
             "time": [row.get("time") for row in some],
-            "values": {name: [_number(row.get(name)) for row in some] for name in wanted},
+            "values": {name: [finite(row.get(name)) for row in some] for name in wanted},
         }
 
     def changes(self) -> Answer:
@@ -319,8 +320,8 @@ class View:
         return [
             {
                 "id": str(ids[row]),
-                "reward": value("task_reward", row, _number),
-                "advantage": value("advantage", row, _number),
+                "reward": value("task_reward", row, finite),
+                "advantage": value("advantage", row, finite),
                 "group": value("group_id", row),
                 "version": value("policy_version", row),
                 "newest": value("newest_policy_version", row),
@@ -331,7 +332,7 @@ class View:
                 "evaluation": bool(value("evaluation", row)),
                 "prompt": texts["prompt"][row],
                 "completion": texts["completion"][row],
-                "at": value("created_at", row, _number),
+                "at": value("created_at", row, finite),
             }
             for row in range(num)
         ]
@@ -380,7 +381,7 @@ class View:
             "answer": _text(context.answer),
             "error": context.error,
             "engine": stored.texts("engine", one)[0],
-            "temperature": None if heat is None else _number(heat[0]),
+            "temperature": None if heat is None else finite(heat[0]),
             "log_prob_mode": stored.texts("log_prob_mode", one)[0],
             "messages": self._messages(one),
             "num_tokens": len(tokens),
@@ -440,7 +441,7 @@ class View:
             "last": self.metrics_rows().last_step,
             "num": len(ids),
             "num_gone": len(ids) - len(there),
-            "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
+            "metrics": {name: finite(value) for name, value in (figures or {}).items() if value is not None},
             "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
             "rows": rows,
             "evaluations": list(self._evaluations_of(step)),
@@ -481,8 +482,8 @@ class View:
                     "address": str(view.address),
                     "num": len(view.stored.ids()),
                     "step": [one["step"] for one in found],
-                    "time": [_number(times[versions == one["step"]].max()) for one in found],
-                    "values": {key: [_number(one.get(key)) for one in found] for key in names},
+                    "time": [finite(times[versions == one["step"]].max()) for one in found],
+                    "values": {key: [finite(one.get(key)) for one in found] for key in names},
                 },
             )
         return self._evaluated[name][1]
@@ -534,19 +535,24 @@ class View:
         ids = ids[meets(stored.store, where, ids)]
         rewards, groups = self._floats("task_reward", ids), stored.scalars("group_id", ids)
         known = rewards[np.isfinite(rewards)]
-        versions = stored.scalars("policy_version", ids)
+        versions, prompts = stored.scalars("policy_version", ids), stored.scalars("num_prompt_tokens", ids)
         tokens = num_completion_tokens(stored.store, ids)
+        sizes = np.unique(groups, return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
         shares = (0.0, 0.25, 0.5, 0.75, 1.0)
         return {
             "trajectories": len(ids),
-            "groups": 0 if groups is None else len(np.unique(groups)),
+            "groups": len(sizes),
+            "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
             "no_reward": len(rewards) - len(known),
-            "reward_mean": _number(known.mean()) if len(known) else None,
-            "reward_std": _number(known.std()) if len(known) else None,
+            "reward_mean": finite(known.mean()) if len(known) else None,
+            "reward_std": finite(known.std()) if len(known) else None,
             "reward_quantiles": [float(value) for value in np.quantile(known, shares)] if len(known) else None,
+            "prompt_tokens": None if prompts is None else int(prompts.sum(dtype=np.int64)),
             "completion_tokens": int(tokens.sum()),
+            "lengths": _histogram(tokens),
             "length_quantiles": [float(value) for value in np.quantile(tokens, shares)] if len(tokens) else None,
-            "versions": [int(versions.min()), int(versions.max())] if versions is not None and len(versions) else None,
+            "versions": None if versions is None or not len(ids) else [int(versions.min()), int(versions.max())],
+            "num_versions": 0 if versions is None else len(np.unique(versions)),
             "finish": self._counts("finish_reason", ids),
         }
 
@@ -614,7 +620,7 @@ class View:
             {
                 "version": int(known[at]),
                 "num": int(num[at]),
-                "reward": _number(sums[at] / counts[at]) if counts[at] else None,
+                "reward": finite(sums[at] / counts[at]) if counts[at] else None,
                 "tokens": float(tokens[at] / num[at]),
             }
             for at in some
@@ -683,7 +689,7 @@ class View:
 
     def _per_token(self, name: str, one: Ids, part: slice, num: int) -> list[float | None] | None:
         """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
-        values = [_number(value) for value in self._row(name, one)]
+        values = [finite(value) for value in self._row(name, one)]
         return values[part] if len(values) == num and any(value is not None for value in values) else None
 
     def _messages(self, one: Ids) -> list[Answer] | None:
@@ -693,7 +699,7 @@ class View:
         return found if isinstance(found, list) else None
 
 
-def _number(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return a number that JSON can hold; None if it is not finite."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -711,3 +717,13 @@ def _whole(value: Any) -> int | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
+
+
+def _histogram(lengths: Ids) -> list[list[int]]:
+    """Return at most eight buckets of equal width: smallest, largest, how many."""
+    if not len(lengths):
+        return []
+    low, high = int(lengths.min()), int(lengths.max())
+    width = -(-(high - low + 1) // _BARS)
+    nums = np.bincount((lengths - low) // width).tolist()
+    return [[low + at * width, min(low + (at + 1) * width - 1, high), num] for at, num in enumerate(nums)]
