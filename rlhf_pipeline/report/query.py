@@ -394,8 +394,8 @@ class View:
             "log_probs": per_token["log_probs"] or [],
         }
 
-    def group(self, group: int) -> Answer:
-        """Return all members of a group.
+    def members(self, group: int) -> Ids:
+        """Return the members of a group.
 
         Raises:
             MissingKeyError: there is no such group.
@@ -403,7 +403,17 @@ class View:
         groups = self.stored.scalars("group_id")
         found = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
         if not len(found):
-            raise MissingKeyError(f"there is no group {group} in {self.name}.")
+            known = "" if groups is None or not len(groups) else f"; groups go from {groups.min()} to {groups.max()}"
+            raise MissingKeyError(f"there is no group {group} in {self.name}{known}.")
+        return found
+
+    def group(self, group: int) -> Answer:
+        """Return all members of a group.
+
+        Raises:
+            MissingKeyError: there is no such group.
+        """
+        found = self.members(group)
         rows = self.rows(found[:MOST_ROWS])
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         return {"group": group, "num": len(found), "reward_mean": _mean(rewards), "rows": rows}
@@ -423,6 +433,12 @@ class View:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def batch(self, step: int) -> Ids:
+        """Return the trajectories that an optimizer step learned from and that are stored still."""
+        row = (self.ledger_rows().of_step(step) if self.run is not None else None) or {}
+        ids = np.array(row.get("row_ids", []), np.int64)
+        return ids[self.stored.store.holds(ids)] if len(ids) else ids
+
     def step(self, step: int) -> Answer:
         """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
 
@@ -432,9 +448,10 @@ class View:
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
         figures = self.metrics_rows().of_step(step) if self.run is not None else None
         if ledger is None and figures is None:
-            raise MissingKeyError(f"there is no step {step} in {self.name}.")
+            known = "it has no ledger" if self.run is None else f"the newest is {self.metrics_rows().last_step}"
+            raise MissingKeyError(f"there is no step {step} in {self.name}: {known}.")
         ids = np.array((ledger or {}).get("row_ids", []), np.int64)
-        there = ids[self.stored.store.holds(ids)] if len(ids) else ids
+        there = self.batch(step)
         rows = [self._cut(row) for row in self.rows(there[:MOST_ROWS])]
         return {
             "step": step,
