@@ -154,22 +154,16 @@ def _of_model(args: argparse.Namespace) -> _Asked:
 
 
 def _of_run(args: argparse.Namespace, address: Address) -> _Asked:
-    from rlhf_pipeline import definitions
     from rlhf_pipeline.run.branch import checkpoint_of
     from rlhf_pipeline.run.changes import changes
     from rlhf_pipeline.run.checkpoint import step_of
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
     if args.out is not None:
         raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
     run = RunFolder.open(address)
-    moved = "name its new place: --definition FILE.py[:function]"
-    definition = (
-        definitions.find(args.definition)
-        if args.definition is not None
-        else recorded_definition(run, trust=args.trust, moved=moved)
-    )
+    definition = definition_of(run, args.definition, trust=args.trust)
     own = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
     before = run.config.pipeline
     other = [change for change in changes({"policy": before.get("policy")}, own) if change.field[:7] == "policy."]

@@ -83,20 +83,18 @@ def _reward(
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
-    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
-    if named is None and run is None:
+    if run is not None:
+        definition, overrides = definition_of(run, named, trust=trust), with_kept_inputs(run, run.config.overrides)
+        if named is not None and not trust:
+            overrides = tuple(item for item in overrides if not CODE.search(item[1]))  # code of the run's own
+    elif named is not None:
+        definition, overrides = definitions.find(named), ()
+    else:
         raise DefinitionError(
             "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."
         )
-    overrides = () if run is None else with_kept_inputs(run, run.config.overrides)
-    if named is not None:
-        definition = definitions.find(named)
-        overrides = tuple(item for item in overrides if trust or not CODE.search(item[1]))  # code of the run's own
-    else:
-        assert run is not None
-        moved = "name where it is now: --definition FILE.py[:function]"
-        definition = recorded_definition(run, trust=trust, moved=moved)
     reward = definition.pipeline(overrides).reward
     return None if reward is no_reward else reward
 

@@ -627,7 +627,7 @@ class View:
         versions = self.stored.scalars("policy_version")
         if versions is None or not len(versions):
             return []
-        rewards, lengths = self._floats("task_reward"), self.stored.lengths("input_ids")
+        rewards, lengths = self._floats("task_reward"), self.stored.store.lengths("input_ids")
         known, place, num = np.unique(versions, return_inverse=True, return_counts=True)
         graded = np.isfinite(rewards)
         sums = np.bincount(place, np.where(graded, rewards, 0.0))
