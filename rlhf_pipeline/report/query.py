@@ -40,6 +40,7 @@ _BLOCK_BYTES = 1 << 22
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
 """A search stops with a full page after this time; "search all" goes on."""
+_BUDGET_S = 1.0
 _MOST_LEDGER_BYTES = 1 << 26
 _LOG_BYTES = 4096
 _BARS = 8
@@ -47,22 +48,22 @@ _EARLIER = 40
 """Characters of a completion that are shown before a hit."""
 
 
-def search(store: Any, name: str, wanted: str, ids: Ids, *, fold: bool = True) -> Iterator[tuple[Ids, int]]:
+def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
     """Find a text in a text column, newest rows first, straight from the stored bytes, about 4 MB at a time.
+
+    ASCII letters of either case are equal.
 
     Args:
         store: an open store.
         name: a text column.
         wanted: the text; not empty.
         ids: the rows to search, in the order of arrival, [N].
-        fold: take ASCII letters of either case as equal.
 
     Yields:
         The places in `ids` of the rows of a block that have the text, ascending, and the first place searched so far.
     """
-    raw = wanted.encode()
-    needle = np.frombuffer(raw.lower() if fold else raw, np.uint8)
-    either = (needle >= 97) & (needle <= 122) if fold else np.zeros(len(needle), bool)
+    needle = np.frombuffer(wanted.encode().lower(), np.uint8)
+    either = (needle >= 97) & (needle <= 122)
     end, rows = len(ids), 1024
     while end:
         first = max(end - rows, 0)
@@ -248,7 +249,6 @@ class View:
         offset: int = 0,
         limit: int = 50,
         snapshot: int | None = None,
-        budget_s: float = 1.0,
         everything: bool = False,
     ) -> Answer:
         """Return a page of the trajectories that meet conditions.
@@ -261,8 +261,8 @@ class View:
             offset: how many to pass over.
             limit: how many to return, at most 500.
             snapshot: a watermark: only trajectories stored before it, so that pages of a live run do not move.
-            budget_s: the longest search; `complete` says whether all were searched, `scanned_to` how far.
-            everything: go on with the search after the page is full, within the budget.
+            everything: go on with the search after the page is full, for a second at most: `complete` says whether all
+                were searched, `scanned_to` how far.
 
         Raises:
             DefinitionError: a condition cannot be read.
@@ -285,7 +285,7 @@ class View:
                 wanted, scanned = wanted - len(places), int(among[first])
                 took = time.perf_counter() - began
                 full = key == "id" and sort[0] == "-" and wanted <= 0 and not everything and took > _ENOUGH_S
-                if first and (full or took > budget_s):
+                if first and (full or took > _BUDGET_S):
                     break
             else:
                 scanned = 0
