@@ -49,7 +49,7 @@ def test_inspect(cli: Cli, run_dir: Path):
 
 
 def test_counts_of_some(cli: Cli, run_dir: Path):
-    """`stats` counts what meets conditions; `ledger` and `group` say what steps and groups have, `ls` what runs have."""
+    """`stats` counts what meets conditions; `ledger`, `group` and `ls` say what steps, groups and runs have."""
     shown = cli("stats", run_dir, "--filter", "group<3")
     assert "  trajectories  12 in 3 groups of 4" in shown.out
     assert "  policy        versions 0 to 2, 2 of them" in shown.out
