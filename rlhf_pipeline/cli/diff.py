@@ -6,16 +6,17 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.output import Ticker, say, say_json
 from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
 from rlhf_pipeline.report.words import count, one_line
 from rlhf_pipeline.run import filenames
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.report.diff import Comparison, RowsDifference
     from rlhf_pipeline.report.diff_steps import StepsDifference
+    from rlhf_pipeline.report.query import Answer
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.run.folder import RunFolder
 
@@ -49,7 +50,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the differences; return 0 if the trajectories and the learning are the same, otherwise 1."""
-    from rlhf_pipeline.report.diff import Comparison, compare_rows
+    from rlhf_pipeline.report.diff import compare_rows
     from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.run.folder import open_run_or_store
@@ -70,46 +71,53 @@ def execute(args: argparse.Namespace) -> int:
         if runs[0] is not None and runs[1] is not None:
             config, steps = compare_configs(runs[0], runs[1]), compare_steps(runs[0], runs[1])
         rows = compare_rows(left, right, ignore=args.ignore, on_rows=Ticker("compared"))
-        found = Comparison(left=args.left, right=args.right, config=config, steps=steps, trajectories=rows)
+        # Settings that made no difference, and columns that only one side has, count as remarks.
+        same = (steps is None or steps.same) and rows["same"]
         sizes = [len(side.ids()) for side in sides]
     if args.json:
-        say(json.dumps(found.to_json(), indent=2))
+        both = {"config": config, "steps": None if steps is None else asdict(steps), "trajectories": rows}
+        say_json({"same": same, "left": args.left, "right": args.right, **both})
     else:
-        say("\n".join(_lines(found, sizes)))
-    return 0 if found.same else 1
+        say("\n".join(_lines(args, sizes, config, steps, rows, same=same)))
+    return 0 if same else 1
 
 
-def _lines(found: Comparison, sizes: list[int]) -> Iterator[str]:
-    yield f"left   {found.left}: {count(sizes[0], 'trajectory')}"
-    yield f"right  {found.right}: {count(sizes[1], 'trajectory')}"
-    if found.config:
+def _lines(
+    args: argparse.Namespace,
+    sizes: list[int],
+    config: list[Answer] | None,
+    steps: StepsDifference | None,
+    rows: Answer,
+    *,
+    same: bool,
+) -> Iterator[str]:
+    yield f"left   {args.left}: {count(sizes[0], 'trajectory')}"
+    yield f"right  {args.right}: {count(sizes[1], 'trajectory')}"
+    if config:
         yield filenames.CONFIG
-        width = max(len(field.name) for field in found.config[:_FIELDS])
-        for field in found.config[:_FIELDS]:
-            yield f"  {field.name:<{width}}  {_shown(field.left)} | {_shown(field.right)}"
-        if len(found.config) > _FIELDS:
-            yield f"  and {len(found.config) - _FIELDS} more; --json has all"
-    if found.steps is not None and not found.steps.same:
+        width = max(len(field["name"]) for field in config[:_FIELDS])
+        for field in config[:_FIELDS]:
+            yield f"  {field['name']:<{width}}  {_shown(field['left'])} | {_shown(field['right'])}"
+        if len(config) > _FIELDS:
+            yield f"  and {len(config) - _FIELDS} more; --json has all"
+    if steps is not None and not steps.same:
         yield "optimizer steps"
-        yield from _step_lines(found.steps)
-    if not found.trajectories.same or found.trajectories.columns_left or found.trajectories.columns_right:
-        by = f", paired by {found.trajectories.key}" if found.trajectories.key else ", paired in the order of arrival"
-        yield f"trajectories{by}"
-        yield from _row_lines(found.trajectories)
-    not_compared = found.trajectories.not_compared
-    aside = f" ({', '.join(not_compared)} not compared)" if not_compared else ""
-    if found.same:
-        learned = "the same trajectories, and the same learning" if found.steps is not None else "the same trajectories"
+        yield from _step_lines(steps)
+    apart = rows["columns_left"] or rows["columns_right"]
+    if not rows["same"] or apart:
         yield (
-            f"{learned}; what is listed above made no difference{aside}"
-            if found.has_remarks
-            else f"no difference{aside}"
+            f"trajectories, paired by {rows['key']}" if rows["key"] else "trajectories, paired in the order of arrival"
         )
+        yield from _row_lines(rows)
+    aside = f" ({', '.join(rows['not_compared'])} not compared)" if rows["not_compared"] else ""
+    if same:
+        learned = "the same trajectories, and the same learning" if steps is not None else "the same trajectories"
+        remark = f"{learned}; what is listed above made no difference"
+        yield f"{remark if config or apart else 'no difference'}{aside}"
         return
     yield f"they differ{aside}"
-    if found.trajectories.columns:
-        first = found.trajectories.columns[0].first[0]
-        for path, row in zip((found.left, found.right), first, strict=True):
+    for column in rows["columns"][:1]:
+        for path, row in zip((args.left, args.right), column["first"][0], strict=True):
             yield f"look:  rlhf-pipeline show {typed(path)} --id {row}"
 
 
@@ -127,26 +135,23 @@ def _step_lines(steps: StepsDifference) -> Iterator[str]:
         yield f"  {item.what:<13}  first at step {item.first_step}: {values} (in {item.num_steps} of {item.num_both})"
 
 
-def _row_lines(rows: RowsDifference) -> Iterator[str]:
-    for side, num, first in (
-        ("left", rows.num_only_left, rows.first_only_left),
-        ("right", rows.num_only_right, rows.first_only_right),
-    ):
-        if num:
-            yield f"  only on the {side}: {num:,}, {_ids(first, num)}"
-    for side, names in (("left", rows.columns_left), ("right", rows.columns_right)):
-        if names:
+def _row_lines(rows: Answer) -> Iterator[str]:
+    for side in ("left", "right"):
+        if num := rows[f"num_only_{side}"]:
+            yield f"  only on the {side}: {num:,}, {_ids(rows[f'first_only_{side}'], num)}"
+    for side in ("left", "right"):
+        if names := rows[f"columns_{side}"]:
             yield f"  columns only on the {side}: {', '.join(names)}"
-    if rows.redefined:
-        yield f"  columns of another kind: {', '.join(rows.redefined)}"
-    width = max([len(column.name) for column in rows.columns], default=0)
-    for column in rows.columns:
+    if rows["redefined"]:
+        yield f"  columns of another kind: {', '.join(rows['redefined'])}"
+    width = max([len(column["name"]) for column in rows["columns"]], default=0)
+    for column in rows["columns"]:
         yield (
-            f"  {column.name:<{width}}  {column.num:,} of {rows.num_both:,} differ"
-            + ("" if column.largest is None else f", by {column.largest:.2g} at most")
-            + f"; {_ids([a if a == b else f'{a} | {b}' for a, b in column.first], column.num)}"
+            f"  {column['name']:<{width}}  {column['num']:,} of {rows['num_both']:,} differ"
+            + ("" if column["largest"] is None else f", by {column['largest']:.2g} at most")
+            + f"; {_ids([a if a == b else f'{a} | {b}' for a, b in column['first']], column['num'])}"
         )
-        left, right = (one_line(text, _VALUE_WIDTH) for text in column.example)
+        left, right = (one_line(text, _VALUE_WIDTH) for text in column["example"])
         yield f"  {'':<{width}}  the first: {left} | {right}"
 
 

@@ -19,7 +19,6 @@ from rlhf_pipeline.report.words import count, duration
 
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "zarr")
 _SELF_TEST_SECONDS = 2.0
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse", "lustre", "gpfs", "ceph", "afs", "beegfs")
 _FREE_GB = 2.0
 
 HELP = "check whether this machine and this folder have what a run needs"
@@ -75,37 +74,22 @@ def _packages() -> Iterator[Check]:
 
 
 def _disk(folder: Path) -> Iterator[Check]:
+    from trajectory_store.maps import choose, file_system
+
     free = shutil.disk_usage(folder).free / 1e9
     enough = free >= _FREE_GB
     yield (
         enough,
         f"{free:.1f} GB free" + ("" if enough else "; free some: a full disk stops a run (nothing stored is lost)"),
     )
-    kind = _file_system_type(folder)
-    if kind is None:
-        return
-    if kind.startswith(_NETWORK_FILE_SYSTEMS):
+    kind = file_system(folder)
+    if kind == "tmpfs":
+        yield True, "file system tmpfs: in memory, so nothing here survives a restart of the machine"
+    elif kind and choose(folder) == "pread":
         text = "a network file system; memory maps and locks may not work. Put runs on a local disk."
         yield False, f"file system {kind}: {text}"
-    elif kind == "tmpfs":
-        yield True, "file system tmpfs: in memory, so nothing here survives a restart of the machine"
-    else:
+    elif kind:
         yield True, f"file system {kind}"
-
-
-def _file_system_type(folder: Path) -> str | None:
-    """Return the file system type of a folder's mount, if the system reports it (Linux)."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return None
-    best, kind = "", None
-    for mount in mounts:
-        _, point, found, *_ = mount.split(" ")
-        inside = str(folder) == point or str(folder).startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind
 
 
 def _file_system(folder: Path) -> Iterator[Check]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import above_zero, add_json, add_overrides, add_trust, natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError, typed
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import Evaluate, Pipeline
+    from rlhf_pipeline.config import Pipeline
     from rlhf_pipeline.run.events import Event
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.medium import Address
@@ -64,53 +64,35 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.events import EvaluationDone
     from rlhf_pipeline.run.folder import RunFolder
 
-    asked = _asked(args)
+    run, pipeline, where = _asked(args)
     view = view_of_stdout()
 
     def hear(event: Event) -> None:
         if not isinstance(event, EvaluationDone) and not args.json:
             view(event)
 
-    import_torch(asked.device)
+    import_torch(where["device"])
     from rlhf_pipeline.run.evaluate_once import evaluate_once
 
-    figures = evaluate_once(
-        asked.pipeline,
-        run_dir=asked.folder,
-        checkpoint=asked.checkpoint,
-        step=asked.step,
-        seed=asked.seed,
-        device=asked.device,
-        on_event=hear,
-    )
-    evaluate = _evaluate_of(asked.pipeline)
-    store = evaluation_store(RunFolder(asked.folder), asked.pipeline, evaluate)
+    figures, step, evaluate = evaluate_once(pipeline, on_event=hear, **where), where["step"], pipeline.evaluate
+    assert evaluate is not None
+    store = evaluation_store(RunFolder(where["run_dir"]), pipeline, evaluate)
     if args.json:
-        say_json({"step": asked.step, "store": str(store), **figures})
+        say_json({"step": step, "store": str(store), **figures})
         return 0
-    what = args.path if asked.run is None else f"{args.path}, step {asked.step}"
+    what = args.path if run is None else f"{args.path}, step {step}"
     each = f"{count(evaluate.group_size, 'completion')} per prompt at temperature {evaluate.temperature:g}"
     say(f"{what}: {evaluation_words(figures)}\n  {each}\nstored: {store}\nnext:")
-    for command, meaning in _next_commands(args, asked, store):
+    for command, meaning in _next_commands(args.path, run, step, store):
         say(f"  {command}\n      {meaning}")
     return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """What to evaluate, checked."""
-
-    pipeline: Pipeline
-    folder: Address
-    """Takes the rows."""
-    run: RunFolder | None
-    checkpoint: Path | None
-    step: int
-    seed: int
-    device: str
+Asked = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
+"""The run, if it is one; what to evaluate; and the other arguments of `evaluate_once`."""
 
 
-def _asked(args: argparse.Namespace) -> _Asked:
+def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.policies.model_source import is_model_folder
@@ -122,12 +104,12 @@ def _asked(args: argparse.Namespace) -> _Asked:
     if not is_model and not is_run(address):
         raise not_found(address, "run or model folder")
     asked = _of_model(args) if is_model else _of_run(args, address)
-    preflight.check_device(asked.device)
-    preflight.check_evaluation(asked.pipeline, apart=not is_model)
+    preflight.check_device(asked[2]["device"])
+    preflight.check_evaluation(asked[1], apart=not is_model)
     return asked
 
 
-def _of_model(args: argparse.Namespace) -> _Asked:
+def _of_model(args: argparse.Namespace) -> Asked:
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config import PretrainedPolicy
 
@@ -142,34 +124,22 @@ def _of_model(args: argparse.Namespace) -> _Asked:
     pipeline = definitions.find(args.definition).pipeline(tuple(args.overrides))
     dtype = pipeline.policy.dtype if isinstance(pipeline.policy, PretrainedPolicy) else "auto"
     pipeline = replace(pipeline, policy=PretrainedPolicy(path=str(place), dtype=dtype))
-    return _Asked(
-        pipeline=_evaluated(pipeline, args),
-        folder=Path(args.out or f"runs/{place.resolve().name}-evaluation").expanduser(),
-        run=None,
-        checkpoint=None,
-        step=0,
-        seed=0,
-        device=args.device or "cpu",
-    )
+    folder = Path(args.out or f"runs/{place.resolve().name}-evaluation").expanduser()
+    where = {"run_dir": folder, "checkpoint": None, "step": 0, "seed": 0, "device": args.device or "cpu"}
+    return None, _evaluated(pipeline, args), where
 
 
-def _of_run(args: argparse.Namespace, address: Address) -> _Asked:
-    from rlhf_pipeline import definitions
+def _of_run(args: argparse.Namespace, address: Address) -> Asked:
     from rlhf_pipeline.run.branch import checkpoint_of
     from rlhf_pipeline.run.changes import changes
     from rlhf_pipeline.run.checkpoint import step_of
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
     if args.out is not None:
         raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
     run = RunFolder.open(address)
-    moved = "name its new place: --definition FILE.py[:function]"
-    definition = (
-        definitions.find(args.definition)
-        if args.definition is not None
-        else recorded_definition(run, trust=args.trust, moved=moved)
-    )
+    definition = definition_of(run, args.definition, trust=args.trust)
     own = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
     before = run.config.pipeline
     other = [change for change in changes({"policy": before.get("policy")}, own) if change.field[:7] == "policy."]
@@ -178,15 +148,8 @@ def _of_run(args: argparse.Namespace, address: Address) -> _Asked:
     pipeline = _evaluated(own, args)
     step = _best_step(run, own) if args.best else args.step
     checkpoint = checkpoint_of(run, step, form="--step {step}")
-    return _Asked(
-        pipeline=pipeline,
-        folder=address,
-        run=run,
-        checkpoint=checkpoint,
-        step=step_of(checkpoint),
-        seed=run.config.seed,
-        device=args.device or run.config.device,
-    )
+    where = {"run_dir": address, "checkpoint": checkpoint, "step": step_of(checkpoint)}
+    return run, pipeline, {**where, "seed": run.config.seed, "device": args.device or run.config.device}
 
 
 def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
@@ -235,20 +198,14 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
     return min(found)[1]
 
 
-def _evaluate_of(pipeline: Pipeline) -> Evaluate:
-    assert pipeline.evaluate is not None
-    return pipeline.evaluate
-
-
-def _next_commands(args: argparse.Namespace, asked: _Asked, store: Address) -> Iterator[tuple[str, str]]:
+def _next_commands(path: str, run: RunFolder | None, step: int, store: Address) -> Iterator[tuple[str, str]]:
     """Yield useful next commands, each with its meaning."""
     from rlhf_pipeline.run.checkpoint import step_of
 
     yield f"rlhf-pipeline view {typed(store)}", "the completions, in a browser"
-    yield f"rlhf-pipeline stats {typed(store)} --filter 'version=={asked.step}'", "their rewards and lengths"
-    others = [step_of(path) for path in asked.run.saved()] if asked.run is not None else []
-    if other := [step for step in others if step != asked.step]:
-        yield f"rlhf-pipeline evaluate {typed(args.path)} --step {other[-1]}", "another checkpoint that is kept"
+    yield f"rlhf-pipeline stats {typed(store)} --filter 'version=={step}'", "their rewards and lengths"
+    if other := [kept for kept in map(step_of, run.saved() if run is not None else ()) if kept != step]:
+        yield f"rlhf-pipeline evaluate {typed(path)} --step {other[-1]}", "another checkpoint that is kept"
 
 
 def _temperature(text: str) -> float:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_trust
+from rlhf_pipeline.cli.stats import lines
 from rlhf_pipeline.errors import DefinitionError, plain, typed
 from rlhf_pipeline.report.words import count, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.data.rewards import Reward, RewardFunction
-    from rlhf_pipeline.report.inspect import Inspection, RewardCheck
+    from rlhf_pipeline.report.query import Answer
     from rlhf_pipeline.run.folder import RunFolder
-
-_BAR = 30
 
 HELP = "count what a run has stored, and grade it again"
 DETAILS = """\
@@ -44,22 +44,36 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print counts and the reward check; return 1 if a reward cannot be reproduced."""
-    from rlhf_pipeline.report.inspect import inspect_store
-    from rlhf_pipeline.report.stored import Stored
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.report.inspect import grade
+    from rlhf_pipeline.report.query import View
+    from rlhf_pipeline.report.stored import disk_usage
 
-    run, store_path = open_run_or_store(args.path)
-    reward = _reward(run, args.definition, trust=args.trust) if args.grade else None
-    with Stored(store_path, whole=True) as stored:
+    with closing(View(args.path)) as view:
+        reward = _reward(view.run, args.definition, trust=args.trust) if args.grade else None
+        found = {**view.about(), **view.stats(), "bytes": disk_usage(view.stored.path)}
+        check = found["reward_check"] = None if reward is None else grade(view, reward)
         why_not = "the definition learns from stores and has no reward function; add --definition of one that has"
         if not args.grade:
-            why_not = _would_call(args, run, len(stored.store))
-        found = inspect_store(stored, run=run, reward=reward, why_no_reward=why_not)
+            why_not = _would_call(args, view.run, found["trajectories"])
+        elif reward is not None:
+            why_not = "the store has no column task_reward"
+        found["not_checked"] = why_not if check is None else None
+        failed = (
+            view.trajectories(where=["finish_reason==failed"], limit=1)["rows"] if found["finish"].get("failed") else []
+        )
     if args.json:
-        say_json(found.to_json())
+        say_json(found)
     else:
+        about = f": {found['definition']}, {count(found['step'] or 0, 'optimizer step')}" if found["definition"] else ""
+        say(f"{found['address']}{about}")
+        if found["reward_first"] is not None:
+            say(f"  curve         reward {number(found['reward_first'], 3)} -> {number(found['reward_last'], 3)}")
         say("\n".join(lines(found)))
-    return 0 if found.reward_check is None or found.reward_check.agrees else 1
+        for row in failed:
+            say(f"  failed        why: rlhf-pipeline show {typed(found['address'])} --id {row['id']}")
+        say(f"  on disk       {found['bytes'] / 1e6:.1f} MB")
+        say("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
+    return 0 if check is None or check["agrees"] else 1
 
 
 def _reward(
@@ -69,20 +83,18 @@ def _reward(
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
-    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
-    if named is None and run is None:
+    if run is not None:
+        definition, overrides = definition_of(run, named, trust=trust), with_kept_inputs(run, run.config.overrides)
+        if named is not None and not trust:
+            overrides = tuple(item for item in overrides if not CODE.search(item[1]))  # code of the run's own
+    elif named is not None:
+        definition, overrides = definitions.find(named), ()
+    else:
         raise DefinitionError(
             "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."
         )
-    overrides = () if run is None else with_kept_inputs(run, run.config.overrides)
-    if named is not None:
-        definition = definitions.find(named)
-        overrides = tuple(item for item in overrides if trust or not CODE.search(item[1]))  # code of the run's own
-    else:
-        assert run is not None
-        moved = "name where it is now: --definition FILE.py[:function]"
-        definition = recorded_definition(run, trust=trust, moved=moved)
     reward = definition.pipeline(overrides).reward
     return None if reward is no_reward else reward
 
@@ -110,78 +122,30 @@ def _names(recorded: Any) -> Iterator[str]:
             yield from _names(item)
 
 
-def lines(found: Inspection) -> Iterator[str]:
-    """Yield an inspection as lines of text."""
-    about = f": {found.definition}, {count(found.num_steps or 0, 'optimizer step')}" if found.definition else ""
-    yield f"{found.path}{about}"
-    yield _row("trajectories", f"{found.num_trajectories:,} in {_group_text(found)}")
-    if found.num_prompt_tokens is None:
-        yield _row("tokens", f"{found.num_completion_tokens:,}; where prompts end is not stored (num_prompt_tokens)")
-    else:
-        yield _row("tokens", f"{found.num_prompt_tokens:,} of prompts, {found.num_completion_tokens:,} of completions")
-    if found.policy_versions:
-        first, last, num = found.policy_versions
-        yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")
-    if found.finish_reasons:
-        reasons = ", ".join(f"{plain(name or '?')} {num:,}" for name, num in found.finish_reasons.items())
-        yield _row("finished by", reasons)
-    if found.num_failed:
-        why = f"rlhf-pipeline show {typed(found.path)} --id {found.first_failed_id}"
-        yield _row("failed", f"{count(found.num_failed, 'reward call')}; why: {why}")
-    if found.mean_reward is not None:
-        ends = [number(value, 3) for value in (found.mean_reward, found.first_reward, found.last_reward)]
-        curve = "" if found.first_reward is None else f"; curve {ends[1]} -> {ends[2]}"
-        yield _row("reward", f"mean {ends[0]}{curve}")
-    yield _row("on disk", f"{found.size_bytes / 1e6:.1f} MB")
-    if found.completion_lengths:
-        yield "  completion lengths, in tokens"
-        most = max(num for _, _, num in found.completion_lengths)
-        width = max(len(f"{high}") for _, high, _ in found.completion_lengths)
-        for low, high, num in found.completion_lengths:
-            span = f"{low:>{width}}" + (f" to {high:>{width}}" if high > low else "")
-            yield f"    {span}  {num:>10,}  {'#' * -(-num * _BAR // most)}"
-    yield from _check_lines(found.reward_check, found.not_checked)
-
-
-def _check_lines(check: RewardCheck | None, why_not: str | None) -> Iterator[str]:
-    if check is None:
-        yield f"  rewards not graded again: {why_not}"
-        return
-    if not check.num_trajectories and not check.num_failed_before:
+def _check_lines(check: Answer) -> Iterator[str]:
+    if not check["trajectories"] and not check["failed_before"]:
         yield "  no reward is stored, so there is nothing to grade again"
         return
-    yield f"  graded again by {check.function}"
-    if check.num_different:
-        yield f"    DISAGREES: {count(check.num_different, 'trajectory')} of {check.num_trajectories:,}"
-        for item in check.first_different:
-            why = f" ({plain(item.error)})" if item.error else ""
-            yield f"      id {item.id}: stored {number(item.stored, 4)}, now {number(item.graded_again, 4)}{why}"
-    elif check.num_trajectories:
-        yield f"    agrees: {count(check.num_trajectories, 'trajectory')}, each reward is what the function says"
-    if check.num_rollouts_different:
-        wrong = f"{check.num_rollouts_different} of {count(check.num_rollouts, 'rollout')}"
+    yield f"  graded again by {check['function']}"
+    if check["different"]:
+        yield f"    DISAGREES: {count(check['different'], 'trajectory')} of {check['trajectories']:,}"
+        for item in check["first_different"]:
+            why = f" ({plain(item['error'])})" if item["error"] else ""
+            yield f"      id {item['id']}: stored {number(item['stored'], 4)}, now {number(item['now'], 4)}{why}"
+    elif check["trajectories"]:
+        yield f"    agrees: {count(check['trajectories'], 'trajectory')}, each reward is what the function says"
+    if check["rollouts_different"]:
+        wrong = f"{check['rollouts_different']} of {count(check['rollouts'], 'rollout')}"
         yield f"    DISAGREES with metrics.jsonl: {wrong}"
-        for item in check.first_rollouts_different:
+        for item in check["first_rollouts_different"]:
             yield (
-                f"      step {item.step}, rollout {item.rollout}: task_reward {number(item.recorded, 4)}, "
-                f"the stored trajectories give {number(item.graded_again, 4)}"
+                f"      step {item['step']}, rollout {item['rollout']}: task_reward {number(item['recorded'], 4)}, "
+                f"the stored trajectories give {number(item['now'], 4)}"
             )
-    elif check.num_rollouts:
-        yield f"    agrees: {count(check.num_rollouts, 'rollout')}, each mean is the task_reward in metrics.jsonl"
-    if check.num_rollouts_partial:
-        partial = count(check.num_rollouts_partial, "rollout")
+    elif check["rollouts"]:
+        yield f"    agrees: {count(check['rollouts'], 'rollout')}, each mean is the task_reward in metrics.jsonl"
+    if check["rollouts_partial"]:
+        partial = count(check["rollouts_partial"], "rollout")
         yield f"    {partial} not whole in the store (groups dropped or evicted), so not compared"
-    if check.num_failed_before:
-        yield f"    {count(check.num_failed_before, 'trajectory')} stored without a reward would have one now"
-
-
-def _group_text(found: Inspection) -> str:
-    sizes = list(found.group_sizes)
-    if len(sizes) == 1:
-        return f"{count(found.num_groups, 'group')} of {sizes[0]}"
-    spread = f" of {sizes[0]} to {sizes[-1]}" if sizes else ""
-    return f"{count(found.num_groups, 'group')}{spread}"
-
-
-def _row(name: str, text: str) -> str:
-    return f"  {name:<13} {text}"
+    if check["failed_before"]:
+        yield f"    {count(check['failed_before'], 'trajectory')} stored without a reward would have one now"

@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsErr
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.folder import RunFolder, Setup, is_run, open_run_or_store, run_of_store
-from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
@@ -174,11 +174,7 @@ def _branched(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError("--from begins a run and --resume continues one: leave one of them out.")
     source, checkpoint = checkpoint_named(args.begin_from)
     moved = "name its new place before --from: rlhf-pipeline run FILE.py:function --from RUN"
-    definition = (
-        definitions.find(args.definition)
-        if args.definition
-        else recorded_definition(source, trust=args.trust, moved=moved)
-    )
+    definition = definition_of(source, args.definition, trust=args.trust, moved=moved)
     out = address_of(args.out) if args.out else Path("runs") / f"{source.path.name}-from-{step_of(checkpoint)}"
     command = _command(args.definition, str(out), args)
     preflight.check_new_folder(out, command)
@@ -213,9 +209,10 @@ def _resumed(args: argparse.Namespace, overrides: Overrides) -> Plan:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     preflight.check_resumable(out)
     command = _command(named, str(out) if args.out or named is None else None, args)
-    before = RunFolder.open(out).said("supervisor")
+    run = RunFolder.open(out)
+    before = run.said("supervisor")
     collectors = args.collectors or before.get("collectors", 0)
-    RunFolder.open(out).check_processes(several=collectors > 0)
+    run.check_processes(several=collectors > 0)
     plan = recorded_plan(args, out, named, overrides, command)
     return replace(plan, collectors=collectors, learners=args.learners or before.get("learners", 1))
 
@@ -241,7 +238,8 @@ def recorded_plan(
     Raises:
         RunMismatchError: the definition or the seed differs from the recorded one.
     """
-    config = RunFolder.open(out).config
+    run = RunFolder.open(out)
+    config = run.config
     if args.seed is not None and args.seed != config.seed:
         raise RunMismatchError(
             f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to continue it, "
@@ -253,12 +251,11 @@ def recorded_plan(
     }
     place = forms.get(args.command, f"{args.command} FILE.py:function --run {typed(out)}")
     moved = f"name its new place: rlhf-pipeline {place}"
-    run = RunFolder.open(out)
-    definition = definitions.find(named) if named else recorded_definition(run, trust=args.trust, moved=moved)
+    definition = definition_of(run, named, trust=args.trust, moved=moved)
     merged = tuple({**dict(with_kept_inputs(run, config.overrides)), **dict(overrides)}.items())
     device = args.device or config.device
     plan = plan_of(definition, merged, out, seed=config.seed, device=device, command=command, resume=True)
-    RunFolder.open(out).check_unchanged(plan.pipeline, config.seed)
+    run.check_unchanged(plan.pipeline, config.seed)
     return plan
 
 
@@ -301,18 +298,16 @@ def _new_replay(args: argparse.Namespace) -> Plan:
         open_run_or_store(path)  # raises an error that names what is there instead
     out, first = _replay_folder(args), address_of(args.paths[0])
     preflight.check_new_folder(out, _replay_command(args))
-    definition = definitions.find(args.definition) if args.definition else None
     overrides, seed, device = (), 0, "cpu"
-    if is_run(first):
+    if not is_run(first):
+        definition = definitions.find(args.definition or _DEFAULT_REPLAY)
+    else:
         run = RunFolder.open(first)
-        if definition is None:
-            definition = recorded_definition(
-                run, trust=args.trust, moved="name its new place: --definition FILE.py[:function]"
-            )
+        definition = definition_of(run, args.definition, trust=args.trust)
         if args.definition is None or _is_started_with(run, definition):
             overrides, seed, device = _of_a_run(args, run), run.config.seed, run.config.device
     return plan_of(
-        definition or definitions.find(_DEFAULT_REPLAY),
+        definition,
         (*overrides, *_typed_for_replay(args)),
         out,
         seed=seed if args.seed is None else args.seed,

@@ -110,13 +110,12 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.cli.process import import_torch
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.kept import recorded_definition, with_kept_inputs
+    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
     run = RunFolder.open(folder)
     config = run.config
-    pipeline = recorded_definition(run, trust=trust, moved="put it back").pipeline(
-        with_kept_inputs(run, config.overrides)
-    )
+    definition = definition_of(run, trust=trust, moved="put it back")
+    pipeline = definition.pipeline(with_kept_inputs(run, config.overrides))
     run.check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     preflight.check_device(device)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json, natural, positive, row_id
-from rlhf_pipeline.errors import typed
+from rlhf_pipeline.errors import DataError, typed
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.report.query import Answer, View
 
 _MAX_TOKENS = 64
 
@@ -38,18 +43,26 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print one trajectory in full, or several as one line each."""
+    import numpy as np
+
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.show import brief, choose, full
+    from rlhf_pipeline.report.show import brief, full
     from rlhf_pipeline.report.words import evaluation_words
 
-    view = View(args.path, tokenizer=args.tokenizer)
-    try:
-        ids = choose(view, id=args.id, group=args.group, step=args.step, last=args.last)
+    with closing(View(args.path, tokenizer=args.tokenizer)) as view:
+        step = {} if args.step is None else view.step(args.step)
+        if args.id is not None:
+            ids = np.array([args.id], np.int64)
+        elif args.group is not None:
+            ids = view.members(args.group)
+        elif args.step is not None:
+            ids = view.batch(args.step)
+        else:
+            ids = view.stored.ids()[-(args.last or 1) :]
+        if not len(ids):
+            raise DataError(_nothing(view, step))
         whole = args.full or len(ids) == 1
         items = [view.trajectory(id, most=None) for id in ids.tolist()] if whole else view.rows(ids)
-        step = view.step(args.step) if args.step is not None else {}
-    finally:
-        view.close()
     if args.json:
         say_json(items)
         return 0
@@ -64,3 +77,13 @@ def execute(args: argparse.Namespace) -> int:
         say(f"evaluation of the weights after step {args.step}: {evaluation_words(one['figures'])}")
     say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
     return 0
+
+
+def _nothing(view: View, step: Answer) -> str:
+    """Return why there is nothing to show."""
+    if step.get("num"):
+        return f"none of the {step['num']} trajectories of step {step['step']} is in the store any more (evicted)."
+    if step:
+        why = "no trajectory was young enough, or had a group with spread"
+        return f"step {step['step']} had nothing to learn from: {why}."
+    return f"{view.stored.path} holds no trajectories."

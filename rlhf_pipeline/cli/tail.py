@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
+import select
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf_pipeline.cli.output import can_draw, say, say_json, warn
 from rlhf_pipeline.cli.parser import add_filter, add_json, natural
@@ -50,31 +54,37 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow`, continue until Ctrl-C, which exits as quietly as `tail -f`."""
-    from rlhf_pipeline.report.follow import Follower
-    from rlhf_pipeline.report.stored import Stored
-    from rlhf_pipeline.run.folder import is_run, open_run_or_store
-    from rlhf_pipeline.run.medium import address_of, is_url
+    from rlhf_pipeline.report.query import View
+    from rlhf_pipeline.report.tail import Tail, step_line
+    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.medium import address_of
+    from rlhf_pipeline.run.rows import NewRows
 
+    if args.json and args.follow:
+        raise DefinitionError("--json prints what is there now. Leave --follow out, or read metrics.jsonl.")
     address = address_of(args.path)
-    if args.json:
-        from rlhf_pipeline.report.query import View
-
-        if args.follow:
-            raise DefinitionError("--json prints what is there now. Leave --follow out, or read metrics.jsonl.")
-        with closing(View(address)) as view:
-            say_json(view.trajectories(where=args.filters, limit=args.num)["rows"][::-1] if args.num else [])
-        return 0
+    steps_alone = args.follow and not args.filters and is_run(address)
+    wait = _waiter(_POLL_S if isinstance(address, Path) else _POLL_URL_S)
     try:
-        if args.follow and not args.filters and is_run(address):
-            return _steps(address, args.num, draw=can_draw(sys.stdout) and not args.plain)
-        if args.follow:
+        if steps_alone and can_draw(sys.stdout) and not args.plain:
+            _draw(address)
+        if args.follow and not steps_alone:
             _wait_for_store(address)
-        run, store_path = open_run_or_store(args.path)
-        with Stored(store_path) as stored:
-            follower = Follower(run, stored, args.filters, say, shutil.get_terminal_size((110, 24)).columns)
-            follower.newest(args.num)
-            if args.follow:
-                follower.follow(_POLL_URL_S if is_url(store_path) else _POLL_S)
+        with closing(View(address)) as view:
+            if args.json:
+                say_json(view.trajectories(where=args.filters, limit=args.num)["rows"][::-1] if args.num else [])
+            elif steps_alone:
+                steps = NewRows(view.metrics_rows())
+                _say(map(step_line, steps.rows[-args.num :] if args.num else ()))
+                while not wait():
+                    if not is_run(address):
+                        raise not_found(address, "run")
+                    _say(map(step_line, steps.read()))
+            else:
+                tail = Tail(view, args.filters, shutil.get_terminal_size((110, 24)).columns)
+                _say(tail.newest(args.num))
+                while args.follow and not wait():
+                    _say(tail.fresh())
     except KeyboardInterrupt:
         if not args.follow:
             raise
@@ -82,33 +92,29 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(address: Path | str, num: int, *, draw: bool) -> int:
-    """Draw a run, or print its newest steps and each new one, until Ctrl-C or until the run is gone."""
-    from rlhf_pipeline.report.follow import waiter
-    from rlhf_pipeline.report.tail import step_line
-    from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
-    from rlhf_pipeline.run.medium import is_url
-    from rlhf_pipeline.run.rows import NewRows
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
-    wait = waiter()
-    if draw:
-        from rlhf_pipeline.cli.live import Screen
 
-        with closing(Screen(address, sys.stdout)) as screen:
-            while True:
-                screen.draw()
-                wait(_POLL_URL_S if is_url(address) else _FRAME_S)
-    run = RunFolder.open(address)
-    steps = NewRows(run.rows(run.metrics_file))
-    rows = steps.rows[-num:] if num else []
-    while True:
-        for row in rows:
-            say(step_line(row))
-        if wait(_POLL_URL_S if is_url(address) else _POLL_S):
-            return 0
-        if not is_run(address):
-            raise not_found(address, "run")
-        rows = steps.read()
+def _draw(address: Path | str) -> NoReturn:
+    """Draw a run in place until Ctrl-C."""
+    from rlhf_pipeline.cli.live import Screen
+
+    with closing(Screen(address, sys.stdout)) as screen:
+        while True:
+            screen.draw()
+            time.sleep(_FRAME_S if isinstance(address, Path) else _POLL_URL_S)
+
+
+def _waiter(seconds: float) -> Callable[[], bool]:
+    """Return a function that waits, and returns whether the reader of a pipe (head, grep -q) has exited."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups only
+    except (AttributeError, io.UnsupportedOperation, OSError):
+        return lambda: bool(time.sleep(seconds))
+    return lambda: bool(poll.poll(seconds * 1000))
 
 
 def _wait_for_store(folder: Path | str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_pipeline.config_text import flat_fields
+from rlhf_pipeline.report.query import Answer
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
@@ -16,15 +17,6 @@ from rlhf_pipeline.run.rows import Row, StepRows
 STEP_VALUES = {"loss": "loss", "task_reward": "reward", "grad_norm": "gradient norm"}
 """The figures by which two steps are compared, each with its name in words."""
 _NOT_COMPARED = frozenset({"format", "overrides"})  # the effect of overrides shows in the pipeline
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FieldDifference:
-    """One field of `config.json`; None if a side lacks it."""
-
-    name: str
-    left: Any
-    right: Any
 
 
 @dataclass(slots=True)
@@ -73,15 +65,15 @@ class StepsDifference:
         return self.only_left is None and self.only_right is None and not self.differences
 
 
-def compare_configs(left: RunFolder, right: RunFolder) -> tuple[FieldDifference, ...]:
-    """Return the fields of `config.json` that differ."""
+def compare_configs(left: RunFolder, right: RunFolder) -> list[Answer]:
+    """Return the fields of `config.json` that differ: `name`, `left`, `right`; None if a side lacks it."""
     mine, theirs = (dict(flat_fields(json.loads(run.config_file.read_bytes()))) for run in (left, right))
     names = [*mine, *(name for name in theirs if name not in mine)]
-    return tuple(
-        FieldDifference(name=name, left=mine.get(name), right=theirs.get(name))
+    return [
+        {"name": name, "left": mine.get(name), "right": theirs.get(name)}
         for name in names
         if name.split(".")[0] not in _NOT_COMPARED and mine.get(name) != theirs.get(name)
-    )
+    ]
 
 
 def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:

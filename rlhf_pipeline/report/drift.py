@@ -59,7 +59,7 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
     if set(_NEEDED) <= set(stored.columns):
         prompts: dict[int, bytes] = {}
         for ids in stored.blocks():
-            ids = ids[stored.lengths("turn_spans", ids) > 0]
+            ids = ids[stored.store.lengths("turn_spans", ids) > 0]
             rows = stored.store.read(ids, [*_NEEDED, "input_ids", "group_id"])
             for i, row in enumerate(ids.tolist()):
                 columns = [rows[name][i] for name in _NEEDED]

@@ -110,7 +110,7 @@ def record(view: View) -> Answer:
         for one in found["evaluations"]:
             there = {row["id"] for row in answers[f"{here}~{one['store']}/trajectories"]["rows"]}
             one["rows"] = [row for row in one["rows"] if row["id"] in there]
-        answers[f"{here}/steps/{step}"] = {**found, "evaluation": found["evaluation"][:_EACH]}
+        answers[f"{here}/steps/{step}"] = found
     for name in LISTS:
         found = view.list(name)
         if "rows" in found:

@@ -40,28 +40,30 @@ _BLOCK_BYTES = 1 << 22
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
 """A search stops with a full page after this time; "search all" goes on."""
+_BUDGET_S = 1.0
 _MOST_LEDGER_BYTES = 1 << 26
 _LOG_BYTES = 4096
+_BARS = 8
 _EARLIER = 40
 """Characters of a completion that are shown before a hit."""
 
 
-def search(store: Any, name: str, wanted: str, ids: Ids, *, fold: bool = True) -> Iterator[tuple[Ids, int]]:
+def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
     """Find a text in a text column, newest rows first, straight from the stored bytes, about 4 MB at a time.
+
+    ASCII letters of either case are equal.
 
     Args:
         store: an open store.
         name: a text column.
         wanted: the text; not empty.
         ids: the rows to search, in the order of arrival, [N].
-        fold: take ASCII letters of either case as equal.
 
     Yields:
         The places in `ids` of the rows of a block that have the text, ascending, and the first place searched so far.
     """
-    raw = wanted.encode()
-    needle = np.frombuffer(raw.lower() if fold else raw, np.uint8)
-    either = (needle >= 97) & (needle <= 122) if fold else np.zeros(len(needle), bool)
+    needle = np.frombuffer(wanted.encode().lower(), np.uint8)
+    either = (needle >= 97) & (needle <= 122)
     end, rows = len(ids), 1024
     while end:
         first = max(end - rows, 0)
@@ -153,7 +155,7 @@ class View:
     def about(self) -> Answer:
         """Return the run in one row: name, definition, steps, first and last reward, what is stored, processes."""
         watermark = self.refresh()
-        rows = self._metrics()
+        rows = self.metrics_rows()
         ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]
         pipeline = self.run.config.pipeline if self.run is not None else {}
         rewards = self._floats("task_reward") if watermark else np.zeros(0)
@@ -178,7 +180,7 @@ class View:
 
     def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
         """Return the mean reward of the newest evaluation that a step has in its line."""
-        rows, every = self._metrics(), (pipeline.get("evaluate") or {}).get("every")
+        rows, every = self.metrics_rows(), (pipeline.get("evaluate") or {}).get("every")
         row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
         return (row or {}).get("evaluation/reward")
 
@@ -202,19 +204,19 @@ class View:
             points: the most steps.
             after: only later steps.
         """
-        rows = self._metrics()
+        rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
         wanted = list(names) or sorted(numbers - {"step", "time"})
         return {
             "step": [row["step"] for row in some],
             "time": [row.get("time") for row in some],
-            "values": {name: [_number(row.get(name)) for row in some] for name in wanted},
+            "values": {name: [finite(row.get(name)) for row in some] for name in wanted},
         }
 
     def changes(self) -> Answer:
         """Return what a page polls for: watermark, newest step, and the processes' states."""
-        rows = self._metrics()
+        rows = self.metrics_rows()
         beats = [[one["name"], one.get("state"), one["seen"]] for one in self.processes()]
         return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
 
@@ -248,7 +250,6 @@ class View:
         offset: int = 0,
         limit: int = 50,
         snapshot: int | None = None,
-        budget_s: float = 1.0,
         everything: bool = False,
     ) -> Answer:
         """Return a page of the trajectories that meet conditions.
@@ -261,8 +262,8 @@ class View:
             offset: how many to pass over.
             limit: how many to return, at most 500.
             snapshot: a watermark: only trajectories stored before it, so that pages of a live run do not move.
-            budget_s: the longest search; `complete` says whether all were searched, `scanned_to` how far.
-            everything: go on with the search after the page is full, within the budget.
+            everything: go on with the search after the page is full, for a second at most: `complete` says whether all
+                were searched, `scanned_to` how far.
 
         Raises:
             DefinitionError: a condition cannot be read.
@@ -285,7 +286,7 @@ class View:
                 wanted, scanned = wanted - len(places), int(among[first])
                 took = time.perf_counter() - began
                 full = key == "id" and sort[0] == "-" and wanted <= 0 and not everything and took > _ENOUGH_S
-                if first and (full or took > budget_s):
+                if first and (full or took > _BUDGET_S):
                     break
             else:
                 scanned = 0
@@ -320,8 +321,8 @@ class View:
         return [
             {
                 "id": str(ids[row]),
-                "reward": value("task_reward", row, _number),
-                "advantage": value("advantage", row, _number),
+                "reward": value("task_reward", row, finite),
+                "advantage": value("advantage", row, finite),
                 "group": value("group_id", row),
                 "version": value("policy_version", row),
                 "newest": value("newest_policy_version", row),
@@ -332,7 +333,7 @@ class View:
                 "evaluation": bool(value("evaluation", row)),
                 "prompt": texts["prompt"][row],
                 "completion": texts["completion"][row],
-                "at": value("created_at", row, _number),
+                "at": value("created_at", row, finite),
             }
             for row in range(num)
         ]
@@ -385,7 +386,7 @@ class View:
             "answer": _text(context.answer),
             "error": context.error,
             "engine": stored.texts("engine", one)[0],
-            "temperature": None if heat is None else _number(heat[0]),
+            "temperature": None if heat is None else finite(heat[0]),
             "log_prob_mode": stored.texts("log_prob_mode", one)[0],
             "messages": messages if isinstance(messages, list) else None,
             "num_tokens": len(tokens),
@@ -398,8 +399,8 @@ class View:
             "log_probs": per_token["log_probs"] or [],
         }
 
-    def group(self, group: int) -> Answer:
-        """Return all members of a group.
+    def members(self, group: int) -> Ids:
+        """Return the members of a group.
 
         Raises:
             MissingKeyError: there is no such group.
@@ -407,7 +408,17 @@ class View:
         groups = self.stored.scalars("group_id")
         found = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
         if not len(found):
-            raise MissingKeyError(f"there is no group {group} in {self.name}.")
+            known = "" if groups is None or not len(groups) else f"; groups go from {groups.min()} to {groups.max()}"
+            raise MissingKeyError(f"there is no group {group} in {self.name}{known}.")
+        return found
+
+    def group(self, group: int) -> Answer:
+        """Return all members of a group.
+
+        Raises:
+            MissingKeyError: there is no such group.
+        """
+        found = self.members(group)
         rows = self.rows(found[:MOST_ROWS])
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         return {"group": group, "num": len(found), "reward_mean": _mean(rewards), "rows": rows}
@@ -427,28 +438,34 @@ class View:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def batch(self, step: int) -> Ids:
+        """Return the trajectories that an optimizer step learned from and that are stored still."""
+        row = (self.ledger_rows().of_step(step) if self.run is not None else None) or {}
+        ids = np.array(row.get("row_ids", []), np.int64)
+        return ids[self.stored.store.holds(ids)] if len(ids) else ids
+
     def step(self, step: int) -> Answer:
-        """Return what an optimizer step learned from, its figures, and the evaluation of the weights behind it.
+        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
 
         Raises:
             MissingKeyError: there is no such step.
         """
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
-        figures = self._metrics().of_step(step) if self.run is not None else None
+        figures = self.metrics_rows().of_step(step) if self.run is not None else None
         if ledger is None and figures is None:
-            raise MissingKeyError(f"there is no step {step} in {self.name}.")
+            known = "it has no ledger" if self.run is None else f"the newest is {self.metrics_rows().last_step}"
+            raise MissingKeyError(f"there is no step {step} in {self.name}: {known}.")
         ids = np.array((ledger or {}).get("row_ids", []), np.int64)
-        there = ids[self.stored.store.holds(ids)] if len(ids) else ids
+        there = self.batch(step)
         rows = [self._cut(row) for row in self.rows(there[:MOST_ROWS])]
         return {
             "step": step,
-            "last": self._metrics().last_step,
+            "last": self.metrics_rows().last_step,
             "num": len(ids),
             "num_gone": len(ids) - len(there),
-            "metrics": {name: _number(value) for name, value in (figures or {}).items() if value is not None},
+            "metrics": {name: finite(value) for name, value in (figures or {}).items() if value is not None},
             "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
             "rows": rows,
-            "evaluation": [self._cut(row) for row in self.rows(self._marked(step)[:MOST_ROWS])],
             "evaluations": list(self._evaluations_of(step)),
         }
 
@@ -487,8 +504,8 @@ class View:
                     "address": str(view.address),
                     "num": len(view.stored.ids()),
                     "step": [one["step"] for one in found],
-                    "time": [_number(times[versions == one["step"]].max()) for one in found],
-                    "values": {key: [_number(one.get(key)) for one in found] for key in names},
+                    "time": [finite(times[versions == one["step"]].max()) for one in found],
+                    "values": {key: [finite(one.get(key)) for one in found] for key in names},
                 },
             )
         return self._evaluated[name][1]
@@ -540,19 +557,24 @@ class View:
         ids = ids[meets(stored.store, where, ids)]
         rewards, groups = self._floats("task_reward", ids), stored.scalars("group_id", ids)
         known = rewards[np.isfinite(rewards)]
-        versions = stored.scalars("policy_version", ids)
+        versions, prompts = stored.scalars("policy_version", ids), stored.scalars("num_prompt_tokens", ids)
         tokens = num_completion_tokens(stored.store, ids)
+        sizes = np.unique(groups, return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
         shares = (0.0, 0.25, 0.5, 0.75, 1.0)
         return {
             "trajectories": len(ids),
-            "groups": 0 if groups is None else len(np.unique(groups)),
+            "groups": len(sizes),
+            "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
             "no_reward": len(rewards) - len(known),
-            "reward_mean": _number(known.mean()) if len(known) else None,
-            "reward_std": _number(known.std()) if len(known) else None,
+            "reward_mean": finite(known.mean()) if len(known) else None,
+            "reward_std": finite(known.std()) if len(known) else None,
             "reward_quantiles": [float(value) for value in np.quantile(known, shares)] if len(known) else None,
+            "prompt_tokens": None if prompts is None else int(prompts.sum(dtype=np.int64)),
             "completion_tokens": int(tokens.sum()),
+            "lengths": _histogram(tokens),
             "length_quantiles": [float(value) for value in np.quantile(tokens, shares)] if len(tokens) else None,
-            "versions": [int(versions.min()), int(versions.max())] if versions is not None and len(versions) else None,
+            "versions": None if versions is None or not len(ids) else [int(versions.min()), int(versions.max())],
+            "num_versions": 0 if versions is None else len(np.unique(versions)),
             "finish": self._counts("finish_reason", ids),
         }
 
@@ -569,8 +591,6 @@ class View:
             kinds.append(("untrusted", "reward_trusted==false"))
         if "degenerate" in self.stored.columns:
             kinds.append(("no spread in its group", "degenerate==true"))
-        if "evaluation" in self.stored.columns:
-            kinds.append(("evaluation", "evaluation==1"))
         found = [
             {"name": name, "where": text, "num": int(meets(self.stored.store, [text], ids).sum())}
             for name, text in kinds
@@ -591,7 +611,7 @@ class View:
         if name == "drift":
             return {"list": name, "versions": self._by_version()}
         if name == "mismatch":
-            rows = self._metrics().spread(2000) if len(self._metrics()) else []
+            rows = self.metrics_rows().spread(2000) if len(self.metrics_rows()) else []
             known = [row for row in rows if row.get("sampler_gap") is not None]
             worst = sorted(known, key=lambda row: -row["sampler_gap"])[:50]
             return {"list": name, "steps": [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]}
@@ -612,7 +632,7 @@ class View:
         versions = self.stored.scalars("policy_version")
         if versions is None or not len(versions):
             return []
-        rewards, lengths = self._floats("task_reward"), self.stored.lengths("input_ids")
+        rewards, lengths = self._floats("task_reward"), self.stored.store.lengths("input_ids")
         known, place, num = np.unique(versions, return_inverse=True, return_counts=True)
         graded = np.isfinite(rewards)
         sums = np.bincount(place, np.where(graded, rewards, 0.0))
@@ -622,7 +642,7 @@ class View:
             {
                 "version": int(known[at]),
                 "num": int(num[at]),
-                "reward": _number(sums[at] / counts[at]) if counts[at] else None,
+                "reward": finite(sums[at] / counts[at]) if counts[at] else None,
                 "tokens": float(tokens[at] / num[at]),
             }
             for at in some
@@ -630,7 +650,8 @@ class View:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _metrics(self) -> Any:
+    def metrics_rows(self) -> Any:
+        """Return the rows of the metrics as they are now, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.metrics_file) if self.run is not None else ()
 
     def ledger_rows(self) -> Any:
@@ -645,12 +666,6 @@ class View:
         values = self.stored.scalars(name, ids)
         num = len(self.stored.ids() if ids is None else ids)
         return np.full(num, np.nan) if values is None else values.astype(np.float64)
-
-    def _marked(self, version: int) -> Ids:
-        marks, versions = self.stored.scalars("evaluation"), self.stored.scalars("policy_version")
-        if marks is None or versions is None:
-            return np.zeros(0, np.int64)
-        return self.stored.ids()[(marks != 0) & (versions == version)]
 
     def _counts(self, name: str, ids: Ids) -> dict[str, int]:
         """Count a text column's values by their bytes."""
@@ -696,11 +711,11 @@ class View:
 
     def _per_token(self, name: str, one: Ids, part: slice, num: int) -> list[float | None] | None:
         """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
-        values = [_number(value) for value in self._row(name, one)]
+        values = [finite(value) for value in self._row(name, one)]
         return values[part] if len(values) == num and any(value is not None for value in values) else None
 
 
-def _number(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return a number that JSON can hold; None if it is not finite."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -718,3 +733,13 @@ def _whole(value: Any) -> int | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
+
+
+def _histogram(lengths: Ids) -> list[list[int]]:
+    """Return at most eight buckets of equal width: smallest, largest, how many."""
+    if not len(lengths):
+        return []
+    low, high = int(lengths.min()), int(lengths.max())
+    width = -(-(high - low + 1) // _BARS)
+    nums = np.bincount((lengths - low) // width).tolist()
+    return [[low + at * width, min(low + (at + 1) * width - 1, high), num] for at, num in enumerate(nums)]

@@ -8,12 +8,11 @@ from contextlib import closing
 
 import numpy as np
 
-from rlhf_pipeline.errors import DataError, plain, typed
+from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.query import Answer, View
-from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.words import count, number, one_line
 from rlhf_pipeline.run.folder import RunFolder
-from trajectory_store import MissingRowError
 
 _TIES = 64
 _EARLY = 1 << 16
@@ -125,81 +124,6 @@ def _or_dash(value: int | None) -> str:
 def _versions(item: Answer) -> str:
     newest = item["newest"]
     return _or_dash(item["version"]) + ("" if newest is None else f"-{newest}")
-
-
-def choose(
-    view: View,
-    *,
-    id: int | None = None,
-    group: int | None = None,
-    step: int | None = None,
-    last: int | None = None,
-) -> Ids:
-    """Return the requested ids, or the newest one if none were requested.
-
-    Args:
-        view: the run or store.
-        id: the trajectory with this id.
-        group: all trajectories of this group.
-        step: the trajectories that this optimizer step learned from.
-        last: how many of the newest.
-
-    Raises:
-        DataError: there are no such trajectories.
-    """
-    stored = view.stored
-    ids = stored.ids()
-    if not len(ids):
-        raise DataError(f"{stored.path} holds no trajectories.")
-    if id is not None:
-        if not bool((ids == id).any()):
-            raise DataError(f"there is no trajectory {id} in {stored.path}. {_what_is_there(stored, ids)}")
-        return np.array([id], np.int64)
-    if group is not None:
-        return _group(stored, ids, group)
-    if step is not None:
-        return _step(stored, view.run, ids, step)
-    return ids[-(last or 1) :]
-
-
-def _group(stored: Stored, ids: Ids, group: int) -> Ids:
-    groups = stored.scalars("group_id")
-    if groups is None:
-        raise DataError(f"{stored.path} has no column group_id. Use --id or --last.")
-    found = ids[groups == group]
-    if not len(found):
-        raise DataError(f"there is no group {group} in {stored.path}; groups go from {groups.min()} to {groups.max()}.")
-    return found
-
-
-def _step(stored: Stored, run: RunFolder | None, ids: Ids, step: int) -> Ids:
-    if run is None:
-        raise DataError(
-            f"{stored.path} is a store alone; --step needs the ledger of a run. Use --id, --group or --last."
-        )
-    row = run.ledger.of_step(step)
-    if row is None:
-        known = f"steps {run.ledger[0]['step']} to {run.ledger.last_step}" if len(run.ledger) else "no steps"
-        raise DataError(f"the ledger {run.ledger_file} has no step {step}; it has {known}.")
-    wanted = np.array(row.get("row_ids", []), np.int64)
-    if not len(wanted):
-        raise DataError(
-            f"step {step} had nothing to learn from: no trajectory was young enough, or had a group with spread."
-        )
-    try:
-        stored.lengths("input_ids", wanted)
-        all_there = len(ids) == stored.store.watermark  # else some that a ring has evicted may be read still
-    except MissingRowError:
-        all_there = False
-    there = wanted if all_there else wanted[np.isin(wanted, ids)]
-    if not len(there):
-        raise DataError(f"none of the {len(wanted)} trajectories of step {step} is in the store any more (evicted).")
-    return there
-
-
-def _what_is_there(stored: Stored, ids: Ids) -> str:
-    newest = f"rlhf-pipeline show {typed(stored.path)} --last 20"
-    return f"It holds {len(ids):,}, from id {ids[0]} to {ids[-1]}. The newest: {newest}"
 
 
 def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:

@@ -33,8 +33,9 @@ def status(view: View, now: float) -> Answer:
         `bytes`, `bytes_per_hour` (None without two steps), and `alarms`, each a sentence; besides the figures of
         `View.about`.
     """
-    run = RunFolder.open(view.address)
-    about, rows = view.about(), list(run.rows(run.metrics_file)[-_ROWS:])
+    run = view.run
+    assert run is not None
+    about, rows = view.about(), list(view.metrics_rows()[-_ROWS:])
     begun = run.in_use_since()
     at_work = [one for one in about["processes"] if one["alive"]]
     done = (about["step"] or 0) >= (about["of"] or 1) or _ended(about["processes"]) or _reached(run, rows)

@@ -68,10 +68,6 @@ class Stored:
         column = self.columns.get(name)
         return None if column is None or column.axis is not None else self.store.read_scalars(name, ids)
 
-    def lengths(self, name: str, ids: Ids | None = None) -> npt.NDArray[np.int64]:
-        """Return the lengths of a ragged column, [N] int64."""
-        return self.store.lengths(name, ids)
-
     def texts(self, name: str, ids: Ids) -> list[str]:
         """Return a text column; empty texts if the store has no such column."""
         return self.store.read(ids, [name])[name] if name in self.columns else [""] * len(ids)

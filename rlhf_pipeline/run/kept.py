@@ -17,11 +17,18 @@ from rlhf_pipeline.run.inputs import kept_prompts, place
 Overrides = tuple[tuple[str, str], ...]
 
 
-def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitions.Definition:
-    """Return the definition that a run was started with: its file, or the copy in the run folder.
+def definition_of(
+    run: RunFolder,
+    named: str | None = None,
+    *,
+    trust: bool,
+    moved: str = "name its new place: --definition FILE.py[:function]",
+) -> definitions.Definition:
+    """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder.
 
     Args:
         run: the run.
+        named: the definition that the user names instead.
         trust: also execute the code of a run that was not started here.
         moved: the advice if its file is gone, for the message.
 
@@ -29,6 +36,8 @@ def recorded_definition(run: RunFolder, *, trust: bool, moved: str) -> definitio
         DefinitionError: the run was not started here, and its definition is code of its own.
         MissingPathError: neither the file nor the copy is there.
     """
+    if named:
+        return definitions.find(named)
     spec = run.config.definition
     source, _, function = spec.rpartition(":")
     foreign = not trust and run.config.place != place(run.address)

@@ -48,6 +48,20 @@ def test_inspect(cli: Cli, run_dir: Path):
     assert (data["reward_check"]["agrees"], data["group_sizes"]) == (True, {"4": 12})
 
 
+def test_counts_of_some(cli: Cli, run_dir: Path):
+    """`stats` counts what meets conditions; `ledger`, `group` and `ls` say what steps, groups and runs have."""
+    shown = cli("stats", run_dir, "--filter", "group<3")
+    assert "  trajectories  12 in 3 groups of 4" in shown.out
+    assert "  policy        versions 0 to 2, 2 of them" in shown.out
+    assert json.loads(cli("stats", run_dir, "--filter", "group<3", "--json").out)["completion_tokens"] == 48
+    assert cli("ledger", run_dir, "-n", 2).out.splitlines()[1].split() == ["11", "8", "0.00", "0", "48"]
+    assert len(cli("group", run_dir).out.splitlines()) == 13
+    members = cli("group", run_dir, 3).out.splitlines()
+    assert members[0].startswith("group 3: 4 members, mean reward ")
+    assert len(members) == 7
+    assert cli("ls", run_dir).out.splitlines()[1].split()[1:3] == ["12", "300"]
+
+
 def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):
     """A reward function that says something else is exit code 1, with examples."""
     file = tmp_path / "other.py"

@@ -38,7 +38,7 @@ def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     inspected = cli("inspect", "runs/copy_digits", "--grade", "--json")
     assert inspected.code == 0, inspected.out
     check = json.loads(inspected.out)["reward_check"]
-    assert (check["num_trajectories"], check["num_rollouts"], check["agrees"]) == (64, 4, True)
+    assert (check["trajectories"], check["rollouts"], check["agrees"]) == (64, 4, True)
 
     resumed = cli("run", "copy_digits", "--resume", "--steps", "6")
     assert resumed.code == 0, resumed.err

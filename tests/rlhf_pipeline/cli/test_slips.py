@@ -40,8 +40,8 @@ SLIPS = (
     ("report runs/demo --out no/where.html", "there is no folder"),
     ("show runs/dmo", "Did you mean 'runs/demo'?"),
     ("show runs/demo --id 99", "there is no trajectory 99"),
-    ("show runs/demo --group 99", "there is no group 99 in runs/demo/store; groups go from 0 to 11"),
-    ("show runs/demo --step 99", "has no step 99; it has steps 1 to 12"),
+    ("show runs/demo --group 99", "there is no group 99 in demo; groups go from 0 to 11"),
+    ("show runs/demo --step 99", "there is no step 99 in demo: the newest is 12"),
     ("tail runs/dmo", "Did you mean 'runs/demo'?"),
     ("tail runs/dmo -f", "Did you mean 'runs/demo'?"),  # where it would wait otherwise
     ("tail runs/demo --filter rewrad>1", "Did you mean 'reward'?"),

@@ -17,7 +17,7 @@ from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.query import View, search
 from tests.rlhf_pipeline.small import tiny
-from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
+from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
 
@@ -210,22 +210,6 @@ def test_filters_on_text_compare_bytes(tmp_path: Path):
         assert len(select(store, ["completion==length"])) == 2
         assert len(select(store, ["completion!=failed"])) == 4
         assert len(select(store, ["completion==''"])) == 1
-
-
-def test_evaluation_rows_are_beside_their_step(tmp_path: Path):
-    """Rows marked as evaluation are shown with the step whose weights sampled them."""
-    run = write_run(tmp_path / "run", num_rollouts=1)
-    (run / "store").rename(tmp_path / "old")
-    names = [Column(name, "int64") for name in ("policy_version", "group_id")]
-    schema = Schema([Column("input_ids", "int32", ragged=True), *names, Column("evaluation", "bool", fill=False)])
-    with TrajectoryStore.create(run / "store", schema) as store:
-        tokens = RaggedArray(np.arange(16, dtype=np.int32), np.full(8, 2))
-        marks = np.arange(8) >= 6
-        versions = np.where(marks, 2, 0)
-        store.append({"input_ids": tokens, "policy_version": versions, "group_id": np.arange(8), "evaluation": marks})
-    view = View(run)
-    assert [row["group"] for row in view.step(2)["evaluation"]] == [6, 7]
-    assert view.step(1)["evaluation"] == []
 
 
 def test_what_is_not_there_is_said(run_dir: Path):

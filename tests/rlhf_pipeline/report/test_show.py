@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.cli import main
-from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.exchange import TrajectoryRecorder
 from rlhf_pipeline.report.query import Answer, View
-from rlhf_pipeline.report.show import before_and_after, brief, choose, full, typical_of_first_and_last
+from rlhf_pipeline.report.show import before_and_after, brief, full, typical_of_first_and_last
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.folder import RunFolder
@@ -235,11 +233,11 @@ def test_rewards_near_the_largest_have_a_typical_one(tmp_path: Path):
         assert typical_of_first_and_last(stored) == (0, 4)
 
 
-def test_a_step_without_a_batch_is_told(run_dir: Path):
+def test_a_step_without_a_batch_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """Nothing has been evicted where nothing was learned from."""
     StepRows(run_dir / "ledger.jsonl").append({"step": 13, "row_ids": [], "watermark": 48})
-    with closing(View(run_dir)) as view, pytest.raises(DataError, match="step 13 had nothing to learn from"):
-        choose(view, step=13)
+    assert main(["show", str(run_dir), "--step", "13"]) == 2
+    assert "step 13 had nothing to learn from" in capsys.readouterr().err
 
 
 def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -250,12 +248,12 @@ def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.Capt
     rows.pop("ids", None)
     with TrajectoryStore.create(run_dir / "store", schema, max_trajectories=12) as store:
         store.append(rows)
-    with closing(View(run_dir)) as view:
-        with pytest.raises(DataError, match="none of the 8 trajectories of step 1 is in the store"):
-            choose(view, step=1)
-        assert choose(view, step=9).tolist() == [36, 37, 38, 39]
+    assert main(["show", str(run_dir), "--step", "1"]) == 2
+    assert "none of the 8 trajectories of step 1 is in the store" in capsys.readouterr().err
     assert main(["show", str(run_dir), "--step", "9"]) == 0
-    assert "of the 8 trajectories of step 9, 4 were evicted" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[1:5]] == ["36", "37", "38", "39"]
+    assert "of the 8 trajectories of step 9, 4 were evicted" in shown
 
 
 def test_before_and_after(run_dir: Path, tmp_path: Path):

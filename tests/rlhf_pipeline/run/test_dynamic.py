@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from rlhf_pipeline.environments.environment import Step, Turn
 from rlhf_pipeline.errors import DefinitionError, RunMismatchError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
 from rlhf_pipeline.report.check import check_run
-from rlhf_pipeline.report.inspect import inspect_store
-from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.report.inspect import grade
+from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.events import Event, EventHandler, Notice, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
@@ -130,10 +131,10 @@ def test_the_groups_that_are_kept_are_those_with_spread(tmp_path):
     ]
     record = RunFolder.open(tmp_path / "run")
     assert [finding.text for finding in check_run(record) if not finding.ok] == []
-    with Stored(record.store_path) as stored:
-        check = inspect_store(stored, run=record, reward=reward_of).reward_check
+    with closing(View(record.address)) as view:
+        check = grade(view, reward_of)
     assert check is not None
-    assert (check.num_rollouts, check.num_rollouts_partial, check.agrees) == (4, 0, True)
+    assert (check["rollouts"], check["rollouts_partial"], check["agrees"]) == (4, 0, True)
 
 
 @pytest.mark.parametrize("estimator", BATCH_ESTIMATORS)

@@ -42,6 +42,5 @@ export async function stepPage(at, state, draw) {
       <tbody>${[...groups].map(([group, rows]) => { const a = known(rows, "advantage"); return html`<tr><td>${group === null ? "–" : html`<a class="row" href="#/${at.run}/group/${group}">${group}</a>`}</td><td class="cells">${rows.map(row => cell(at.run, row, low, high))}</td>
       <td>${fmt(mean(known(rows, "reward")), 2)}</td><td>${a.length ? `${fmt(Math.min(...a), 2)} … ${fmt(Math.max(...a), 2)}` : "–"}</td><td class="text"><div dir="auto">${visible(rows[0].prompt)}</div></td></tr>`; })}</tbody></table></div>
     ${step.evaluations.map(one => html`<h2>Evaluation of the weights after this step: <a href="#/${parseInt(at.run)}~${one.store}/trajectories?where=version%3D%3D${id}">${one.store}</a></h2>
-      <p class="facts">${Object.entries(one.figures).map(([name, value]) => html`<span>${name.replace("evaluation/", "").replaceAll("_", " ")} <b>${fmt(value)}</b></span>`)}</p>${rowsTable(`${parseInt(at.run)}~${one.store}`, one.rows)}`)}
-    ${step.evaluation.length ? html`<h2>Evaluation of the weights after this step: mean reward ${fmt(mean(known(step.evaluation, "reward")))}</h2>${rowsTable(at.run, step.evaluation)}` : nothing}`);
+      <p class="facts">${Object.entries(one.figures).map(([name, value]) => html`<span>${name.replace("evaluation/", "").replaceAll("_", " ")} <b>${fmt(value)}</b></span>`)}</p>${rowsTable(`${parseInt(at.run)}~${one.store}`, one.rows)}`)}`);
 }
