@@ -13,7 +13,7 @@ from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.medium import is_url
-from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
+from rlhf_pipeline.run.processes.claims import Claims, FolderClaims, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from trajectory_store import StoreError, TrajectoryStore
@@ -146,18 +146,17 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
     return BucketRollouts(cast("BucketMedium", run.medium).bucket)
 
 
-def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store: TrajectoryStore) -> Claims:
-    """Return a collector's claims on rollouts.
+def open_claims(run: RunFolder, name: str, work: Work, store: TrajectoryStore) -> Claims:
+    """Return a collector's claims on work.
 
     Args:
         run: a run of several processes.
         name: the collector's name.
-        rollouts: the stored rollouts.
-        flow: the limits.
-        store: where the collector appends trajectories.
+        work: what is claimed.
+        store: where the collector appends the trajectories of this work.
     """
     if not is_url(run.address):
-        return FolderClaims(run, name, rollouts, flow)
+        return FolderClaims(run, name, work)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 
-    return LeasedClaims(cast("BucketMedium", run.medium), name, rollouts, flow, store)
+    return LeasedClaims(cast("BucketMedium", run.medium), name, work, store)

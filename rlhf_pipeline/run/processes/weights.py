@@ -45,6 +45,8 @@ class Published:
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
     digest: int = 0
     """Of the weights; 0 in runs that are older than it."""
+    evaluate: list[list[int]] = field(default_factory=list[list[int]])
+    """Versions and digests of the weights that collectors are to evaluate. They are kept until that is done."""
 
 
 def publish(
@@ -77,6 +79,7 @@ def publish(
     run.keep(folder / filenames.NEWEST_WEIGHTS)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
     kept = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
+    kept += [version_folder(folder, version, digest) for version, digest in published.evaluate]
     for other in earlier:
         if other not in kept:  # too old, or of steps that the run has lost
             remove_folder(other)
