@@ -160,7 +160,7 @@ class AskedEvaluations(Work):
 
     def look(self, published: Published) -> None:
         """Take note of what the learner asks for."""
-        self._asked, self._version = {version for version, _ in published.evaluate}, published.version
+        self._asked, self._version = {*published.evaluate}, published.version
 
     def is_done(self, number: int) -> bool:
         """Return whether the learner no longer asks for it; a later step is one that this process has not seen."""

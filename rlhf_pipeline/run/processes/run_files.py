@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
@@ -21,6 +21,8 @@ from trajectory_store import StoreError, TrajectoryStore
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.medium import BucketMedium
 
+ALONE_S: Final = 30.0
+"""How long the learner waits for collectors before it reports that none is alive."""
 _LEAVES_IN_S: Final = 10.0
 """How long a process that was asked to stop may keep its name."""
 
@@ -121,6 +123,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
+    from rlhf_pipeline.run.evaluation import evaluation_storage
 
     if not is_url(folder.address):
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
@@ -128,8 +131,17 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
         BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
+    if pipeline.evaluate is not None:
+        evaluation_storage(folder, pipeline, pipeline.evaluate).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
+
+
+def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
+    """Report that the learner waits for something if no collector is alive."""
+    if not run.medium.living() - {"learner", "supervisor"}:
+        command = f"rlhf-pipeline collect --run {typed(run.address)}"
+        tell(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:

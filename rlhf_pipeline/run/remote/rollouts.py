@@ -138,8 +138,8 @@ class LeasedClaims(Claims):
         """
         if self._held is not None and not self._change(self._held, segment=segment):
             raise LeaseLostError(
-                f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more than "
-                f"{self._medium.leases.seconds:g} s. Its samples are dropped."
+                f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more "
+                f"than {self._medium.leases.seconds:g} s. Its samples are dropped."
             )
 
     def _change(self, number: int, *, segment: int | None = None) -> bool:
