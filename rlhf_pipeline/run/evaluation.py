@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, Final
 
@@ -213,20 +213,24 @@ class Evaluator(Evaluations):
         """Evaluate the policy's weights if that is due."""
         return self.evaluate(step, stop) if self.is_due(step) else {}
 
+    def stored(self) -> Container[int]:
+        """Return the steps whose evaluations are stored by now, by any process."""
+        self._collector.buffer.refresh()
+        self._new()
+        return self._means
+
     def evaluate(self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None) -> Figures:
         """Evaluate the policy's weights, or read what was stored of them.
 
         Args:
             step: of the weights.
             stop: a signal's request to stop.
-            digests: of published weights by step; other processes then evaluate as well.
+            digests: of published weights by step; other processes then evaluate as well, see `stored`.
 
         Raises:
             StopAskedError: a signal asked to stop while reward calls were running.
             RewardError: every reward call failed.
         """
-        if digests is not None:
-            self._collector.buffer.refresh()
         done = self._collector.collect(
             step,
             policy_version=step,
@@ -238,8 +242,6 @@ class Evaluator(Evaluations):
         rows = self._collector.stored.rows(step * size, (step + 1) * size - 1)
         figures = evaluation_figures(self.store, rows, self._evaluate.success_at)
         self._means[step] = figures["evaluation/reward"]
-        if digests is not None:
-            self._new()
         figures["evaluation/seconds"] = done.seconds
         self._tell(step, figures, newest=step if digests is None else max(self._means))
         return figures

@@ -9,8 +9,8 @@ Three facts, each kept where it cannot be wrong:
 - *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
   the rollout of a dead collector is the next to be claimed.
 
-Evaluations of published weights are claimed in the same way, by step; one is done when the learner, which reads its
-rows, no longer asks for it.
+Evaluations of published weights are claimed in the same way, by step; one is done when its rows are stored, or when the
+learner, which reads them, no longer asks for it.
 
 For an object store, where the kernel drops nothing, see `run.remote.rollouts`.
 """
@@ -21,7 +21,7 @@ import fcntl
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -149,26 +149,33 @@ class FreeRollouts(Work):
 
 
 class AskedEvaluations(Work):
-    """The steps whose weights the learner asks to evaluate."""
+    """The steps whose weights the learner asks to evaluate.
+
+    Args:
+        stored: returns the steps whose evaluations are stored by now.
+    """
 
     place = f"{filenames.CLAIMS}/{filenames.EVALUATIONS}"
     what = "the evaluation of step"
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Callable[[], Container[int]]) -> None:
+        self._stored = stored
+        self._done: Container[int] = ()
         self._asked: set[int] = set()
         self._version = -1
 
     def look(self, published: Published) -> None:
-        """Take note of what the learner asks for."""
+        """Read which evaluations are new; the learner may not have seen them, as it waits for a rollout."""
+        self._done = self._stored()
         self._asked, self._version = {*published.evaluate}, published.version
 
     def is_done(self, number: int) -> bool:
-        """Return whether the learner no longer asks for it; a later step is one that this process has not seen."""
-        return number <= self._version and number not in self._asked
+        """Return whether it is stored or no longer asked for; a later step is one that this process has not seen."""
+        return number in self._done or (number <= self._version and number not in self._asked)
 
     def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
         """Return the first step on which no collector works."""
-        return min(self._asked - in_flight.keys(), default=None)
+        return min((step for step in self._asked - in_flight.keys() if step not in self._done), default=None)
 
 
 class Claims(ABC):

@@ -113,7 +113,7 @@ def collect(
                 claims=claims(FreeRollouts(rollouts, flow), parts.buffer.store),
                 rollouts=rollouts,
                 evaluator=evaluator,
-                asked=None if evaluator is None else claims(AskedEvaluations(), evaluator.store),
+                asked=None if evaluator is None else claims(AskedEvaluations(evaluator.stored), evaluator.store),
                 heartbeat=heartbeat,
                 on_event=on_event,
                 stop=stop,
