@@ -219,8 +219,7 @@ class Collector:
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
-        if self.hand_over is not None and self.policy.engine.version != policy_version:
-            self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
+        self._hand_over(policy_version)
         beside = None if self.retrieve is None or self.conversations is not None else ScoringBeside(self.retrieve)
         rounds: list[Round] = []
         while not rounds or (len(rounds) < config.dynamic and sum(len(one.spread) for one in rounds) < len(groups)):
@@ -304,8 +303,7 @@ class Collector:
 
         if left:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
-            if self.hand_over is not None and self.policy.engine.version != policy_version:
-                self.policy.engine.load_weights(self.hand_over(policy_version), policy_version)
+            self._hand_over(policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
             _say_failures(rollout, grades, self.config.alarm_failed, say)
         else:
@@ -314,6 +312,11 @@ class Collector:
         rewards, figures = store.read_scalars("task_reward", rows), stored_figures(store, rows, self._names)
         error = next((grade.error for grade in grades if grade.error is not None), None)
         return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=not left)
+
+    def _hand_over(self, version: int) -> None:
+        """Give an engine with its own copy the policy's weights, unless it has them."""
+        if self.hand_over is not None and self.policy.engine.version != version:
+            self.policy.engine.load_weights(self.hand_over(version), version)
 
     def _rows(
         self, one: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 import torch
 
-from rlhf_pipeline.config import Estimator
 from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name, tried
 from rlhf_pipeline.functional.policy_loss import indexed_sum
 
 __all__ = [
     "BATCH_ESTIMATORS",
     "ESTIMATORS",
+    "EstimatorEntry",
     "EstimatorFunction",
     "GroupAdvantage",
+    "Returns",
     "checked_estimator",
+    "estimator_of",
     "group_advantage",
     "penalty_rounding",
     "turn_advantage",
     "whitened_step_rewards",
 ]
 
-ESTIMATORS: Final[tuple[str, ...]] = get_args(Estimator)
-BATCH_ESTIMATORS: Final = ("reinforce_pp", "reinforce_pp_baseline", "grpo_batch")
-"""Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
 STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
@@ -34,11 +33,47 @@ RELATIVE_SPREAD_FLOOR: Final = 1e-12
 
 
 EstimatorFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""An estimator of one's own: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
+"""An estimator: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
 
 The members of a group have its number, from 0, and may come in any order; advantages of groups without spread are set
-to 0 afterwards. It sees whole groups and must not depend on which of them come in one call.
+to 0 afterwards. It sees whole groups, and one of your own must not depend on which of them come in one call.
 """
+
+
+class Returns(NamedTuple):
+    """What estimators see: the returns of whole groups, and their moments.
+
+    Attributes:
+        values: float64 [N].
+        groups: int64 [N], the number of each one's group, from 0.
+        lengths: [N] or None, assistant tokens.
+        size: float64 [groups], members.
+        centred: float64 [N], values less the mean of their group.
+        std: float64 [groups], unbiased.
+        degenerate: bool [N].
+    """
+
+    values: torch.Tensor
+    groups: torch.Tensor
+    lengths: torch.Tensor | None
+    size: torch.Tensor
+    centred: torch.Tensor
+    std: torch.Tensor
+    degenerate: torch.Tensor
+
+
+class EstimatorEntry(NamedTuple):
+    """An estimator as `group_advantage` calls it.
+
+    Attributes:
+        advantages: float64 [N]; those of degenerate members are set to 0 afterwards.
+        by_batch: it divides by the spread of a whole batch, so the caller must define the batch.
+        of_batch: its baseline is the batch, so only a batch without spread is degenerate.
+    """
+
+    advantages: Callable[[Returns], torch.Tensor]
+    by_batch: bool = False
+    of_batch: bool = False
 
 
 class GroupAdvantage(NamedTuple):
@@ -153,8 +188,7 @@ def group_advantage(
     >>> degenerate
     tensor([False, False, False, False,  True])
     """
-    if not callable(estimator) and estimator not in ESTIMATORS:
-        raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
+    entry = estimator_of(estimator)
     if returns.ndim != 1 or group_ids.shape != returns.shape:
         raise DefinitionError(
             f"returns and group_ids must both be [N]; got {list(returns.shape)} and {list(group_ids.shape)}."
@@ -171,10 +205,10 @@ def group_advantage(
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
     index = _numbers(group_ids)
     groups = int(index.max()) + 1
-    size = indexed_sum(torch.ones_like(r), index, groups)  # per group, as are mean, others, std and scale
-    mean, others = indexed_sum(r, index, groups) / size, (size - 1).clamp_min(1)
+    size = indexed_sum(torch.ones_like(r), index, groups)  # per group, as are mean, std and scale
+    mean = indexed_sum(r, index, groups) / size
     centred = r - mean[index]
-    std = (indexed_sum(centred.square(), index, groups) / others).sqrt()
+    std = (indexed_sum(centred.square(), index, groups) / (size - 1).clamp_min(1)).sqrt()
     scale = indexed_sum(r.abs(), index, groups) / size
     flat = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
     if task_rewards is not None and rounding is not None:
@@ -182,30 +216,77 @@ def group_advantage(
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
     degenerate = flat[index]
 
-    if callable(estimator):
-        advantages = _of_function(estimator, r, index, lengths)
-    elif estimator == "grpo":
-        advantages = centred / std.clamp_min(STD_FLOOR)[index]
-    elif estimator in ("dr_grpo", "mean"):
-        advantages = centred
-    elif estimator == "rloo":
-        advantages = centred * size[index] / others[index]
-    elif estimator == "reinforce_pp":
-        batch = r - r.mean()
-        spread = _batch_std(batch)
+    if entry.of_batch:
+        spread = _batch_std(r - r.mean())
         flat = spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()
         if task_rewards is not None and rounding is not None:
-            flat = flat | ((task_rewards == task_rewards[0]).all() & (batch.abs() <= rounding.double()).all())
+            within = (r - r.mean()).abs() <= rounding.double()
+            flat = flat | ((task_rewards == task_rewards[0]).all() & within.all())
         degenerate = flat.expand_as(degenerate)
-        advantages = batch / spread.clamp_min(STD_FLOOR)
-    elif estimator == "reinforce_pp_baseline":
-        kept = centred.masked_fill(degenerate, 0.0)
-        advantages = kept / _batch_std(kept).clamp_min(STD_FLOOR)
-    elif estimator == "grpo_batch":
-        advantages = centred / _batch_std(r - r.mean()).clamp_min(STD_FLOOR)
-    else:
-        advantages = r - _length_baseline(r, index, groups, lengths)
+    advantages = entry.advantages(Returns(r, index, lengths, size, centred, std, degenerate))
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+
+
+def _grpo(found: Returns) -> torch.Tensor:
+    return found.centred / found.std.clamp_min(STD_FLOOR)[found.groups]
+
+
+def _mean(found: Returns) -> torch.Tensor:
+    return found.centred
+
+
+def _rloo(found: Returns) -> torch.Tensor:
+    size = found.size
+    return found.centred * size[found.groups] / (size - 1).clamp_min(1)[found.groups]
+
+
+def _reinforce_pp(found: Returns) -> torch.Tensor:
+    batch = found.values - found.values.mean()
+    return batch / _batch_std(batch).clamp_min(STD_FLOOR)
+
+
+def _reinforce_pp_baseline(found: Returns) -> torch.Tensor:
+    kept = found.centred.masked_fill(found.degenerate, 0.0)
+    return kept / _batch_std(kept).clamp_min(STD_FLOOR)
+
+
+def _grpo_batch(found: Returns) -> torch.Tensor:
+    return found.centred / _batch_std(found.values - found.values.mean()).clamp_min(STD_FLOOR)
+
+
+def _opo(found: Returns) -> torch.Tensor:
+    return found.values - _length_baseline(found.values, found.groups, len(found.size), found.lengths)
+
+
+ESTIMATORS: Final[Mapping[str, EstimatorEntry]] = {
+    "grpo": EstimatorEntry(_grpo),
+    "dr_grpo": EstimatorEntry(_mean),
+    "mean": EstimatorEntry(_mean),
+    "rloo": EstimatorEntry(_rloo),
+    "reinforce_pp": EstimatorEntry(_reinforce_pp, by_batch=True, of_batch=True),
+    "reinforce_pp_baseline": EstimatorEntry(_reinforce_pp_baseline, by_batch=True),
+    "grpo_batch": EstimatorEntry(_grpo_batch, by_batch=True),
+    "opo": EstimatorEntry(_opo),
+}
+"""The built-in estimators; `group_advantage` has their formulas."""
+BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if entry.by_batch)
+"""Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
+
+
+def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
+    """Return the entry of an estimator.
+
+    Args:
+        estimator: a name in `ESTIMATORS`, or an `EstimatorFunction`.
+
+    Raises:
+        DefinitionError: there is none of this name.
+    """
+    if callable(estimator):
+        return EstimatorEntry(lambda found: _of_function(estimator, found))
+    if estimator not in ESTIMATORS:
+        raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
+    return ESTIMATORS[estimator]
 
 
 def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunction:
@@ -223,12 +304,10 @@ def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunc
     return estimator
 
 
-def _of_function(
-    estimator: EstimatorFunction, r: torch.Tensor, index: torch.Tensor, lengths: torch.Tensor | None
-) -> torch.Tensor:
+def _of_function(estimator: EstimatorFunction, returns: Returns) -> torch.Tensor:
     """Return a user's advantages in float64; refuse another shape or values that are not finite."""
-    name = function_name(estimator)
-    found: object = estimator(r.clone(), index.clone(), None if lengths is None else lengths.clone())
+    name, r, lengths = function_name(estimator), returns.values, returns.lengths
+    found: object = estimator(r.clone(), returns.groups.clone(), None if lengths is None else lengths.clone())
     if not isinstance(found, torch.Tensor) or found.shape != r.shape:
         seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise DefinitionError(f"estimator {name} returned {seen}; it must return a tensor [{r.numel()}].")

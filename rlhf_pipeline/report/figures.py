@@ -69,6 +69,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("evaluation/completion_length", "tokens", "mean number of sampled tokens"),
             Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
             Figure("evaluation/failed", "trajectories", "completions without a reward"),
+            Figure("evaluation/step", "", "of the evaluated weights, where a collector did it and this step is later"),
             Figure("evaluation/seconds", "s", "time of the evaluation"),
         ),
     ),

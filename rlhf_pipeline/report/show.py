@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.query import Answer, View
-from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count, number, one_line
 from rlhf_pipeline.run.folder import RunFolder
 

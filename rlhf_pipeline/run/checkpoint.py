@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ _STATE = "state.json"
 
 
 def save_checkpoint(
-    folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int, best: int | None = None
+    folder: Path, step: int, learner: Learner, *, state: Mapping[str, Any], keep: int, besides: Collection[int] = ()
 ) -> Path:
     """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
 
@@ -40,7 +40,7 @@ def save_checkpoint(
         learner: writes weights, optimizer and random generator.
         state: JSON-ready values that `load_checkpoint` returns; those of the first process count.
         keep: how many checkpoints to keep, including this one.
-        best: the step of a checkpoint that is kept as well; None keeps no other.
+        besides: the steps of checkpoints that are kept as well.
 
     Returns:
         The new checkpoint's folder.
@@ -57,15 +57,20 @@ def save_checkpoint(
         learner.write(temporary)
         content = json.dumps({"step": step, **state}, indent=1)
         (temporary / _STATE).write_text(content, encoding="utf-8")
-    kept = [path for path in list_checkpoints(folder) if path.name <= final.name][-keep:]
-    for other in list_checkpoints(folder):
-        if other not in kept and (
-            step_of(other) != best or other.name > final.name
-        ):  # too old, or of a later step and skipped when the run was resumed
-            remove_folder(other)
+    drop_checkpoints(folder, step, keep=keep, besides=besides)
     if shards is not None and not shards.leads:
         shards.barrier()
     return final
+
+
+def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:
+    """Drop all checkpoints but the newest `keep` up to a step, and those of other steps that are kept `besides`."""
+    kept = [path for path in list_checkpoints(folder) if step_of(path) <= step][-keep:]
+    for other in list_checkpoints(folder):
+        if other not in kept and (
+            step_of(other) not in besides or step_of(other) > step
+        ):  # too old, or of a later step and skipped when the run was resumed
+            remove_folder(other)
 
 
 def load_checkpoint(path: Path, learner: Learner, *, checked: bool = False) -> dict[str, Any]:

@@ -52,6 +52,23 @@ def chosen_engine(pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, de
         engine.close()
 
 
+@contextmanager
+def own_slots(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[bool]:
+    """Let a policy sample in this process inside the block if its engine is a server, whose weights others change.
+
+    Yields:
+        Whether that is so.
+    """
+    apart, engine = pipeline.collect.engine not in ("slots", "vllm"), policy.engine
+    if apart:
+        policy.engine = None
+    try:
+        yield apart
+    finally:
+        if apart:
+            policy.engine = engine
+
+
 def _server(pipeline: Pipeline, policy: TokenPolicy, run: RunFolder) -> Engine:
     from rlhf_pipeline.policies.engines.http import HTTPEngine
 

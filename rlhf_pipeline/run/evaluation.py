@@ -7,14 +7,16 @@ others, than the same run without. The digest is that of what is evaluated; othe
 another store, see `run.evaluation_rows`.
 
 An evaluation is one rollout of a `Collector`, number `step`, in one commit: one that a kill interrupted is done again
-token for token, and one that is stored is read and not sampled again.
+token for token, and one that is stored is read and not sampled again. Beside a learner, a collector does it; the
+learner reads the rows, see `run.processes.awaited`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, Final
 
@@ -33,7 +35,7 @@ from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
-from trajectory_store import Column
+from trajectory_store import Column, TrajectoryStore
 
 _PROMPT_SEED: Final = 0
 """Seeds the choice of prompts, so that runs of other seeds are evaluated on the same ones."""
@@ -47,6 +49,13 @@ class FirstPrompts:
 
     source: PromptSource
     count: int
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, evaluate: Evaluate, policy: TokenPolicy, on_event: EventHandler) -> FirstPrompts:
+        """Return the prompts of an evaluation, checked against what the model can read."""
+        check_prompts(dataclasses.replace(pipeline, prompts=evaluate.prompts), policy, _PROMPT_SEED, on_event)
+        source = fitting(evaluate.prompts, policy)
+        return cls(source=source, count=_num_prompts(evaluate, source))
 
     @property
     def as_chat(self) -> bool:
@@ -70,6 +79,18 @@ def _num_prompts(evaluate: Evaluate, source: PromptSource) -> int:
     size: Any = getattr(source, "__len__", None)
     known = size() if size is not None else len(whole()) if whole is not None else evaluate.num_prompts
     return min(evaluate.num_prompts, known)
+
+
+def evaluation_storage(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> TrajectoryStorage:
+    """Open the store of a run's evaluations for appending; it is made if absent."""
+    path, rewards = evaluation_store(run, pipeline, evaluate), rewards_of(pipeline.reward)
+    named = [Column(one.column, "float32", fill=math.nan) for one in rewards if has_columns(pipeline.reward)]
+    return TrajectoryStorage(
+        path if isinstance(path, str) else str(path),
+        backend="zarr" if is_url(path) else pipeline.buffer.backend,
+        durability=pipeline.buffer.durability,
+        extra=[*FAILURES, EVALUATION, *([] if pipeline.environment is None else [TURNS]), *named],
+    )
 
 
 @contextmanager
@@ -99,21 +120,11 @@ def open_evaluator(
     if evaluate is None:
         yield None
         return
-    check_prompts(dataclasses.replace(pipeline, prompts=evaluate.prompts), policy, _PROMPT_SEED, on_event)
-    source = fitting(evaluate.prompts, policy)
-    path, rewards = evaluation_store(run, pipeline, evaluate), rewards_of(pipeline.reward)
-    named = [Column(one.column, "float32", fill=math.nan) for one in rewards if has_columns(pipeline.reward)]
-    storage = TrajectoryStorage(
-        path if isinstance(path, str) else str(path),
-        backend="zarr" if is_url(path) else pipeline.buffer.backend,
-        durability=pipeline.buffer.durability,
-        extra=[*FAILURES, EVALUATION, *([] if pipeline.environment is None else [TURNS]), *named],
-    )
-    with closing(storage):
-        count = _num_prompts(evaluate, source)
+    prompts = FirstPrompts.of(pipeline, evaluate, policy, on_event)
+    with closing(evaluation_storage(run, pipeline, evaluate)) as storage:
         config = dataclasses.replace(
             pipeline.collect,
-            prompts_per_rollout=count,
+            prompts_per_rollout=prompts.count,
             group_size=evaluate.group_size,
             dynamic=1,
             max_new_tokens=evaluate.max_new_tokens or pipeline.collect.max_new_tokens,
@@ -121,7 +132,7 @@ def open_evaluator(
         )
         collector = Collector(
             policy=policy,
-            prompts=FirstPrompts(source=source, count=count),
+            prompts=prompts,
             reward=pipeline.reward,
             buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
             config=config,
@@ -134,24 +145,87 @@ def open_evaluator(
         yield Evaluator(evaluate, collector, on_event)
 
 
-class Evaluator:
-    """Evaluates the weights of steps, and knows the best ones; made by `open_evaluator`."""
+class Evaluations(ABC):
+    """The evaluations of a run, and which weights are the best.
 
-    def __init__(self, evaluate: Evaluate, collector: Collector, on_event: EventHandler) -> None:
-        self.store = collector.buffer.store
+    Args:
+        evaluate: what is evaluated, and when.
+        store: where their rows are.
+        size: rows of one evaluation.
+        on_event: receives each evaluation.
+    """
+
+    def __init__(self, evaluate: Evaluate, store: TrajectoryStore, *, size: int, on_event: EventHandler) -> None:
+        self.store = store
         self._evaluate = evaluate
-        self._collector = collector
+        self._size = size
         self._on_event = on_event
-        self._means = {
-            one["step"]: one["evaluation/reward"] for one in stored_evaluations(self.store, evaluate.success_at)
-        }
+        self._means: dict[int, float | None] = {}
+        self._new()
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated."""
         return self._evaluate.at_start if step == 0 else step % self._evaluate.every == 0
 
-    def evaluate(self, step: int, stop: StopRequest) -> Figures:
+    @abstractmethod
+    def after(self, step: int, stop: StopRequest) -> Figures:
+        """Return the figures for the line of a step that has just been taken, or of 0 at the start."""
+
+    def kept(self, step: int) -> set[int]:
+        """Return the steps up to this one whose checkpoints are kept beside the newest; see `Evaluate.keep_best`."""
+        best = self._best(step)
+        return set() if best is None else {best}
+
+    def wait(self, stop: StopRequest) -> bool:
+        """Wait until every evaluation is done; return False if a signal asked to stop before that."""
+        return True
+
+    def flush(self) -> None:
+        """Wait until every row is on the disk."""
+        self.store.flush()
+
+    def _best(self, step: int) -> int | None:
+        """Return the best evaluated step up to this one, if its checkpoint is kept."""
+        known = [(-mean, at) for at, mean in self._means.items() if at <= step and mean is not None]
+        return min(known)[1] if known and self._evaluate.keep_best else None
+
+    def _new(self) -> list[dict[str, Any]]:
+        """Return step and figures of the evaluations that have been stored since the last call."""
+        found = stored_evaluations(self.store, self._evaluate.success_at, size=self._size, besides=self._means)
+        self._means |= {one["step"]: one["evaluation/reward"] for one in found}
+        return found
+
+    def _tell(self, step: int, figures: Figures, *, newest: int) -> None:
+        """Report an evaluation; it may be the best of those up to the newest step."""
+        best = self._best(newest) == step
+        self._on_event(EvaluationDone(step=step, best=best, figures=figures))
+
+
+class Evaluator(Evaluations):
+    """Evaluates the weights of steps; made by `open_evaluator`."""
+
+    def __init__(self, evaluate: Evaluate, collector: Collector, on_event: EventHandler) -> None:
+        size = collector.config.rollout_size
+        super().__init__(evaluate, collector.buffer.store, size=size, on_event=on_event)
+        self._collector = collector
+
+    def after(self, step: int, stop: StopRequest) -> Figures:
+        """Evaluate the policy's weights if that is due."""
+        return self.evaluate(step, stop) if self.is_due(step) else {}
+
+    def stored(self) -> Container[int]:
+        """Return the steps whose evaluations are stored by now, by any process."""
+        self._collector.buffer.refresh()
+        self._new()
+        return self._means
+
+    def evaluate(self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None) -> Figures:
         """Evaluate the policy's weights, or read what was stored of them.
+
+        Args:
+            step: of the weights.
+            stop: a signal's request to stop.
+            digests: of published weights by step; other processes then evaluate as well, see `stored`.
 
         Raises:
             StopAskedError: a signal asked to stop while reward calls were running.
@@ -160,6 +234,7 @@ class Evaluator:
         done = self._collector.collect(
             step,
             policy_version=step,
+            digests=digests,
             stop=lambda: bool(stop),
             say=lambda sentence: tell(self._on_event, sentence),
         )
@@ -168,12 +243,5 @@ class Evaluator:
         figures = evaluation_figures(self.store, rows, self._evaluate.success_at)
         self._means[step] = figures["evaluation/reward"]
         figures["evaluation/seconds"] = done.seconds
-        self._on_event(EvaluationDone(step=step, best=self.best(step) == step, figures=figures))
+        self._tell(step, figures, newest=step if digests is None else max(self._means))
         return figures
-
-    def best(self, step: int) -> int | None:
-        """Return the best evaluated step up to this one, if its checkpoint is kept; see `Evaluate.keep_best`."""
-        if not self._evaluate.keep_best:
-            return None
-        known = [(-mean, at) for at, mean in self._means.items() if at <= step and mean is not None]
-        return min(known)[1] if known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,21 @@ def evaluation_stores(run: RunFolder) -> dict[str, Address]:
     return {name: below(run.address, f"{filenames.EVALUATIONS}/{name}") for name in names}
 
 
-def stored_evaluations(store: TrajectoryStore, success_at: float) -> list[dict[str, Any]]:
+def stored_evaluations(
+    store: TrajectoryStore, success_at: float, *, size: int = 1, besides: Container[int] = ()
+) -> list[dict[str, Any]]:
     """Return the step and the figures of each evaluation in a store, by step.
 
     Args:
         store: of one run's evaluations.
         success_at: the reward from which on a completion counts as right.
+        size: the least number of rows; an evaluation whose conversations are stored one by one may be in progress.
+        besides: steps that are left out.
     """
     ids, steps = store.ids(), store.read_scalars("policy_version")
+    found = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
     return [
         {"step": step, **evaluation_figures(store, ids[steps == step], success_at)}
-        for step in np.unique(steps).tolist()
+        for step, count in found
+        if count >= size and step not in besides
     ]

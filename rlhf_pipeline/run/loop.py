@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +15,14 @@ import torch
 
 from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
-from rlhf_pipeline.run.evaluation import Evaluator
+from rlhf_pipeline.run.checkpoint import (
+    drop_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from rlhf_pipeline.run.evaluation import Evaluations
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
@@ -119,7 +126,7 @@ class Loop:
         stop: StopRequest,
         on_event: EventHandler,
         after: Callable[[int, Reason | None], None] = nothing_more,
-        evaluator: Evaluator | None = None,
+        evaluator: Evaluations | None = None,
         started: float | None = None,
     ) -> None:
         self.folder = run
@@ -190,9 +197,12 @@ class Loop:
                 self._step(batch)
                 self.after(progress.step, None)
                 freed.give_back()
-                if progress.step % self.learn.checkpoint_every == 0 or self._best == progress.step:
+                if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._kept:
                     self._save()
             self._save()
+            if self.evaluator is not None and reason != "interrupted":
+                reason = reason if self.evaluator.wait(self.stop) else "interrupted"
+                self._drop(list_checkpoints(self.folder.checkpoints))
         except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
             tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
             reason = "interrupted"
@@ -246,14 +256,19 @@ class Loop:
 
     def _evaluate(self, step: int) -> Mapping[str, float | int | None]:
         """Evaluate the weights of a step if that is due; return the figures."""
-        if self.evaluator is None or not self.evaluator.is_due(step):
-            return {}
-        return self.evaluator.evaluate(step, self.stop)
+        return {} if self.evaluator is None else self.evaluator.after(step, self.stop)
 
     @property
-    def _best(self) -> int | None:
-        """The step of the best evaluated weights, if their checkpoint is kept."""
-        return None if self.evaluator is None else self.evaluator.best(self.progress.step)
+    def _kept(self) -> set[int]:
+        """The steps whose checkpoints are kept beside the newest."""
+        return set() if self.evaluator is None else self.evaluator.kept(self.progress.step)
+
+    def _drop(self, before: list[Path]) -> None:
+        """Drop checkpoints that are no longer kept, for all processes."""
+        folder = self.folder.checkpoints
+        drop_checkpoints(folder, self.progress.step, keep=self.learn.keep_checkpoints, besides=self._kept)
+        for gone in set(before) - set(list_checkpoints(folder)):
+            self.folder.drop(gone)
 
     def _save(self) -> None:
         """Sync everything that the checkpoint refers to, then write it."""
@@ -261,7 +276,7 @@ class Loop:
             return
         self.learner.buffer.store.flush()
         if self.evaluator is not None:
-            self.evaluator.store.flush()
+            self.evaluator.flush()
         self.metrics.sync()
         self.folder.rows(self.folder.ledger_file).sync()
         sync_path(self.folder.path)
@@ -272,9 +287,8 @@ class Loop:
             self.learner,
             state={"progress": vars(self.progress), "source": self.source.state()},
             keep=self.learn.keep_checkpoints,
-            best=self._best,
+            besides=self._kept,
         )
         self.folder.keep(saved)
-        for gone in set(before) - set(list_checkpoints(self.folder.checkpoints)):
-            self.folder.drop(gone)
+        self._drop(before)
         self._saved = self.progress.step

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
-from rlhf_pipeline.errors import DataError, StopAskedError, typed
+from rlhf_pipeline.errors import DataError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen, trajectory_names
 from rlhf_pipeline.run.build import Parts
@@ -25,14 +25,12 @@ from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
+from rlhf_pipeline.run.processes.run_files import ALONE_S, say_if_alone
 from rlhf_pipeline.run.rows import Row, StepRows
 from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
-
-_ALONE_S = 30.0
-"""How long to wait for a rollout before the learner reports that no collector is alive."""
 
 
 class _Collected(Source):
@@ -194,7 +192,7 @@ class Arrivals(_Collected):
 
         A power loss may take the row of a planned rollout; a collector then stores it again.
         """
-        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + _ALONE_S
+        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + ALONE_S
         while not stop:
             self._waiting |= self._news()
             self._news = self._read_new
@@ -205,19 +203,13 @@ class Arrivals(_Collected):
             self._heartbeat.beat("waiting for a rollout", step=step - 1)
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
-                self._say_if_alone()
+                say_if_alone(self._run, "a rollout", self._on_event)
             pause.sleep()
         return None
 
     def _read_new(self) -> dict[int, StoredRollout]:
         """Return the new arrivals, without refreshing the store, whose content must not change during a step."""
         return {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
-
-    def _say_if_alone(self) -> None:
-        """Report that the learner waits if no collector is alive."""
-        if not self._run.medium.living() - {"learner", "supervisor"}:
-            command = f"rlhf-pipeline collect --run {typed(self._run.address)}"
-            tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 
     def _arrived(self, index: int) -> tuple[StoredRollout, Ints]:
         self._parts.buffer.refresh()  # after its record was read: its trajectories were stored before that

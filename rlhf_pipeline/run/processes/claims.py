@@ -1,4 +1,4 @@
-"""Which collector collects which rollout: every rollout once, whatever process is killed at whatever time.
+"""Which collector does which work: every rollout once, whatever process is killed at whatever time.
 
 Three facts, each kept where it cannot be wrong:
 
@@ -9,6 +9,9 @@ Three facts, each kept where it cannot be wrong:
 - *order*: claims are made under one lock and always take the lowest rollout that is neither done nor in flight, so
   the rollout of a dead collector is the next to be claimed.
 
+Evaluations of published weights are claimed in the same way, by step; one is done when its rows are stored, or when the
+learner, which reads them, no longer asks for it.
+
 For an object store, where the kernel drops nothing, see `run.remote.rollouts`.
 """
 
@@ -18,8 +21,10 @@ import fcntl
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
@@ -63,47 +68,72 @@ class Flow:
         return last_use - oldest <= self.max_staleness
 
 
-class Claims(ABC):
-    """One collector's claims on rollouts.
-
-    Args:
-        name: the collector's name.
-        rollouts: the stored rollouts.
-        flow: the limits.
+class Work(ABC):
+    """Numbered work that collectors share.
 
     Attributes:
-        is_first: no collector had claimed the rollout before, so none of its trajectories can be in the store.
+        place: where its claims are kept, below the run.
+        what: a piece of it, in messages before its number.
     """
 
-    is_first = False
+    place: ClassVar[str]
+    what: ClassVar[str]
 
-    def __init__(self, name: str, rollouts: Rollouts, flow: Flow) -> None:
-        self._name = name
+    @abstractmethod
+    def look(self, published: Published) -> None:
+        """Find out what is done by now."""
+
+    @abstractmethod
+    def is_done(self, number: int) -> bool:
+        """Return whether a piece was done at the last look."""
+
+    @abstractmethod
+    def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
+        """Return the lowest number that is neither done nor in flight, or None if it may not start yet.
+
+        Args:
+            published: what the learner has published.
+            in_flight: the numbers that living collectors work on, each with the version of the newest weights then.
+        """
+
+    def is_refused(self, published: Published, begun: int) -> bool:
+        """Return whether nothing may start if all numbers below this one are done or in flight, without a look."""
+        return False
+
+
+class FreeRollouts(Work):
+    """The rollouts that are not stored.
+
+    Args:
+        rollouts: the stored ones.
+        flow: the limits.
+    """
+
+    place = filenames.CLAIMS
+    what = "rollout"
+
+    def __init__(self, rollouts: Rollouts, flow: Flow) -> None:
         self._rollouts = rollouts
         self._flow = flow
         self._done = RolloutSet()
 
-    @abstractmethod
-    def claim(self, published: Published) -> int | None:
-        """Take the lowest free rollout, or None if it may not start yet."""
-
-    @abstractmethod
-    def release(self, *, done: bool) -> None:
-        """Release the claim.
-
-        Args:
-            done: whether the rollout is recorded as stored; else it is free for the next try.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release every claim."""
-
-    def _read_done(self) -> RolloutSet:
-        """Return the rollouts that are done."""
+    def look(self, published: Published) -> None:
+        """Read the records that are new."""
         for rollout in self._rollouts.new(self._done):
             self._done.add(rollout)
-        return self._done
+
+    def is_done(self, number: int) -> bool:
+        """Return whether the rollout has a record."""
+        return number in self._done
+
+    def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
+        """Return the lowest free rollout if none can get too old by it."""
+        begun, oldest = len(self._done) + len(in_flight), min(in_flight.values(), default=None)
+        return lowest_free(self._done, in_flight) if self._may_start(published, begun, oldest) else None
+
+    def is_refused(self, published: Published, begun: int) -> bool:
+        """Return whether so many rollouts are enough for now."""
+        return not self._may_start(published, begun, None)
 
     def _may_start(self, published: Published, begun: int, oldest: int | None) -> bool:
         """Return whether another rollout may start beside those done or in flight, which `begun` counts.
@@ -118,49 +148,113 @@ class Claims(ABC):
         )
 
 
+class AskedEvaluations(Work):
+    """The steps whose weights the learner asks to evaluate.
+
+    Args:
+        stored: returns the steps whose evaluations are stored by now.
+    """
+
+    place = f"{filenames.CLAIMS}/{filenames.EVALUATIONS}"
+    what = "the evaluation of step"
+
+    def __init__(self, stored: Callable[[], Container[int]]) -> None:
+        self._stored = stored
+        self._done: Container[int] = ()
+        self._asked: set[int] = set()
+        self._version = -1
+
+    def look(self, published: Published) -> None:
+        """Read which evaluations are new; the learner may not have seen them, as it waits for a rollout."""
+        self._done = self._stored()
+        self._asked, self._version = {*published.evaluate}, published.version
+
+    def is_done(self, number: int) -> bool:
+        """Return whether it is stored or no longer asked for; a later step is one that this process has not seen."""
+        return number in self._done or (number <= self._version and number not in self._asked)
+
+    def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
+        """Return the first step on which no collector works."""
+        return min((step for step in self._asked - in_flight.keys() if step not in self._done), default=None)
+
+
+class Claims(ABC):
+    """One collector's claims on work.
+
+    Args:
+        name: the collector's name.
+        work: what is claimed.
+
+    Attributes:
+        is_first: no collector had claimed the rollout before, so none of its trajectories can be in the store.
+    """
+
+    is_first = False
+
+    def __init__(self, name: str, work: Work) -> None:
+        self._name = name
+        self.work = work
+
+    @abstractmethod
+    def claim(self, published: Published) -> int | None:
+        """Take the lowest free number, or None if it may not start yet."""
+
+    @abstractmethod
+    def release(self, *, done: bool) -> None:
+        """Release the claim.
+
+        Args:
+            done: whether the work is done and stored; else it is free for the next try.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release every claim."""
+
+
 class FolderClaims(Claims):
     """Claims of a run in a folder.
 
     Args:
         run: the run folder.
         name: the collector's name, which this process holds.
-        rollouts: the stored rollouts.
-        flow: the limits.
+        work: what is claimed.
     """
 
-    def __init__(self, run: RunFolder, name: str, rollouts: Rollouts, flow: Flow) -> None:
-        super().__init__(name, rollouts, flow)
+    def __init__(self, run: RunFolder, name: str, work: Work) -> None:
+        super().__init__(name, work)
         self._run = run
-        run.claims.mkdir(parents=True, exist_ok=True)
-        self._note = run.claims / f"{name}.json"
+        self._folder = run.path / work.place
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._note = self._folder / f"{name}.json"
 
     def close(self) -> None:
         """Release the claim."""
         self._note.unlink(missing_ok=True)
 
     def claim(self, published: Published) -> int | None:
-        """Take the lowest free rollout, or None if it may not start yet."""
-        with (self._run.claims / filenames.LOCK).open("a", encoding="utf-8") as file:
+        """Take the lowest free number, or None if it may not start yet."""
+        with (self._folder / filenames.LOCK).open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             claimed = self._claimed()
-            done = self._read_done()  # after the claims: if that of a finished rollout is gone, its record is here
-            in_flight = {rollout: version for rollout, version in claimed.items() if rollout not in done}
-            rollout = lowest_free(done, in_flight)
-            if not self._may_start(published, len(done) + len(in_flight), min(in_flight.values(), default=None)):
+            self.work.look(published)  # after the claims: if that of a finished rollout is gone, its record is here
+            in_flight = {number: version for number, version in claimed.items() if not self.work.is_done(number)}
+            number = self.work.free(published, in_flight)
+            if number is None:
                 return None
-            note = {"rollout": rollout, "version": published.version, "pid": os.getpid()}
+            note = {"rollout": number, "version": published.version, "pid": os.getpid()}
             # Not synced: a power loss that takes its bytes ends its writer, too.
             write_atomically(self._note, json.dumps(note).encode(), sync=False)
-            return rollout
+            return number
 
     def release(self, *, done: bool) -> None:
-        """Release the claim: the rollout is done, or free for the next try."""
+        """Release the claim: the work is done, or free for the next try."""
         self.close()
 
     def _claimed(self) -> dict[int, int]:
-        """Return the rollouts that live collectors have claimed, each with the version of its weights."""
+        """Return what live collectors have claimed, each with the version of the newest weights then."""
         found: dict[int, int] = {}
-        for file in self._run.claims.glob("*.json"):
+        for file in self._folder.glob("*.json"):
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 note = json.loads(file.read_bytes())
                 if note["pid"] == holder(self._run.processes, file.stem) and self._run.medium.is_alive(file.stem):
@@ -168,7 +262,7 @@ class FolderClaims(Claims):
         return found
 
 
-def lowest_free(done: RolloutSet, in_flight: dict[int, int]) -> int:
+def lowest_free(done: RolloutSet, in_flight: Mapping[int, int]) -> int:
     """Return the lowest rollout that is neither done nor in flight."""
     lowest = done.lowest_missing
     while lowest in in_flight or lowest in done:

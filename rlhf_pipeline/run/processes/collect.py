@@ -1,10 +1,14 @@
-"""A collector as a separate process: claim a rollout, sample it with the newest weights, store it, repeat."""
+"""A collector as a separate process: claim a rollout, sample it with the newest weights, store it, repeat.
+
+An evaluation that the learner asks for comes before the next rollout.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from safetensors import SafetensorError
@@ -15,18 +19,20 @@ from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, StopAsk
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_parts
-from rlhf_pipeline.run.engines import chosen_engine
+from rlhf_pipeline.run.engines import chosen_engine, own_slots
+from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.medium import Address, TrafficMeter
-from rlhf_pipeline.run.processes.claims import Claims, Flow
+from rlhf_pipeline.run.processes.claims import AskedEvaluations, Claims, Flow, FreeRollouts, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
 from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
 from rlhf_pipeline.run.prologue import checked_models, sampling_notices
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+from trajectory_store import TrajectoryStore
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
@@ -87,18 +93,33 @@ def collect(
             chosen_engine(pipeline, models.policy, run=run, device=device),
             build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
             open_rollouts(run, adds=True) as rollouts,
+            ExitStack() as held,
         ):
+            with own_slots(pipeline, models.policy):
+                evaluator = held.enter_context(
+                    open_evaluator(pipeline, models.policy, run=run, seed=seed, on_event=on_event)
+                )
+
+            def claims(work: Work, store: TrajectoryStore) -> Claims:
+                return held.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
+
             flow = Flow(
                 updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
             )
-            claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
-            try:
-                every = pipeline.collect.refresh_weights_every
-                traffic = run.medium.meter(parts.buffer.store)
-                worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, stop, traffic, every)
-                reason = worker.work()
-            finally:
-                claims.close()
+            worker = _Worker(
+                pipeline=pipeline,
+                run=run,
+                parts=parts,
+                claims=claims(FreeRollouts(rollouts, flow), parts.buffer.store),
+                rollouts=rollouts,
+                evaluator=evaluator,
+                asked=None if evaluator is None else claims(AskedEvaluations(evaluator.stored), evaluator.store),
+                heartbeat=heartbeat,
+                on_event=on_event,
+                stop=stop,
+                traffic=run.medium.meter(parts.buffer.store),
+            )
+            reason = worker.work()
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
     finished = CollectorFinished(
         run_dir=run.address,
@@ -111,17 +132,20 @@ def collect(
     return finished
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Worker:
+    pipeline: Pipeline
     run: RunFolder
     parts: Parts
     claims: Claims
     rollouts: Rollouts
+    evaluator: Evaluator | None
+    asked: Claims | None
+    """On evaluations."""
     heartbeat: Heartbeat
     on_event: EventHandler
     stop: StopRequest
     traffic: TrafficMeter | None
-    refresh_weights_every: int = 0
     freed: FreedMemory = field(default_factory=FreedMemory)
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
@@ -136,32 +160,57 @@ class _Worker:
             published = read_published(self.run)
             if published != seen:  # the learner is taking steps, so more weights may come soon
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
-            rollout = None
+            claims, number = self.claims, None
             if published is not None and published.finished is not None:
                 if not self.run.medium.is_alive("learner"):
                     return "finished"
                 # It is about to leave, or it was restarted to take more steps and will publish that soon.
             elif published is not None and time.monotonic() >= ask_at:
-                rollout = self.claims.claim(published)
+                claims, number = self._claim(published)
                 # A refusal holds until there are new weights or another collector dies.
                 ask_at = time.monotonic() + _PAUSES_PER_CLAIM * patience_s
-            if published is None or rollout is None:
+            if published is None or number is None:
                 state = "waiting for the first weights" if published is None else "waiting for the learner"
                 self.heartbeat.beat(state, version=self.version, rollouts=self.num_rollouts)
                 pause.sleep()
                 continue
             done = False
             try:
-                self._one(rollout, published)
+                (self._one if claims is self.claims else self._evaluate)(number, published)
                 done = True
             except LeaseLostError as error:
                 tell(self.on_event, str(error))
             except StopAskedError as error:
-                tell(self.on_event, f"rollout {rollout} is given up: {error}.")
+                tell(self.on_event, f"{claims.work.what} {number} is given up: {error}.")
             finally:
-                self.claims.release(done=done)
+                claims.release(done=done)
             seen = None
         return "interrupted"
+
+    def _claim(self, published: Published) -> tuple[Claims, int | None]:
+        """Claim an evaluation that the learner asks for and that no collector does, else a rollout."""
+        step = None if self.asked is None or not published.evaluate else self.asked.claim(published)
+        if self.asked is not None and step is not None:
+            return self.asked, step
+        return self.claims, self.claims.claim(published)
+
+    def _evaluate(self, step: int, published: Published) -> None:
+        """Evaluate the published weights of a step."""
+        assert self.evaluator is not None
+        wanted = replace(published, version=step, digest=published.evaluate[step])
+        self.heartbeat.beat("evaluating", step=step, rollouts=self.num_rollouts)
+        with own_slots(self.pipeline, self.parts.policy) as apart:
+            try:
+                load_policy(self.parts.policy, self.run, wanted)
+            except (OSError, SafetensorError, DataError):
+                newest = read_published(self.run)
+                if newest is not None and newest.evaluate.get(step) != wanted.digest:
+                    return  # another collector has evaluated them in the meantime
+                raise
+            if not apart:
+                self.version, self.digests[step] = step, wanted.digest
+            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest})
+        self.freed.give_back()
 
     def _one(self, rollout: int, published: Published) -> None:
         """Store a rollout and record it."""
@@ -223,7 +272,8 @@ class _Worker:
 
     def _refresh(self) -> WeightRefresh | None:
         """Return what loads newer weights in the middle of a rollout, or None if the definition does not ask for it."""
-        if not self.refresh_weights_every:
+        every = self.pipeline.collect.refresh_weights_every
+        if not every:
             return None
 
         def load() -> int:
@@ -232,7 +282,7 @@ class _Worker:
                 self._take_weights(newest)
             return self.version
 
-        return WeightRefresh(load, every=self.refresh_weights_every, version=self.version)
+        return WeightRefresh(load, every=every, version=self.version)
 
     def _take_weights(self, published: Published) -> None:
         """Load the published weights, or the newest ones if these have been replaced in the meantime."""

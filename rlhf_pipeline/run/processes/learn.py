@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_parts
-from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.medium import Address
+from rlhf_pipeline.run.processes.awaited import AwaitedEvaluations, open_awaited
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.prologue import checked_models
@@ -67,24 +67,26 @@ def learn(
         run.medium.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = replace(checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event), reference=None)
-        with build_parts(pipeline, models, run=run, seed=seed) as parts, open_rollouts(run) as rollouts:
+        with (
+            build_parts(pipeline, models, run=run, seed=seed) as parts,
+            open_rollouts(run) as rollouts,
+            open_awaited(pipeline, models.policy, run=run, heartbeat=heartbeat, on_event=on_event) as evaluations,
+        ):
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
-            publisher = _Publisher(pipeline, parts, source, run, on_event)
-            after = publisher.publish
-            with open_evaluator(pipeline, models.policy, run=run, seed=seed, on_event=on_event) as evaluator:
-                loop = Loop(
-                    run,
-                    parts.learner,
-                    source,
-                    stop=stop,
-                    on_event=on_event,
-                    after=after,
-                    evaluator=evaluator,
-                    started=started,
-                )
-                loop.restore()
-                heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
-                reason = loop.run()
+            publisher = _Publisher(pipeline, parts, source, evaluations, run, on_event)
+            loop = Loop(
+                run,
+                parts.learner,
+                source,
+                stop=stop,
+                on_event=on_event,
+                after=publisher.publish,
+                evaluator=evaluations,
+                started=started,
+            )
+            loop.restore()
+            heartbeat.facts = {"num_parameters": loop.num_parameters, "first_step": loop.progress.step}
+            reason = loop.run()
             parts.buffer.refresh()
             finished = loop.finished(reason, len(parts.buffer.store))
         heartbeat.beat("ended", reason=reason, step=finished.steps)
@@ -101,13 +103,20 @@ class _Publisher:
     """
 
     def __init__(
-        self, pipeline: Pipeline, parts: Parts, source: Arrivals, run: RunFolder, on_event: EventHandler
+        self,
+        pipeline: Pipeline,
+        parts: Parts,
+        source: Arrivals,
+        evaluations: AwaitedEvaluations | None,
+        run: RunFolder,
+        on_event: EventHandler,
     ) -> None:
         self._updates = pipeline.learn.updates_per_rollout
         self._sync = pipeline.buffer.durability != "process"
         self._parts = parts
         self._ledger = parts.learner.ledger
         self._source = source
+        self._evaluations = evaluations
         self._run = run
         self._published, self._row = self._published_before(on_event)
         """The last published weights, or None if they are incomplete, and the ledger's row of their step."""
@@ -119,16 +128,20 @@ class _Publisher:
         if finished is None and newest is not None and newest.version > step:
             return
         same = newest if newest is not None and newest.version == step else None
+        digest = 0 if same is None else same.digest
         published = Published(
             version=step,
             next_version=-(-step // self._updates) * self._updates,
             rollouts_done=len(self._source.done),
             finished=finished,
             write_path=self._parts.write_path_state(),
-            digest=0 if same is None else same.digest,
+            digest=digest,
+            evaluate={} if self._evaluations is None else self._evaluations.ask(step, digest),
         )
         save = self._parts.policy.save_pretrained if same is None else None
         self._published = publish(self._run, published, save=save, sync=self._sync)
+        if self._evaluations is not None:
+            self._evaluations.asked = dict(self._published.evaluate)
         self._row = self._ledger.planned(step)
         self._source.note_weights(step, self._published.digest)
 

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.medium import is_url
-from rlhf_pipeline.run.processes.claims import Claims, Flow, FolderClaims
+from rlhf_pipeline.run.processes.claims import Claims, FolderClaims, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from trajectory_store import StoreError, TrajectoryStore
@@ -21,6 +21,8 @@ from trajectory_store import StoreError, TrajectoryStore
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.medium import BucketMedium
 
+ALONE_S: Final = 30.0
+"""How long the learner waits for collectors before it reports that none is alive."""
 _LEAVES_IN_S: Final = 10.0
 """How long a process that was asked to stop may keep its name."""
 
@@ -121,6 +123,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
+    from rlhf_pipeline.run.evaluation import evaluation_storage
 
     if not is_url(folder.address):
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
@@ -128,8 +131,17 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
         BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
+    if pipeline.evaluate is not None:
+        evaluation_storage(folder, pipeline, pipeline.evaluate).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
+
+
+def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
+    """Report that the learner waits for something if no collector is alive."""
+    if not run.medium.living() - {"learner", "supervisor"}:
+        command = f"rlhf-pipeline collect --run {typed(run.address)}"
+        tell(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
@@ -146,18 +158,17 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
     return BucketRollouts(cast("BucketMedium", run.medium).bucket)
 
 
-def open_claims(run: RunFolder, name: str, rollouts: Rollouts, flow: Flow, store: TrajectoryStore) -> Claims:
-    """Return a collector's claims on rollouts.
+def open_claims(run: RunFolder, name: str, work: Work, store: TrajectoryStore) -> Claims:
+    """Return a collector's claims on work.
 
     Args:
         run: a run of several processes.
         name: the collector's name.
-        rollouts: the stored rollouts.
-        flow: the limits.
-        store: where the collector appends trajectories.
+        work: what is claimed.
+        store: where the collector appends the trajectories of this work.
     """
     if not is_url(run.address):
-        return FolderClaims(run, name, rollouts, flow)
+        return FolderClaims(run, name, work)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 
-    return LeasedClaims(cast("BucketMedium", run.medium), name, rollouts, flow, store)
+    return LeasedClaims(cast("BucketMedium", run.medium), name, work, store)

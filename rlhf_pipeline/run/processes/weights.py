@@ -45,6 +45,8 @@ class Published:
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
     digest: int = 0
     """Of the weights; 0 in runs that are older than it."""
+    evaluate: dict[int, int] = field(default_factory=dict[int, int])
+    """Digests of the weights that collectors are to evaluate, by version; kept until that is done."""
 
 
 def publish(
@@ -69,7 +71,9 @@ def publish(
     folder = run.weights
     folder.mkdir(parents=True, exist_ok=True)
     if save is not None:
-        published = replace(published, digest=_add(folder, published.version, save, sync=sync))
+        version, digest = published.version, _add(folder, published.version, save, sync=sync)
+        asked = published.evaluate | ({version: digest} if version in published.evaluate else {})
+        published = replace(published, digest=digest, evaluate=asked)
     target = weights_folder(run, published)
     if save is not None:
         run.keep(target)
@@ -77,6 +81,7 @@ def publish(
     run.keep(folder / filenames.NEWEST_WEIGHTS)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
     kept = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
+    kept += [version_folder(folder, version, digest) for version, digest in published.evaluate.items()]
     for other in earlier:
         if other not in kept:  # too old, or of steps that the run has lost
             remove_folder(other)
@@ -102,7 +107,9 @@ def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bo
 def read_published(run: RunFolder) -> Published | None:
     """Return what was published last, or None if there is nothing (a power loss may take what was not synced)."""
     try:
-        return Published(**json.loads(run.bring(run.weights / filenames.NEWEST_WEIGHTS).read_text(encoding="utf-8")))
+        said = json.loads(run.bring(run.weights / filenames.NEWEST_WEIGHTS).read_text(encoding="utf-8"))
+        asked = {int(version): digest for version, digest in said.pop("evaluate", {}).items()}
+        return Published(**said, evaluate=asked)
     except (FileNotFoundError, ValueError):
         return None
 

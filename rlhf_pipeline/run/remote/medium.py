@@ -28,8 +28,6 @@ from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 T = TypeVar("T")
 
 _POINTER: Final = f"{filenames.WEIGHTS}/{filenames.NEWEST_WEIGHTS}"
-CLAIMS: Final = "claims.json"
-"""Which collector works on which rollout."""
 _LOGS: Final = (filenames.LEDGER, filenames.METRICS)
 _CHOSEN: Final = (filenames.CHOICE_TABLE, filenames.RECORDED_LEDGER)
 """The files that a run over stores writes before its choice counts."""
@@ -193,7 +191,7 @@ class BucketMedium(RunMedium):
         self.flush()
         for name in (filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
-        self.bucket.delete([CLAIMS, *_CHOSEN])
+        self.bucket.delete([f"{filenames.CLAIMS}.json", *self.bucket.keys(f"{filenames.CLAIMS}/"), *_CHOSEN])
         self.bucket.delete([filenames.CONFIG])
         self._tags.clear()
         self._rows.clear()

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.processes.claims import Claims, Flow, lowest_free
+from rlhf_pipeline.run.processes.claims import Claims, Work
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.processes.weights import Published
-from rlhf_pipeline.run.remote.medium import CLAIMS, BucketMedium
+from rlhf_pipeline.run.remote.medium import BucketMedium
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
@@ -73,14 +73,14 @@ class LeasedClaims(Claims):
     Args:
         medium: of the run.
         name: the collector's name.
-        rollouts: the stored rollouts.
-        flow: the limits.
-        store: where this collector appends trajectories.
+        work: what is claimed.
+        store: where this collector appends the trajectories of this work.
     """
 
-    def __init__(self, medium: BucketMedium, name: str, rollouts: Rollouts, flow: Flow, store: TrajectoryStore) -> None:
-        super().__init__(name, rollouts, flow)
+    def __init__(self, medium: BucketMedium, name: str, work: Work, store: TrajectoryStore) -> None:
+        super().__init__(name, work)
         self._medium = medium
+        self._key = f"{work.place}.json"
         self._store = store
         self._held: int | None = None
         store.on_segment(self._note_segment)
@@ -90,7 +90,7 @@ class LeasedClaims(Claims):
         self._store.on_segment(None)
 
     def claim(self, published: Published) -> int | None:
-        """Take the lowest free rollout, or None if it may not start yet."""
+        """Take the lowest free number, or None if it may not start yet."""
         while True:
             claims, tag = self._read()
             living = self._medium.living() if any(c["life"] != self._medium.life for c in claims.values()) else set()
@@ -100,53 +100,53 @@ class LeasedClaims(Claims):
             mine = (self._name, self._medium.life)
             if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
                 begun = max(map(int, claims), default=-1) + 1
-                if not self._may_start(published, begun, None):
+                if self.work.is_refused(published, begun):
                     return None
-            done = self._read_done()
-            flying = {int(key): claim for key, claim in claims.items() if int(key) not in done}
+            self.work.look(published)
+            flying = {int(key): claim for key, claim in claims.items() if not self.work.is_done(int(key))}
             at_work = {r: c["version"] for r, c in flying.items() if c["owner"] in living}
-            rollout = lowest_free(done, at_work)
-            if not self._may_start(published, len(done) + len(at_work), min(at_work.values(), default=None)):
+            number = self.work.free(published, at_work)
+            if number is None:
                 return None
-            former = flying.get(rollout, {"segments": []})
+            former = flying.get(number, {"segments": []})
             claim = {
                 "owner": self._name,
                 "life": self._medium.life,
                 "version": published.version,
                 "segments": [*former["segments"], *([] if self._store.segment is None else [self._store.segment])],
             }
-            if self._replace({**flying, rollout: claim}, tag):
+            if self._replace({**flying, number: claim}, tag):
                 break
         for segment in former["segments"]:
             if segment != self._store.segment:
                 self._store.fence(segment)
-        self.is_first = rollout not in flying
-        self._held = rollout
-        return rollout
+        self.is_first = number not in flying
+        self._held = number
+        return number
 
     def release(self, *, done: bool) -> None:
-        """Release the claim: the rollout is done, as its record says, or free for the next try."""
-        rollout, self._held = self._held, None
-        if rollout is not None and not done:
-            self._change(rollout)
+        """Release the claim: the work is done, or free for the next try."""
+        number, self._held = self._held, None
+        if number is not None and not done:
+            self._change(number)
 
     def _note_segment(self, segment: int) -> None:
         """Note in the claim the segment that is appended to from now on.
 
         Raises:
-            LeaseLostError: another collector has taken the rollout over.
+            LeaseLostError: another collector has taken the work over.
         """
         if self._held is not None and not self._change(self._held, segment=segment):
             raise LeaseLostError(
-                f"rollout {self._held} was taken over by another collector: this one was stalled for more than "
-                f"{self._medium.leases.seconds:g} s. Its samples are dropped."
+                f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more "
+                f"than {self._medium.leases.seconds:g} s. Its samples are dropped."
             )
 
-    def _change(self, rollout: int, *, segment: int | None = None) -> bool:
+    def _change(self, number: int, *, segment: int | None = None) -> bool:
         """Give this process's claim back, or note a segment; return False if the claim is no longer its own."""
         while True:
             claims, tag = self._read()
-            mine = claims.get(str(rollout))
+            mine = claims.get(str(number))
             if mine is None or mine["life"] != self._medium.life:
                 return False
             if segment is None:  # the next owner looks for stored rows in its segments
@@ -157,15 +157,15 @@ class LeasedClaims(Claims):
                 return True
 
     def _read(self) -> tuple[dict[str, Any], str | None]:
-        """Return the claims of all collectors, by rollout, and the tag that `_replace` needs."""
-        found = self._medium.bucket.tagged(CLAIMS)
+        """Return the claims of all collectors, by number, and the tag that `_replace` needs."""
+        found = self._medium.bucket.tagged(self._key)
         return ({}, None) if found is None else (json.loads(found.data)["claims"], found.tag)
 
     def _replace(self, claims: dict[Any, Any], tag: str | None) -> bool:
         """Try to write all claims; if another process was first, wait a moment, so that both make progress."""
         # The time makes its content unique, so that its tag is unique, too.
         said = {"by": f"{self._medium.life} {time.time_ns()}", "claims": claims}
-        if self._medium.bucket.swap(CLAIMS, json.dumps(said).encode(), tag) is not None:
+        if self._medium.bucket.swap(self._key, json.dumps(said).encode(), tag) is not None:
             return True
         time.sleep(_PAUSE_S * random.random())
         return False

@@ -52,7 +52,7 @@ def test_every_figure_of_a_run_is_in_the_table(tmp_path: Path):
     )  # the last are of URLs
     assert {name for name in written if "/" not in name} == here
     assert here - filled <= {"loss_kl_to_inference"}
-    unitless = {"step", "rollout", "lr", "grad_norm", "advantage_std"}
+    unitless = {"step", "evaluation/step", "rollout", "lr", "grad_norm", "advantage_std"}
     for figure in figures().values():
         assert figure.unit or figure.name in unitless or figure.name.startswith("loss"), figure.name
 

@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.medium import BESIDE, RunMedium
-from rlhf_pipeline.run.processes.claims import Flow
+from rlhf_pipeline.run.processes.claims import Flow, FreeRollouts
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
 from rlhf_pipeline.run.remote.copies import CACHE, new_copy
@@ -311,7 +311,7 @@ def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaim
     monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
     medium = BucketMedium("s3://memory/run")
     store = TrajectoryStore.open(trajectories, "a")
-    return LeasedClaims(medium, name, BucketRollouts(medium.bucket), ROOMY, store), store, medium
+    return LeasedClaims(medium, name, FreeRollouts(BucketRollouts(medium.bucket), ROOMY), store), store, medium
 
 
 @pytest.fixture

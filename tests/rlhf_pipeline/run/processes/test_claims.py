@@ -7,7 +7,7 @@ import obstore.store
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import Flow, FolderClaims
+from rlhf_pipeline.run.processes.claims import Flow, FolderClaims, FreeRollouts
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
@@ -16,6 +16,8 @@ from tests.rlhf_pipeline.small import stored_rollout
 from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
+
+ROOMY = Flow(updates_per_rollout=1, max_staleness=9)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_a_rollout_is_read_as_it_was_recorded(tmp_path, rollouts, reward):
 
 def hold(run_dir, started, leave):
     opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
-    claims = FolderClaims(RunFolder(run_dir), "other", opened, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = FolderClaims(RunFolder(run_dir), "other", FreeRollouts(opened, ROOMY))
     with process_lock(run_dir / "processes", "other"):
         started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
         leave.wait()
@@ -69,7 +71,7 @@ def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
     other = FORKED.Process(target=hold, args=(tmp_path, started, leave))
     other.start()
     assert started.get(timeout=60) == 0
-    claims = FolderClaims(RunFolder(tmp_path), "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = FolderClaims(RunFolder(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
     rollouts.add(stored_rollout(1))
@@ -113,7 +115,7 @@ def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path,
                 other.add(stored_rollout(0))
             return found
 
-    claims = Slow(RunFolder(tmp_path), "mine", rollouts, Flow(updates_per_rollout=1, max_staleness=9))
+    claims = Slow(RunFolder(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
     assert claims.claim(Published(version=0, next_version=0, rollouts_done=0)) == 1
     claims.close()
 
@@ -121,11 +123,10 @@ def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path,
 def test_a_note_of_an_earlier_process_of_the_name_claims_nothing(tmp_path, rollouts):
     """A collector that starts again has not claimed what its predecessor of the same name was killed over."""
     published = Published(version=0, next_version=0, rollouts_done=0)
-    flow = Flow(updates_per_rollout=1, max_staleness=9)
     with process_lock(tmp_path / "processes", "first"):
-        first = FolderClaims(RunFolder(tmp_path), "first", rollouts, flow)
+        first = FolderClaims(RunFolder(tmp_path), "first", FreeRollouts(rollouts, ROOMY))
         assert first.claim(published) == 0
         note = tmp_path / "claims" / "first.json"
-        assert FolderClaims(RunFolder(tmp_path), "second", rollouts, flow).claim(published) == 1
+        assert FolderClaims(RunFolder(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 1
         note.write_text(json.dumps({**json.loads(note.read_text()), "pid": 2**22 + 1}))
-        assert FolderClaims(RunFolder(tmp_path), "second", rollouts, flow).claim(published) == 0
+        assert FolderClaims(RunFolder(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 0

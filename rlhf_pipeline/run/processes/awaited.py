@@ -1,0 +1,122 @@
+"""Evaluations that collectors do: the learner asks for them with the weights that it publishes, and reads their rows.
+
+The learner does not wait for a result before its next step. Until it arrives, the published weights of the step are
+kept, and its checkpoint as well, which may turn out to be the best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from rlhf_pipeline.config import Evaluate, Pipeline
+from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.evaluation import Evaluations, FirstPrompts, evaluation_storage
+from rlhf_pipeline.run.evaluation_rows import Figures
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
+from rlhf_pipeline.run.processes.run_files import ALONE_S, say_if_alone
+from rlhf_pipeline.run.processes.weights import read_published
+from rlhf_pipeline.run.signals import StopRequest
+from trajectory_store import TrajectoryStore
+
+
+class AwaitedEvaluations(Evaluations):
+    """What the learner knows of a run's evaluations; made by `open_awaited`.
+
+    Args:
+        evaluate: what is evaluated, and when.
+        store: where collectors store the rows.
+        size: rows of one evaluation.
+        run: the run folder.
+        heartbeat: of this process.
+        on_event: receives each evaluation.
+
+    Attributes:
+        asked: digests of the weights whose evaluation has not arrived, by step.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        store: TrajectoryStore,
+        *,
+        size: int,
+        run: RunFolder,
+        heartbeat: Heartbeat,
+        on_event: EventHandler,
+    ) -> None:
+        super().__init__(evaluate, store, size=size, on_event=on_event)
+        self._run = run
+        self._heartbeat = heartbeat
+        before = read_published(run)
+        self.asked = {} if before is None else before.evaluate
+
+    def ask(self, step: int, digest: int) -> dict[int, int]:
+        """Return what to ask for with the newest weights, those of a step: digests by version."""
+        self.asked = {version: known for version, known in self.asked.items() if version < step}
+        if self.is_due(step) and step not in self._means:
+            self.asked[step] = digest
+        return dict(self.asked)
+
+    def after(self, step: int, stop: StopRequest) -> Figures:
+        """Return the figures of the newest evaluation that has arrived, with its step; empty if none has."""
+        arrived = self._arrived() if step else []
+        return arrived[-1] if arrived else {}
+
+    def kept(self, step: int) -> set[int]:
+        """Return the best step, and those that may turn out to be."""
+        return super().kept(step) | ({*self.asked} if self._evaluate.keep_best else set())
+
+    def wait(self, stop: StopRequest) -> bool:
+        """Wait for all that was asked for."""
+        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + ALONE_S
+        self._arrived()
+        while self.asked and not stop:
+            self._heartbeat.beat("waiting for an evaluation", step=min(self.asked))
+            if time.monotonic() > alone_at:
+                alone_at = float("inf")
+                say_if_alone(self._run, "an evaluation", self._on_event)
+            pause.sleep()
+            self._arrived()
+        return not self.asked
+
+    def _arrived(self) -> list[Figures]:
+        """Report the evaluations that have been stored since the last call; return their figures, by step."""
+        if not self.asked:
+            return []
+        self.store.refresh()
+        found: list[Figures] = []
+        for one in self._new():
+            step = one.pop("step")
+            self.asked.pop(step, None)
+            self._tell(step, one, newest=max(self._means))
+            found.append({"evaluation/step": step, **one})
+        return found
+
+
+@contextmanager
+def open_awaited(
+    pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler
+) -> Iterator[AwaitedEvaluations | None]:
+    """Open what a learner knows of evaluations, or None if the definition does not ask for any.
+
+    Args:
+        pipeline: the definition.
+        policy: reads the prompts.
+        run: the run folder.
+        heartbeat: of this process.
+        on_event: receives each evaluation.
+
+    Raises:
+        DataError: a prompt is too long for the model.
+    """
+    evaluate = pipeline.evaluate
+    if evaluate is None:
+        yield None
+        return
+    size = FirstPrompts.of(pipeline, evaluate, policy, on_event).count * evaluate.group_size
+    with closing(evaluation_storage(run, pipeline, evaluate)) as storage:
+        yield AwaitedEvaluations(evaluate, storage.store, size=size, run=run, heartbeat=heartbeat, on_event=on_event)

@@ -1,0 +1,138 @@
+"""Evaluations beside a learner: a collector does them, another one if it is killed, with the rows of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline import Pipeline, token_match
+from rlhf_pipeline.run.events import EvaluationDone, Event, RolloutDone, RunStarted, StepDone
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.claims import AskedEvaluations, FolderClaims
+from rlhf_pipeline.run.processes.collect import collect
+from rlhf_pipeline.run.processes.heartbeat import process_lock
+from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.run.processes.test_learn import stop_at
+from tests.rlhf_pipeline.run.test_evaluation import HELD_OUT, evaluated, figures_of, rows_of
+from tests.rlhf_pipeline.small import weights
+from tests.rlhf_pipeline.typed import FORKED
+
+
+def of(killed: Path | None = None) -> Pipeline:
+    """Evaluated, with the best checkpoint kept; the first process at its 30th reward of evaluations is killed."""
+    pipeline = evaluated(learn__keep_checkpoints="1", learn__checkpoint_every="1", collect__reward_concurrency="1")
+    calls = 0
+
+    def deadly(prompt, completion, answer):
+        nonlocal calls
+        calls += len(answer) == 3  # held out
+        if killed is not None and calls == 30:
+            with suppress(FileExistsError), killed.open("x"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return token_match(prompt, completion, answer, {})
+
+    return replace(pipeline, reward=deadly)
+
+
+def take_part(learns: bool, run_dir: Path, killed: Path | None) -> None:
+    (learn if learns else collect)(of(killed), run_dir=run_dir)
+
+
+def together(run_dir: Path, killed: Path | None = None) -> list[int | None]:
+    """Run a learner and two collectors to the end; return their exit codes, the learner's first."""
+    them = [FORKED.Process(target=take_part, args=(learns, run_dir, killed)) for learns in (True, False, False)]
+    for one in them:
+        one.start()
+    for one in them:
+        one.join()
+    return [one.exitcode for one in them]
+
+
+def same_rows(run_dir: Path, other: Path) -> bool:
+    """Whether the rows of their evaluations are the same, whatever the order in which collectors stored them."""
+    one, several = rows_of(of(), other), rows_of(of(), run_dir)
+    order = sorted(range(len(several["group_id"])), key=lambda at: several["policy_version"][at])
+    return repr({name: [values[at] for at in order] for name, values in several.items()}) == repr(one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_learner_and_two_collectors_evaluate_as_one_process_does(tmp_path):
+    """Rollouts one at a time: the same weights, rows, figures and kept checkpoints; the lines name the step."""
+    run(of(), run_dir=tmp_path / "one")
+    assert together(tmp_path / "several") == [0, 0, 0]
+    assert weights(tmp_path / "several") == weights(tmp_path / "one")
+    assert same_rows(tmp_path / "several", tmp_path / "one")
+    kept = [sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) for name in ("one", "several")]
+    assert kept[0] == kept[1]
+    told = {2 * at: line for at, line in enumerate(figures_of(tmp_path / "one")[1::2], 1)}
+    for line in figures_of(tmp_path / "several"):
+        step = line.pop("evaluation/step", 0)
+        assert not step or line == told[step]
+    said = read_published(RunFolder(tmp_path / "several"))
+    assert said is not None
+    assert (said.finished, said.evaluate) == ("steps", {})
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_what_a_killed_collector_was_evaluating_is_evaluated_by_the_other(tmp_path):
+    """Killed in the middle of the rewards of an evaluation: nothing of it is stored, and the rows are the straight."""
+    run(of(), run_dir=tmp_path / "one")
+    codes = together(tmp_path / "several", tmp_path / "killed")
+    assert (codes[0], sorted(codes[1:])) == (0, [-signal.SIGKILL, 0])
+    assert weights(tmp_path / "several") == weights(tmp_path / "one")
+    assert same_rows(tmp_path / "several", tmp_path / "one")
+
+
+def test_a_learner_that_comes_back_gets_what_was_asked_for(tmp_path):
+    """Asked with the weights, evaluated while no learner lives, before any rollout, and reported at its next step."""
+    pipeline, run_dir = evaluated(replace(HELD_OUT, every=9), learn__steps="1"), tmp_path / "run"
+    learn(pipeline, run_dir=run_dir, on_event=stop_at(RunStarted))
+    said = read_published(RunFolder(run_dir))
+    assert said is not None
+    assert said.evaluate == {0: said.digest}
+    done: list[Event] = []
+    stop = stop_at(RolloutDone)
+    collect(pipeline, run_dir=run_dir, on_event=lambda event: (done.append(event), stop(event)))
+    kinds = [type(event) for event in done if isinstance(event, EvaluationDone | RolloutDone)]
+    assert kinds == [EvaluationDone, RolloutDone]
+    events: list[Event] = []
+    learn(pipeline, run_dir=run_dir, on_event=events.append)
+    told = [event for event in events if isinstance(event, EvaluationDone | StepDone)]
+    assert [type(event) for event in told] == [StepDone]  # it was stored before this start, which therefore knows it
+    said = read_published(RunFolder(run_dir))
+    assert said is not None
+    assert said.evaluate == {}
+
+
+def test_evaluations_are_claimed_by_step_and_their_weights_stay(tmp_path):
+    """Each by one collector, the lowest first; weights that are asked for outlive the three newest."""
+    folder = RunFolder(tmp_path)
+    asked: dict[int, int] = {}
+    for version in range(9):
+        asked |= {version: 0} if version == 2 else {}
+        published = Published(version=version, next_version=version, rollouts_done=0, evaluate=asked)
+        published = publish(folder, published, save=lambda path, n=version: (path / "model").write_text(str(n)))
+        asked = published.evaluate
+    kept = sorted(path.name[8:16] for path in folder.weights.glob("version-*"))
+    assert kept == ["00000002", "00000006", "00000007", "00000008"]
+    assert read_published(folder) == published
+    assert (weights_folder(folder, replace(published, version=2, digest=asked[2])) / "model").read_text() == "2"
+    published, done = replace(published, evaluate={2: 1, 4: 1}), set[int]()
+    with process_lock(folder.processes, "first"), process_lock(folder.processes, "second"):
+        names = ("first", "second", "third")
+        first, second, third = (FolderClaims(folder, name, AskedEvaluations(lambda: done)) for name in names)
+        assert (first.claim(published), second.claim(published)) == (2, 4)
+        second.release(done=False)
+        assert (second.claim(published), third.claim(published)) == (4, None)
+        done.add(4)
+        second.close()
+        assert third.claim(published) is None  # the learner still asks: it waits for a rollout
