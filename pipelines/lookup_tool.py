@@ -21,7 +21,9 @@ class Keys:
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return a key, and its value as the answer."""
         draw = random.Random(f"keys {self.held_out} {seed} {cursor}")
-        keys = [a + b for i, a in enumerate(LETTERS) for j, b in enumerate(LETTERS) if ((i + j) % 4 == 0) == self.held_out]
+        keys = [
+            a + b for i, a in enumerate(LETTERS) for j, b in enumerate(LETTERS) if ((i + j) % 4 == 0) == self.held_out
+        ]
         return Prompt(text=draw.choice(keys), answer=f"{draw.randrange(1000):03}")
 
 
@@ -73,7 +75,7 @@ def lookup_tool() -> Pipeline:
         prompts=Keys(),
         environment=Table,
         reward=(Reward("called"), Reward(answered)),
-        collect=Collect(prompts_per_rollout=16, group_size=16, max_new_tokens=3, max_turns=2, num_slots=256),
+        collect=Collect(prompts_per_rollout=8, group_size=16, max_new_tokens=3, max_turns=2, num_slots=256),
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.02),
         evaluate=Evaluate(prompts=Keys(held_out=True), every=40, num_prompts=128, group_size=2, success_at=2.0),
