@@ -15,9 +15,9 @@ Stale trajectories are weighed by the clipped ratio to the policy that produced 
 measured is the policy itself, which replay cannot flatter:
 
 - `copy_digits`: the mean reward of each new rollout, sampled at temperature 1 from prompts never seen before.
-- `frozen_lake`: pass@1 on 256 held-out maps, every 10 rollouts. Rollouts are half as large as the pipeline's own, so that
+- `frozen_lake`: pass@1 on 256 held-out maps, every 10 rollouts. Rollouts are half as large as the pipeline has, so that
   a run costs a minute or two, and the learning rate is constant, so that the budget has no part in a curve. The target
-  is 0.4: well above the 0.25 of walking right and down without looking, at which every run rests for a while.
+  is a mean of 0.3 over three evaluations: every run rests for a while below 0.25, walking right and down blindly.
 
 Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`; of
 the tokens to the target the median, and the second lowest and second highest seed (with 8 seeds a 93 % interval of the
@@ -86,7 +86,7 @@ class Task:
 
 TASKS = {
     "copy_digits": Task(rollouts=90, measure="task_reward", target=0.5, smooth=5, last=10),
-    "frozen_lake": Task(rollouts=200, measure="evaluation/pass@1", target=0.4, smooth=1, last=3, every=10, prompts=16),
+    "frozen_lake": Task(rollouts=200, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=16),
 }
 
 

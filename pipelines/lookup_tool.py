@@ -13,7 +13,7 @@ LETTERS = "abcdefgh"
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Keys of two letters, one in four held out, each time with another number of three digits as its value."""
+    """Keys of two letters, one in four held out, each time with another value of three letters."""
 
     held_out: bool = False
     as_chat: bool = True
@@ -24,7 +24,7 @@ class Keys:
         keys = [
             a + b for i, a in enumerate(LETTERS) for j, b in enumerate(LETTERS) if ((i + j) % 4 == 0) == self.held_out
         ]
-        return Prompt(text=draw.choice(keys), answer=f"{draw.randrange(1000):03}")
+        return Prompt(text=draw.choice(keys), answer="".join(draw.choices(LETTERS, k=3)))
 
 
 class Table:
@@ -40,7 +40,7 @@ class Table:
         Args:
             key: two letters
         """
-        self.called = max(self.called, token_match(self.key, key, self.key, {}))
+        self.called = max(self.called, token_match("", key, self.key, {}))
         return self.value if key == self.key else ""
 
     def get_reward(self) -> dict[str, float]:
@@ -60,7 +60,7 @@ def lookup_tool() -> Pipeline:
         name="lookup_tool",
         description="call a tool and copy its answer; a 0.1 M parameter model made from scratch, on a CPU",
         policy=TinyPolicy(
-            alphabet=f"{LETTERS}0123456789?=",
+            alphabet=f"{LETTERS}?=",
             chat_template="{% for m in messages %}{{ m.content }}"
             "{% for call in m.tool_calls or [] %}?{{ call.function.arguments.key }}{% endfor %}"
             "{{ eos_token if m.role == 'assistant' else '=' }}{% endfor %}",
@@ -75,7 +75,7 @@ def lookup_tool() -> Pipeline:
         prompts=Keys(),
         environment=Table,
         reward=(Reward("called"), Reward(answered)),
-        collect=Collect(prompts_per_rollout=8, group_size=16, max_new_tokens=3, max_turns=2, num_slots=256),
+        collect=Collect(prompts_per_rollout=16, group_size=16, max_new_tokens=3, max_turns=2, num_slots=256),
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.02),
         evaluate=Evaluate(prompts=Keys(held_out=True), every=40, num_prompts=128, group_size=2, success_at=2.0),
