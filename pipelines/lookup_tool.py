@@ -49,8 +49,8 @@ class Table:
 
 
 def answered(completion: str, answer: str, rewards: Mapping[str, float]) -> float:
-    """Return how much of the value is in the answer, if the key was looked up: a guess is worth nothing."""
-    return token_match("", completion, answer, {}) if rewards["called"] == 1 else 0.0
+    """Return how much of the value is in the answer; a guess, before the key was looked up, and another call are none."""
+    return token_match("", completion, answer, {}) if rewards["called"] == 1 and "?" not in completion else 0.0
 
 
 def lookup_tool() -> Pipeline:
