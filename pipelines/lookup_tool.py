@@ -49,7 +49,7 @@ class Table:
 
 
 def answered(completion: str, answer: str, rewards: Mapping[str, float]) -> float:
-    """Return how much of the value is in the answer; a guess, before the key was looked up, and another call are none."""
+    """Return how much of the value is in the answer; neither a guess without a call nor another call is one."""
     return token_match("", completion, answer, {}) if rewards["called"] == 1 and "?" not in completion else 0.0
 
 
@@ -79,5 +79,5 @@ def lookup_tool() -> Pipeline:
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.02),
         evaluate=Evaluate(prompts=Keys(held_out=True), every=40, num_prompts=128, group_size=2, success_at=2.0),
-        learn=Learn(steps=400, lr=2e-3, checkpoint_every=100),
+        learn=Learn(steps=300, lr=2e-3, checkpoint_every=40),
     )

@@ -37,11 +37,11 @@ class NotedLake(FrozenLake):
 
 
 def noted_lake() -> Pipeline:
-    """`frozen_lake` with a smaller model and smaller rollouts, without evaluation."""
+    """`frozen_lake` with a smaller model, half of each rollout and collectors that run ahead, without evaluation."""
     changes = {
         "policy.hidden_size": "16",
-        "collect.prompts_per_rollout": "8",
-        "collect.group_size": "4",
+        "collect.prompts_per_rollout": "16",
+        "buffer.max_staleness": "2",
         "learn.lr_schedule": "constant",
         "learn.checkpoint_every": "10",
     }
