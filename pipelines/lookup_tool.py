@@ -79,5 +79,5 @@ def lookup_tool() -> Pipeline:
         write=WritePath(estimator="dr_grpo"),
         loss=GRPO(entropy_coeff=0.02),
         evaluate=Evaluate(prompts=Keys(held_out=True), every=40, num_prompts=128, group_size=2, success_at=2.0),
-        learn=Learn(steps=300, lr=2e-3, checkpoint_every=40),
+        learn=Learn(steps=600, lr=2e-3, checkpoint_every=40, stop_at_reward=1.95, stop_window=3),
     )
