@@ -237,9 +237,21 @@ class Soak:
             self.look()
             self.restart_if_gone()
             if time.monotonic() >= next_trouble:
+                self.await_conversations()
                 next_trouble = time.monotonic() + self.pace * self.rng.uniform(*TROUBLE_EVERY_S)
                 self.make_trouble(*self.rng.choices(list(TROUBLE), list(TROUBLE.values())))
         self.wake()
+
+    def await_conversations(self) -> None:
+        """With effects, wait until conversations are on: at another moment a kill tells nothing about them."""
+        end, size = time.monotonic() + HANG_S * self.pace, self.noted()
+        while size and self.noted() == size and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(self.rng.uniform(0, 0.5) if size else 0)
+
+    def noted(self) -> int:
+        """Return the bytes of the notes."""
+        return self.notes.stat().st_size if self.notes.exists() else 0
 
     def restart_if_gone(self) -> None:
         """Type the command again where the supervisor was killed or asked to stop."""
