@@ -2,27 +2,33 @@
 
     python benchmarks/experiment_replay.py            # 4 arms x 8 seeds, some ten minutes on two cores
     python benchmarks/experiment_replay.py --quick    # 2 seeds, a third of the budget
+    python benchmarks/experiment_replay.py --pipeline frozen_lake --keep runs/replay   # goes on where it was cut
 
-The task is `copy_digits`; every arm samples the same number of rollouts from the same prompts, and what differs is what
-the learner does with them:
+Every arm samples the same number of rollouts from the same prompts; they differ in what the learner does with them:
 
 - fresh: one optimizer step on each rollout, nothing is used twice.
 - fresh x3: three steps on each rollout. What replay has to beat: it spends the learner's time the same way.
 - uniform: three steps per rollout, each on a batch drawn with equal chances from the last `WINDOW` versions.
 - freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after arxiv.org/abs/2604.16918.
 
-Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. The reward
-is the mean of each new rollout, sampled at temperature 1 by the current weights from prompts never seen before, so it
-is a measure of the policy that replay cannot flatter.
+Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. What is
+measured is the policy itself, which replay cannot flatter:
 
-Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`,
-and writes `results/experiment_replay.{json,svg}` with --save.
+- `copy_digits`: the mean reward of each new rollout, sampled at temperature 1 from prompts never seen before.
+- `frozen_lake`: pass@1 on 256 held-out maps, every 10 rollouts. Rollouts are half as large as the pipeline has, so that
+  a run costs a minute or two, and the learning rate is constant, so that the budget has no part in a curve. The target
+  is a mean of 0.3 over three evaluations: every run rests for a while below 0.25, walking right and down blindly.
+
+Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`; of
+the tokens to the target the median, and the second lowest and second highest seed (with 8 seeds a 93 % interval of the
+median). Writes `results/experiment_replay.{json,svg}` with --save; of another pipeline, with its name.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -34,11 +40,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "pipelines"))
+import numpy as np
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-ROLLOUTS, UPDATES, WINDOW, TAU = 90, 3, 24, 6.0
+UPDATES, WINDOW, TAU = 3, 24, 6.0
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 RESULTS = Path(__file__).with_name("results")
@@ -55,29 +61,63 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def curve(task: tuple[str, int, int]) -> dict[str, Any]:
-    """Run one arm with one seed; the mean reward of each rollout and the tokens sampled up to it."""
-    arm, seed, rollouts = task
-    import torch
-    from copy_digits import copy_digits
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is run and measured of a pipeline.
 
-    from rlhf_pipeline import Sample
+    Attributes:
+        rollouts: of a run.
+        measure: of the metrics.
+        target: of it; the tokens sampled until it is reached are counted.
+        smooth: measurements whose mean must reach it.
+        last: measurements at the end that are averaged.
+        every: rollouts between two evaluations; 0 for none.
+        prompts: of a rollout; None as in the definition.
+    """
+
+    rollouts: int
+    measure: str
+    target: float
+    smooth: int
+    last: int
+    every: int = 0
+    prompts: int | None = None
+
+
+TASKS = {
+    "copy_digits": Task(rollouts=90, measure="task_reward", target=0.5, smooth=5, last=10),
+    "frozen_lake": Task(rollouts=200, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=16),
+}
+
+
+def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
+    """Run one arm with one seed; what was measured, and the tokens sampled up to each measurement."""
+    name, arm, seed, rollouts = of
+    import torch
+
+    from rlhf_pipeline import Sample, definitions
     from rlhf_pipeline.run.rows import StepRows
     from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
 
     torch.set_num_threads(1)
-    how, base = ARMS[arm], copy_digits()
+    task, how, base = TASKS[name], ARMS[arm], definitions.find(name).pipeline()
     updates = how["updates"]
+    evaluate = base.evaluate and dataclasses.replace(
+        base.evaluate, every=task.every * updates, num_prompts=256, group_size=1, at_start=False, keep_best=False
+    )
     pipeline = dataclasses.replace(
         base,
+        collect=dataclasses.replace(base.collect, prompts_per_rollout=task.prompts or base.collect.prompts_per_rollout),
         # `updates - 1` lets a step see the newest rollout and no other.
         buffer=dataclasses.replace(base.buffer, max_staleness=max(how.get("window", 0), updates - 1)),
         sample=Sample(**how.get("sample", {})),
+        evaluate=evaluate,
         learn=dataclasses.replace(
             base.learn,
             steps=rollouts * updates,
             updates_per_rollout=updates,
+            lr_schedule="constant",
             stop_at_reward=None,
             checkpoint_every=10**6,
         ),
@@ -85,12 +125,30 @@ def curve(task: tuple[str, int, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         run_dir = Path(folder) / "run"
         run(pipeline, run_dir=run_dir, seed=seed)
-        rows = [row for row in StepRows(run_dir / "metrics.jsonl") if row["task_reward"] is not None]
+        rows = [row for row in StepRows(run_dir / "metrics.jsonl") if row.get(task.measure) is not None]
         with TrajectoryStore.open(run_dir / "store") as store:
-            groups = store.read_scalars("group_id") // pipeline.collect.prompts_per_rollout
-            sampled = store.lengths("input_ids") - store.read_scalars("num_prompt_tokens")
-        tokens = [int(sampled[groups <= row["rollout"]].sum()) for row in rows]
-    return {"arm": arm, "seed": seed, "reward": [round(row["task_reward"], 4) for row in rows], "tokens": tokens}
+            of_rollout = store.read_scalars("group_id") // pipeline.collect.prompts_per_rollout
+            masks = store.read_ragged("assistant_mask")
+        sampled = np.bincount(np.repeat(of_rollout, masks.lengths), masks.values).cumsum()
+    return {
+        "arm": arm,
+        "seed": seed,
+        "reward": [round(row[task.measure], 4) for row in rows],
+        "tokens": [int(sampled[row["rollout"]]) for row in rows],
+    }
+
+
+def kept(of: tuple[str, str, int, int], folder: Path | None) -> dict[str, Any]:
+    """Return a curve from the folder of those that are finished; else run it, and keep it there."""
+    file = folder and folder / "{}-{}-seed{}-of-{}.json".format(*of).replace(" ", "_")
+    if file is not None and file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    found = curve(of)
+    if file is not None:
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        partial.replace(file)
+    return found
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -101,48 +159,42 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def figures(run: dict[str, Any]) -> dict[str, float]:
-    """What is compared: the reward at the end, over the whole budget, and the tokens until 0.5 is reached."""
+def figures(run: dict[str, Any], task: Task) -> dict[str, float]:
+    """What is compared: the reward at the end, over the whole budget, and the tokens until the target is reached."""
     reward, tokens = run["reward"], run["tokens"]
-    smooth = [statistics.fmean(reward[max(i - 4, 0) : i + 1]) for i in range(len(reward))]
-    there = next((tokens[i] for i, value in enumerate(smooth) if value >= 0.5), math.nan)
-    return {
-        "last": statistics.fmean(reward[-10:]),
-        "whole": statistics.fmean(reward),
-        "to 0.5": there,
-    }
+    smooth = [statistics.fmean(reward[max(i + 1 - task.smooth, 0) : i + 1]) for i in range(len(reward))]
+    there = next((tokens[i] for i, value in enumerate(smooth) if value >= task.target), math.inf)
+    return {"last": statistics.fmean(reward[-task.last :]), "whole": statistics.fmean(reward), "there": there}
 
 
-def table(runs: list[dict[str, Any]]) -> list[str]:
+def table(runs: list[dict[str, Any]], task: Task) -> list[str]:
     """Return the lines of the result."""
-    by_arm = {arm: {run["seed"]: figures(run) for run in runs if run["arm"] == arm} for arm in ARMS}
+    by_arm = {arm: {run["seed"]: figures(run, task) for run in runs if run["arm"] == arm} for arm in ARMS}
     lines = [
-        f"{'arm':<20} {'reward, last 10':>18} {'mean over budget':>18} "
-        f"{'minus fresh (paired)':>22} {'tokens to 0.5':>14}"
+        f"{'arm':<20} {f'reward, last {task.last}':>18} {'mean over budget':>18} "
+        f"{'minus fresh (paired)':>22} {f'tokens to {task.target}, median':>28} {'get there':>10}"
     ]
     for arm, found in by_arm.items():
         last = interval([one["last"] for one in found.values()])
         whole = interval([one["whole"] for one in found.values()])
         gap = [one["whole"] - by_arm["fresh"][seed]["whole"] for seed, one in found.items()]
         against = "" if arm == "fresh" else "{:+.3f} +- {:.3f}".format(*interval(gap))
-        reached = [one["to 0.5"] for one in found.values() if math.isfinite(one["to 0.5"])]
-        middle = (
-            f"{statistics.median(reached):,.0f}"
-            if len(reached) == len(found)
-            else f"{len(reached)}/{len(found)} get there"
-        )
+        there = sorted(one["there"] for one in found.values())
+        middle = (statistics.median(there), *(there[1], there[-2])) if len(there) > 3 else (statistics.median(there),)
+        shown = " .. ".join("never" if math.isinf(one) else f"{one:,.0f}" for one in middle[1:])
         lines.append(
             f"{arm:<20} {'{:.3f} +- {:.3f}'.format(*last):>18} {'{:.3f} +- {:.3f}'.format(*whole):>18} "
-            f"{against:>22} {middle:>14}"
+            f"{against:>22} {f'{middle[0]:,.0f} ({shown})':>28} "
+            f"{f'{sum(map(math.isfinite, there))} of {len(there)}':>10}"
         )
     return lines
 
 
-def picture(runs: list[dict[str, Any]]) -> str:
+def picture(runs: list[dict[str, Any]], name: str) -> str:
     """Return an SVG: the mean reward of each arm over the tokens sampled, with its 95 % interval."""
     width, height, left, right, top, bottom = 760, 420, 62, 24, 48, 48
     colours = dict(zip(ARMS, ("#2f6fde", "#8a94a6", "#c9731c", "#1c8a4b"), strict=True))
-    most = max(run["tokens"][-1] for run in runs)
+    task, most = TASKS[name], max(run["tokens"][-1] for run in runs)
 
     def at(tokens: float, reward: float) -> str:
         x = left + tokens / most * (width - left - right)
@@ -153,7 +205,7 @@ def picture(runs: list[dict[str, Any]]) -> str:
         'font-family="system-ui, sans-serif" font-size="13" fill="#3d4451">',
         "<title>Reward over generated tokens</title>",
         f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<text x="{left}" y="28" font-size="15" font-weight="600">copy_digits: reward over generated tokens, '
+        f'<text x="{left}" y="28" font-size="15" font-weight="600">{name}: reward over generated tokens, '
         "mean and 95 % interval</text>",
     ]
     for tick in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
@@ -171,7 +223,7 @@ def picture(runs: list[dict[str, Any]]) -> str:
         mine = [run for run in runs if run["arm"] == arm]
         points = []
         for rollout in range(len(mine[0]["reward"])):
-            near = slice(max(rollout - 2, 0), rollout + 3)
+            near = slice(max(rollout - task.smooth // 2, 0), rollout + task.smooth // 2 + 1)
             mean, half = interval([statistics.fmean(run["reward"][near]) for run in mine])
             points.append((statistics.fmean(run["tokens"][rollout] for run in mine), mean, half))
         if math.isfinite(points[0][2]):
@@ -187,28 +239,35 @@ def picture(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipeline", choices=TASKS, default="copy_digits")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--save", action="store_true", help="write results/experiment_replay.{json,svg}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each finished run here, and use those there")
+    parser.add_argument("--save", action="store_true", help="write results/experiment_replay*.{json,svg}")
     args = parser.parse_args()
-    seeds, rollouts = (2, ROLLOUTS // 3) if args.quick else (args.seeds, ROLLOUTS)
-    tasks = [(arm, seed, rollouts) for seed in range(seeds) for arm in ARMS]
+    task = TASKS[args.pipeline]
+    seeds, rollouts = (2, task.rollouts // 3) if args.quick else (args.seeds, task.rollouts)
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    tasks = [(args.pipeline, arm, seed, rollouts) for seed in range(seeds) for arm in ARMS]
     runs = []
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        for run in pool.imap_unordered(curve, tasks):
+    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
+        for run in pool.imap_unordered(functools.partial(kept, folder=args.keep), tasks):
             runs.append(run)
             print(
                 f"  {len(runs)}/{len(tasks)} {run['arm']} seed {run['seed']}: {run['reward'][-1]:.2f}", file=sys.stderr
             )
-    print(f"{rollouts} rollouts of 256 trajectories, {runs[0]['tokens'][-1]:,} tokens or so per run, {seeds} seeds")
-    print("\n".join(table(runs)))
+    print(f"{rollouts} rollouts, {runs[0]['tokens'][-1]:,} sampled tokens or so per run, {seeds} seeds")
+    print("\n".join(table(runs, task)))
     if args.save:
         RESULTS.mkdir(exist_ok=True)
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
-        found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs), "runs": ordered}
-        (RESULTS / "experiment_replay.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
-        (RESULTS / "experiment_replay.svg").write_text(picture(runs), encoding="utf-8")
-        print(f"written: {RESULTS / 'experiment_replay.json'} and .svg")
+        found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered}
+        file = RESULTS / f"experiment_replay{'' if args.pipeline == 'copy_digits' else f'_{args.pipeline}'}"
+        file.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+        file.with_suffix(".svg").write_text(picture(runs, args.pipeline), encoding="utf-8")
+        print(f"written: {file}.json and .svg")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ class TinyPolicy(Settings):
     hidden_size: int = setting(64, min=1, help="Width of the model; a multiple of `num_heads`.")
     num_layers: int = setting(2, min=1, help="Layers of the model.")
     num_heads: int = setting(4, min=1, help="Attention heads of each layer.")
+    chat_template: str | None = setting(None, help="Of its tokenizer; an environment with tools needs one.")
+    response_template: dict[str, Any] | None = setting(
+        None, help="How its tool calls are read: the `response_template` of transformers' tokenizers."
+    )
     lora_rank: int = setting(
         0,
         min=0,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.cli import main
@@ -48,6 +49,34 @@ def test_copy_digits_learns(command, tmp_path, seed):
     inspected = command("inspect", run_dir, "--grade")
     assert inspected.count("agrees") == 2
     command("verify", run_dir)
+
+
+def test_lookup_tool_calls_its_tool(command, tmp_path):
+    """In forty steps calls come up from nothing; what a tool was asked, said and was graded for is stored as it was."""
+    run_dir = tmp_path / "run"
+    command("run", "lookup_tool", "--out", run_dir, "--steps", "40", "--set", "evaluate.num_prompts=32")
+    assert command("inspect", run_dir, "--grade").count("agrees") == 2
+    shares = [row["reward/called"] for row in StepRows(run_dir / "metrics.jsonl")]
+    assert shares[0] < 0.05
+    assert shares[-1] > 0.15
+    source = find("lookup_tool").pipeline().prompts
+    held_out = dataclasses.replace(source, held_out=True)
+    asked, others = ({one.prompt(i, seed=0).text for i in range(2000)} for one in (source, held_out))
+    assert (len(asked), len(others), asked & others) == (48, 16, set())
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step-00000040")
+    assert tokenizer.parse_response("?ab", prefix="ab=")["tool_calls"][0]["function"]["arguments"] == {"key": "ab"}
+    with TrajectoryStore.open(run_dir / "store") as store:
+        rows = store.read(store.ids(), ["group_id", "input_ids", "assistant_mask", "reward_called"])
+    found = 0
+    for group, ids, mask, called in zip(*rows.values(), strict=True):
+        one, text = source.prompt(int(group), seed=0), tokenizer.decode(ids)
+        key, value = one.text, one.answer
+        if text.startswith(f"{key}=?{key}"):
+            assert text.startswith(f"{key}=?{key}<|im_end|>{value}=")
+            assert mask[:11].tolist() == [False] * 3 + [True] * 3 + [False] * 5
+            assert called == 1
+            found += 1
+    assert found
 
 
 def test_gsm8k_evaluated_tells_its_test_questions_and_keeps_the_best(command, tmp_path, gsm8k_dir):

@@ -182,7 +182,9 @@ def _joined_spans(parts: Sequence[Flat | None]) -> Flat | None:
 
 
 def _meta(talk: Conversation) -> dict[str, Any]:
-    return {"messages": talk.messages, "turn_rewards": talk.turn_rewards} | ({"info": talk.info} if talk.info else {})
+    graded = {"completion": talk.last_text, "num_asked": talk.num_asked, "rewards": talk.rewards}
+    known = {"messages": talk.messages, "turn_rewards": talk.turn_rewards, "graded": graded}
+    return known | ({"info": talk.info} if talk.info else {})
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:

@@ -99,9 +99,9 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
                 (id(context), prompts[i]),
                 Prompt(text=prompts[i], answer=context.answer, meta=context.prompt_meta),
             ),
-            completion=completions[i],
             token_ids=[] if tokens is None or starts is None else tokens[i][int(starts[i]) :].tolist(),
             finish_reason=reasons[i],
+            **{"completion": completions[i], **context.conversation},
         )
         for i, context in enumerate(contexts)
     ]

@@ -30,6 +30,8 @@ class Context:
     prompt_meta: dict[str, object]
     error: str | None
     """Why the reward call failed, or None."""
+    conversation: dict[str, Any]
+    """Of a conversation with an environment, what reward functions see of it: fields of `Sampled`."""
 
 
 class Stored:
@@ -94,7 +96,7 @@ class Stored:
 
 def _context(text: str, row: int, path: Address) -> Context:
     if not text:
-        return Context(answer=None, prompt_meta={}, error=None)
+        return Context(answer=None, prompt_meta={}, error=None, conversation={})
     try:
         data: Any = json.loads(text)
     except ValueError as error:
@@ -102,10 +104,14 @@ def _context(text: str, row: int, path: Address) -> Context:
     if not isinstance(data, dict):
         raise DataError(f"{path}: the meta of trajectory {row} is not a JSON object: {text[:60]!r}")
     answer, meta, failure = data.get("answer"), data.get("prompt"), data.get("error")
+    talk = data.get("graded") or {}
+    if talk:
+        talk |= {"conversation": data["messages"], "turns": len(data["turn_rewards"])}
     return Context(
         answer=answer,
         prompt_meta=meta if isinstance(meta, dict) else {},
         error=None if failure is None else str(failure),
+        conversation=talk,
     )
 
 

@@ -166,14 +166,15 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> TokenPolicy:
         "num_slots": collect.num_slots,
     }
     if isinstance(config, TinyPolicy):
-        made = scratch_model(
+        model, tokenizer = scratch_model(
             config.alphabet,
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             seed=seed,
         )
-        return TokenPolicy(*made, **sampling).to(device)
+        tokenizer.chat_template, tokenizer.response_template = config.chat_template, config.response_template
+        return TokenPolicy(model, tokenizer, **sampling).to(device)
     named = config.dtype
     if named == "auto":
         named = "bfloat16" if torch.device(device).type == "cuda" else "float32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.policies.engines.sampling import stream_keys
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError, TrajectoryStore
 
@@ -154,6 +156,41 @@ def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness, *, goal: bool
             f"{last:.3f}",
             last >= GOAL if goal else None,
         ),
+    ]
+
+
+def check_effects(run_dir: Path, pipeline: Pipeline, notes: Path) -> list[Line]:
+    """Compare what conversations with effects noted when they began and ended with what was stored by then.
+
+    A process that begins a group begins those of its members that are not stored, and no other. What was killed between
+    the end of a conversation and its commit is begun again, which nothing but the effect itself could tell.
+    """
+    members = pipeline.collect.group_size
+    with TrajectoryStore.open(run_dir / "store") as store:
+        groups, stored_at = store.read_scalars("group_id"), store.read_scalars("created_at")
+    run_seed = json.loads((run_dir / "config.json").read_text())["seed"]
+    cursors = np.arange(int(groups.max()) + 1 + 8 * pipeline.collect.prompts_per_rollout)
+    keys = stream_keys(run_seed, cursors, np.full(len(cursors), -1)) >> 1  # as environments get them
+    group_of = dict(zip(keys.tolist(), cursors.tolist(), strict=True))
+    begun: dict[tuple[int, int], list[float]] = {}
+    ended: Counter[int] = Counter()
+    for line in notes.read_text().splitlines():
+        word, pid, at, seed = line.split()
+        if word == "begins":
+            begun.setdefault((int(pid), group_of[int(seed)]), []).append(float(at))
+        else:
+            ended[group_of[int(seed)]] += 1
+    wrong = again = 0
+    for (_, group), times in begun.items():
+        before = int((stored_at[groups == group] < min(times)).sum())
+        wrong += len(times) + before != members
+        again += before > 0
+    lost = sum(ended[group] < number for group, number in Counter(groups.tolist()).items())
+    return [
+        Line("groups begun, of them after a kill with members stored", f"{len(begun):,}, {again}", None),
+        Line("groups whose finished conversations were begun again, or others not", f"{wrong}", wrong == 0),
+        Line("groups with more conversations stored than ended", f"{lost}", lost == 0),
+        Line("conversations killed between their end and their commit", f"{ended.total() - len(groups)}", None),
     ]
 
 

@@ -2,6 +2,7 @@
 
     python tests/crash/soak.py --minutes 15              # trouble
     python tests/crash/soak.py --minutes 10 --undisturbed  # none: memory stays flat
+    python tests/crash/soak.py --minutes 5 --effects       # of conversations with effects outside: none is repeated
 
 For three quarters of the time the supervisor, a collector or the learner is killed, frozen, or asked to stop, alone or
 all at once, some in the first second of their lives; the script plays the person who types the command again when the
@@ -30,7 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _soak_checks import GOAL, Line, Witness, check_run, mean_reward
+from _lakes import NOTES
+from _soak_checks import GOAL, Line, Witness, check_effects, check_run, mean_reward
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.run.folder import RunFolder
@@ -177,9 +179,18 @@ class Soak:
     """One supervised run and the person beside it."""
 
     def __init__(
-        self, run_dir: Path, settings: list[str], seed: int, *, undisturbed: bool = False, pace: float = 1.0
+        self,
+        run_dir: Path,
+        settings: list[str],
+        seed: int,
+        *,
+        effects: bool = False,
+        undisturbed: bool = False,
+        pace: float = 1.0,
     ) -> None:
         self.run_dir = run_dir
+        self.definition = f"{Path(__file__).with_name('_lakes.py')}:noted_lake" if effects else "long_running"
+        self.notes = run_dir.with_suffix(".notes")
         self.settings = settings
         self.undisturbed = undisturbed
         self.pace = pace
@@ -198,7 +209,7 @@ class Soak:
     def start(self, *more: str) -> None:
         """Type the command, or type it again."""
         resumed = (self.run_dir / "config.json").is_file()
-        words = ["--resume"] if resumed else ["long_running", *(w for s in self.settings for w in ("--set", s))]
+        words = ["--resume"] if resumed else [self.definition, *(w for s in self.settings for w in ("--set", s))]
         command = [sys.executable, "-m", "rlhf_pipeline", "run", *words, "--out", str(self.run_dir)]
         with self.output.open("ab") as out:
             self.supervisor = subprocess.Popen(
@@ -214,6 +225,7 @@ class Soak:
                 ],
                 stdout=out,
                 stderr=out,
+                env=os.environ | {NOTES: str(self.notes)},
             )
         self.asked = None
 
@@ -225,9 +237,21 @@ class Soak:
             self.look()
             self.restart_if_gone()
             if time.monotonic() >= next_trouble:
+                self.await_conversations()
                 next_trouble = time.monotonic() + self.pace * self.rng.uniform(*TROUBLE_EVERY_S)
                 self.make_trouble(*self.rng.choices(list(TROUBLE), list(TROUBLE.values())))
         self.wake()
+
+    def await_conversations(self) -> None:
+        """With effects, wait until conversations are on: at another moment a kill tells nothing about them."""
+        end, size = time.monotonic() + HANG_S * self.pace, self.noted()
+        while size and self.noted() == size and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(self.rng.uniform(0, 0.5) if size else 0)
+
+    def noted(self) -> int:
+        """Return the bytes of the notes."""
+        return self.notes.stat().st_size if self.notes.exists() else 0
 
     def restart_if_gone(self) -> None:
         """Type the command again where the supervisor was killed or asked to stop."""
@@ -362,6 +386,7 @@ def soak(
     settings: list[str],
     quiet_steps: int = 300,
     goal: bool = True,
+    effects: bool = False,
     undisturbed: bool = False,
     pace: float = 1.0,
 ) -> list[Line]:
@@ -374,10 +399,11 @@ def soak(
         settings: `--set` pairs for the definition.
         quiet_steps: optimizer steps without trouble before the run is stopped, at least: enough to learn from nothing.
         goal: whether the run must learn its task.
+        effects: whether it is `noted_lake`, whose finished conversations must not be repeated.
         undisturbed: make no trouble, and judge the memory.
         pace: times the seconds between troubles, and until a process is taken for dead; above 1 on a busy machine.
     """
-    run = Soak(run_dir, settings, seed, undisturbed=undisturbed, pace=pace)
+    run = Soak(run_dir, settings, seed, effects=effects, undisturbed=undisturbed, pace=pace)
     started = time.monotonic()
     try:
         if undisturbed:
@@ -427,6 +453,7 @@ def soak(
                 not run.looks.problems,
             ),
             *check_run(run_dir, pipeline, run.witness, goal=goal and not undisturbed),
+            *(check_effects(run_dir, pipeline, run.notes) if effects else []),
             *memory,
         ]
     finally:
@@ -442,6 +469,7 @@ def main() -> int:
         "--quiet-steps", type=int, default=300, help="steps without trouble at the end, at least; 0: no such phase"
     )
     parser.add_argument("--no-goal", dest="goal", action="store_false", help="the run need not learn its task")
+    parser.add_argument("--effects", action="store_true", help="of conversations with effects; without a goal")
     parser.add_argument("--undisturbed", action="store_true", help="make no trouble, and judge the memory")
     parser.add_argument("--pace", type=float, default=1.0, help="above 1: less often, for a busy machine")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
@@ -457,7 +485,8 @@ def main() -> int:
         seed=args.seed,
         settings=args.settings,
         quiet_steps=args.quiet_steps,
-        goal=args.goal,
+        goal=args.goal and not args.effects,
+        effects=args.effects,
         undisturbed=args.undisturbed,
         pace=args.pace,
     )
