@@ -52,8 +52,8 @@ def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow`, continue until Ctrl-C, which exits as quietly as `tail -f`."""
     from rlhf_pipeline.report.follow import Follower
     from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.address import address_of, is_url
     from rlhf_pipeline.run.folder import is_run, open_run_or_store
-    from rlhf_pipeline.run.medium import address_of, is_url
 
     address = address_of(args.path)
     if args.json:
@@ -86,8 +86,8 @@ def _steps(address: Path | str, num: int, *, draw: bool) -> int:
     """Draw a run, or print its newest steps and each new one, until Ctrl-C or until the run is gone."""
     from rlhf_pipeline.report.follow import waiter
     from rlhf_pipeline.report.tail import step_line
+    from rlhf_pipeline.run.address import is_url
     from rlhf_pipeline.run.folder import RunFolder, is_run, not_found
-    from rlhf_pipeline.run.medium import is_url
     from rlhf_pipeline.run.rows import NewRows
 
     wait = waiter()

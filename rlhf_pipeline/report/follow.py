@@ -13,8 +13,8 @@ from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.errors import MissingPathError
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.report.tail import Arrival, Table, Tail, interleaved, step_line
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.rows import NewRows, Row
 
 

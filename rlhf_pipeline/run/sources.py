@@ -17,11 +17,11 @@ from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError, StopAskedError, typed
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen, trajectory_names
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
 from rlhf_pipeline.run.loop import Batch, Source
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
@@ -158,7 +158,8 @@ class Arrivals(_Collected):
             self._current = self._arrived(index)
             if begins:
                 self._begin(index)
-                self._news = self._run.medium.ahead(self._read_new)
+                if self._run.mirror is not None:
+                    self._news = self._run.mirror.ahead(self._read_new)
         current, graded = self._current
         row_ids, ages = self._as_planned(planned, step) or self._usable(current.rollout, graded, step)
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)
@@ -194,7 +195,7 @@ class Arrivals(_Collected):
 
         A power loss may take the row of a planned rollout; a collector then stores it again.
         """
-        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + _ALONE_S
+        pause, alone_at = Pause(self._run.patience_s), time.monotonic() + _ALONE_S
         while not stop:
             self._waiting |= self._news()
             self._news = self._read_new
@@ -215,7 +216,7 @@ class Arrivals(_Collected):
 
     def _say_if_alone(self) -> None:
         """Report that the learner waits if no collector is alive."""
-        if not self._run.medium.living() - {"learner", "supervisor"}:
+        if not self._run.living() - {"learner", "supervisor"}:
             command = f"rlhf-pipeline collect --run {typed(self._run.address)}"
             tell(self._on_event, f"the learner waits for a rollout, and no collector is alive. Start one: {command}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError
 
@@ -14,12 +14,13 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, StopAskedError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
-from rlhf_pipeline.run.medium import Address, TrafficMeter
 from rlhf_pipeline.run.processes.claims import Claims, Flow
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
@@ -27,6 +28,9 @@ from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rol
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
 from rlhf_pipeline.run.prologue import checked_models, sampling_notices
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.remote.mirror import TrafficMeter
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
@@ -94,7 +98,7 @@ def collect(
             claims = open_claims(run, heartbeat.name, rollouts, flow, parts.buffer.store)
             try:
                 every = pipeline.collect.refresh_weights_every
-                traffic = run.medium.meter(parts.buffer.store)
+                traffic = None if run.mirror is None else run.mirror.meter(parts.buffer.store)
                 worker = _Worker(run, parts, claims, rollouts, heartbeat, on_event, stop, traffic, every)
                 reason = worker.work()
             finally:
@@ -130,7 +134,7 @@ class _Worker:
     num_trajectories: int = 0
 
     def work(self) -> Literal["finished", "interrupted"]:
-        patience_s = self.run.medium.patience_s
+        patience_s = self.run.patience_s
         pause, seen, ask_at = Pause(patience_s), None, 0.0
         while not self.stop:
             published = read_published(self.run)
@@ -138,7 +142,7 @@ class _Worker:
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
             rollout = None
             if published is not None and published.finished is not None:
-                if not self.run.medium.is_alive("learner"):
+                if not self.run.is_alive("learner"):
                     return "finished"
                 # It is about to leave, or it was restarted to take more steps and will publish that soon.
             elif published is not None and time.monotonic() >= ask_at:
@@ -265,5 +269,5 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:
-        if older != folder:
-            run.forget(older)
+        if older != folder and run.mirror is not None:  # it is a copy
+            remove_folder(older)
