@@ -34,8 +34,8 @@ import obstore
 import obstore.store
 
 from benchmarks.cloud_model import Run, predicted
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 from tests.crash._s3 import Rig, serve
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import open_bucket

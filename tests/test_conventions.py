@@ -66,8 +66,7 @@ def test_modules_with_an_underscore_stay_in_their_package():
 def test_a_module_name_has_one_meaning():
     """Only a command is called as the module that does its work, and what is remote as what is local.
 
-    Both packages have `errors`, and a `medium`: the folder or object store that keeps a store, or a run. And there are
-    `files` of a run, and those that people bring.
+    Both packages have `errors`. And there are `files` of a run, and those that people bring.
     """
     found = [path for package in ("rlhf_pipeline", "storage") for path in (ROOT / package).rglob("*.py")]
     rooms: dict[str, list[str]] = {"commands": [], "remote": [], "objects": [], "local": []}
@@ -77,7 +76,7 @@ def test_a_module_name_has_one_meaning():
             room = "commands" if name.rstrip("_").replace("_", "-") in COMMANDS else "local"
         rooms[room if room in rooms else "local"].append(name)
     for room, names in rooms.items():
-        allowed = {"errors", "files", "medium"} if room == "local" else set[str]()
+        allowed = {"errors", "files"} if room == "local" else set[str]()
         assert {name for name in names if names.count(name) > 1} == allowed, room
     assert {*rooms["local"]} & {*rooms["remote"], *rooms["objects"]} == {"medium", "rollouts", "rows"}
 

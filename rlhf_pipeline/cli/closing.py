@@ -9,10 +9,10 @@ from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import below
 
 
 def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:

@@ -15,8 +15,8 @@ from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.words import count, duration
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.run.address import Address
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.medium import Address
     from trajectory_store import CompactReport
 
 HELP = "merge the segments of a store that no process writes to"

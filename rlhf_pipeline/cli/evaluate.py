@@ -14,9 +14,9 @@ from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchE
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Pipeline
+    from rlhf_pipeline.run.address import Address
     from rlhf_pipeline.run.events import Event
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.medium import Address
 
 HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
@@ -96,8 +96,8 @@ def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
     from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.policies.model_source import is_model_folder
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
-    from rlhf_pipeline.run.medium import address_of
 
     address = address_of(args.path)
     is_model = isinstance(address, Path) and is_model_folder(address)

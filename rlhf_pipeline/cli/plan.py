@@ -14,11 +14,11 @@ from rlhf_pipeline.cli import preflight
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
+from rlhf_pipeline.run.address import Address, address_of
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.folder import RunFolder, Setup, is_run, open_run_or_store, run_of_store
 from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
-from rlhf_pipeline.run.medium import Address, address_of
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"

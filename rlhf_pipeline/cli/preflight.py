@@ -23,9 +23,9 @@ from rlhf_pipeline.errors import (
 )
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.choice import stores_of
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 
 _DEVICES = ("cpu", "cuda", "mps")
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.cli.plan import Plan
     from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.report.diff_steps import StepsDifference
+    from rlhf_pipeline.run.address import Address
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.medium import Address
 
 HELP = "learn from stores only; or repeat a run's steps and compare"
 DETAILS = """\
@@ -82,8 +82,8 @@ def execute(args: argparse.Namespace) -> int:
 
         plan = several.joined(make_replay_plan(args))
         return run_plan(plan, then=lambda view: compare(plan, view))
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
-    from rlhf_pipeline.run.medium import address_of
 
     _check_rerun(args)
     folder = address_of(args.paths[0])
@@ -174,8 +174,8 @@ def _advice(run: RunFolder) -> str:
 def compare(plan: Plan, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
     from rlhf_pipeline.report.diff_steps import STEP_VALUES, compare_figures, compare_weights
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
-    from rlhf_pipeline.run.medium import address_of
 
     replay = plan.pipeline.replay
     if replay is None or not replay.recorded_order:

@@ -160,7 +160,7 @@ def _supervise(args: argparse.Namespace, plan: Plan) -> int:
     """Keep collector and learner processes alive."""
     from rlhf_pipeline.cli import several
     from rlhf_pipeline.cli.closing import finish
-    from rlhf_pipeline.run.medium import below
+    from rlhf_pipeline.run.address import below
     from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 
     if several.is_one_of_several():

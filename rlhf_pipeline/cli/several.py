@@ -72,8 +72,8 @@ def follow(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.process import import_torch
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.medium import address_of
     from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 
     # Only the first process reacts to a signal: it finishes the step, saves, and stops the others.

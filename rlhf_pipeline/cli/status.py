@@ -28,8 +28,8 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.status import status
     from rlhf_pipeline.report.words import aligned, count, duration, number
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
-    from rlhf_pipeline.run.medium import address_of
 
     if not is_run(address := address_of(args.path)):
         raise not_found(address, "run")

@@ -56,8 +56,8 @@ def execute(args: argparse.Namespace) -> int:
     """Print the newest trajectories; with `--follow`, continue until Ctrl-C, which exits as quietly as `tail -f`."""
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.tail import Tail, step_line
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
-    from rlhf_pipeline.run.medium import address_of
     from rlhf_pipeline.run.rows import NewRows
 
     if args.json and args.follow:

@@ -26,8 +26,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print the result of each check; return 1 if something is damaged."""
     from rlhf_pipeline.report.check import check_run, check_store
+    from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
-    from rlhf_pipeline.run.medium import address_of
 
     folder = address_of(args.path)
     if is_run(folder):

@@ -11,10 +11,10 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.drift import drift_text, drifted
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.choice import Choice
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import StoreError
@@ -179,7 +179,7 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
 
 def _weights_misfit(run: RunFolder, published: Published | None) -> str | None:
     """Compare the published weights with the steps that were taken: the first are published before the first step."""
-    if run.medium.is_alive("learner"):
+    if run.is_alive("learner"):
         return None  # it compares them itself when it starts, and replaces those of steps that the run has lost
     try:
         if published is None:

@@ -14,9 +14,9 @@ import numpy as np
 from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.report.query import LISTS, Answer, View
 from rlhf_pipeline.report.stored import Ids
+from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address, below
 
 MOST_BYTES: Final = 1_300_000
 """Of the recorded trajectories; with the pages themselves the file stays under 2 MB."""
@@ -55,7 +55,7 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> Address:
         write_atomically(page, text.encode("utf-8", "replace"))
         if html_path is None:
             run.keep(page)
-            run.medium.flush()
+            run.flush()
     except OSError as error:
         raise RunStorageError(
             f"{page} cannot be written: {error.strerror}. Name another place: "

@@ -22,9 +22,9 @@ from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
+from rlhf_pipeline.run.address import Address, address_of
 from rlhf_pipeline.run.evaluation_rows import evaluation_stores, stored_evaluations
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
-from rlhf_pipeline.run.medium import Address, address_of
 
 Answer = dict[str, Any]
 
@@ -192,7 +192,7 @@ class View:
         for file in sorted(self.run.processes.glob("*.json")):
             said = self.run.said(file.stem)
             if said:
-                alive = self.run.medium.is_alive(file.stem)
+                alive = self.run.is_alive(file.stem)
                 found.append({**said, "name": file.stem, "seen": said.get("time"), "alive": alive})
         return found
 

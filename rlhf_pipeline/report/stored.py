@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.run.medium import Address
+from rlhf_pipeline.run.address import Address
 from trajectory_store import TrajectoryStore
 from trajectory_store.fs import disk_bytes
 

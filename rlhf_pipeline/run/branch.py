@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
+from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
 from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder, Setup
-from rlhf_pipeline.run.medium import address_of
 
 _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
 """What counts the steps and trajectories of the first run, and means nothing in the new one."""

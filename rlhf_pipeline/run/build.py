@@ -36,10 +36,10 @@ from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.address import Address, is_url
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.medium import Address, is_url
 from rlhf_pipeline.run.prompt_lengths import fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform

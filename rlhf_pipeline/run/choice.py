@@ -18,8 +18,8 @@ from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, WAITING
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
-from rlhf_pipeline.run.medium import Address
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 
 Ints = npt.NDArray[np.int64]

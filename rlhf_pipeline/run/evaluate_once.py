@@ -6,13 +6,13 @@ from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.learner.state import read_weights
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.evaluation_rows import Figures
 from rlhf_pipeline.run.events import EventHandler, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.signals import StopRequest
 
 
@@ -61,5 +61,5 @@ def evaluate_once(
         assert evaluator is not None  # the definition asks for one
         figures = evaluator.evaluate(step, StopRequest())
         evaluator.store.flush()
-        folder.medium.flush()
+        folder.flush()
     return figures

@@ -28,11 +28,11 @@ from rlhf_pipeline.config import Evaluate, Pipeline
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.evaluation_rows import Figures, evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, EventHandler
 from rlhf_pipeline.run.folder import RunFolder, tell
-from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import Column, TrajectoryStore

@@ -14,9 +14,9 @@ from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.inputs import evaluation_inputs, model_folder
-from rlhf_pipeline.run.medium import Address, below
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
@@ -90,7 +90,7 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: flo
 
 def evaluation_stores(run: RunFolder) -> dict[str, Address]:
     """Return the stores of a run's evaluations by name."""
-    names = run.medium.inside(filenames.EVALUATIONS)
+    names = run.inside(run.path / filenames.EVALUATIONS)
     return {name: below(run.address, f"{filenames.EVALUATIONS}/{name}") for name in names}
 
 

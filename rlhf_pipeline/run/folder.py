@@ -14,7 +14,7 @@
     lock, setup.lock             which process uses the folder
 
 Their names are in `run.filenames`, and no other module spells them. If the run is at a URL, they are this process's
-copy; see `run.medium`.
+copy, and a mirror is told what of them is needed, written and gone; see `run.remote.mirror`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import google_crc32c
 
@@ -52,13 +52,17 @@ from rlhf_pipeline.errors import (
     typed,
 )
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.address import Address, address_of, below, is_url
 from rlhf_pipeline.run.changes import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
-from rlhf_pipeline.run.medium import Address, address_of, below, open_medium
+from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import Row, StepRows
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.remote.mirror import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +132,14 @@ class RunFolder:
     """
 
     def __init__(self, path: Address) -> None:
-        self.medium = open_medium(path)
-        self.address: Address = self.medium.address
+        self.mirror = _mirror_of(path)
+        """The run in the object store; None if it is a folder."""
+        self.address: Address = Path(path) if self.mirror is None else self.mirror.address
         """Where the run is."""
-        self.path = self.medium.root
+        self.path = Path(path) if self.mirror is None else self.mirror.root
         """Where this process has the run's files: the folder itself, or a copy."""
+        self.patience_s = 0.1 if self.mirror is None else self.mirror.patience_s
+        """The longest pause between two checks while nothing happens, in seconds."""
         self.store_path: Address = below(self.address, filenames.STORE)
         self.checkpoints = self.path / filenames.CHECKPOINTS
         self.metrics_file = self.path / filenames.METRICS
@@ -199,16 +206,23 @@ class RunFolder:
 
     def rows(self, file: Path) -> StepRows:
         """Return the current rows of `metrics_file` or `ledger_file`."""
-        return self.medium.rows(file.name)
+        return StepRows(file) if self.mirror is None else self.mirror.rows(file.name)
 
     def saved(self) -> list[Path]:
         """Return the checkpoints, whole or not, oldest first; at a URL only their names are here until `bring`."""
-        self.medium.outline(self.checkpoints.name)
+        self.inside(self.checkpoints)
         return list_checkpoints(self.checkpoints)
+
+    def inside(self, folder: Path) -> list[str]:
+        """Return the names of the folders in a folder of the run, sorted; none if there is no such folder."""
+        if self.mirror is not None:
+            self.mirror.outline(folder.name)
+        return sorted(path.name for path in folder.glob("*/"))
 
     def bring(self, path: Path) -> Path:
         """Fetch the current state of a file or folder of the run; return its path."""
-        self.medium.bring(path.relative_to(self.path).as_posix())
+        if self.mirror is not None:
+            self.mirror.bring(path.relative_to(self.path).as_posix())
         return path
 
     def write(self, path: Path, content: bytes) -> None:
@@ -217,20 +231,39 @@ class RunFolder:
         self.keep(path)
 
     def keep(self, path: Path) -> None:
-        """Keep a file or folder of the run that this process has written: at a URL, store it there."""
-        self.medium.keep(path.relative_to(self.path).as_posix())
+        """Keep a file or folder of the run that this process has written: at a URL, store it there.
+
+        Other processes see the files of one process in the order of its calls.
+
+        Raises:
+            LeaseLostError: another process has taken over writing it.
+        """
+        if self.mirror is not None:
+            self.mirror.keep(path.relative_to(self.path).as_posix())
 
     def said(self, name: str) -> dict[str, Any]:
         """Return the last report of a process of the run about itself; empty if there is none."""
-        return self.medium.said(name)
+        return read_heartbeat(self.processes, name) if self.mirror is None else self.mirror.said(name)
 
-    def forget(self, path: Path) -> None:
-        """Remove this process's copy of a sealed folder, if it is a copy."""
-        self.medium.forget(path.relative_to(self.path).as_posix())
+    def is_alive(self, name: str) -> bool:
+        """Return whether a process of this name is working on the run."""
+        return is_alive(self.processes, name) if self.mirror is None else name in self.mirror.living()
+
+    def living(self) -> set[str]:
+        """Return the names of the processes that are working on the run."""
+        if self.mirror is not None:
+            return self.mirror.living()
+        return {file.stem for file in self.processes.glob("*.lock") if self.is_alive(file.stem)}
 
     def drop(self, path: Path) -> None:
         """Remove a sealed folder for all processes, after this process has removed its own."""
-        self.medium.drop(path.relative_to(self.path).as_posix())
+        if self.mirror is not None:
+            self.mirror.drop(path.relative_to(self.path).as_posix())
+
+    def flush(self) -> None:
+        """Wait until everything that this process keeps is stored."""
+        if self.mirror is not None:
+            self.mirror.flush()
 
     def first_and_last_reward(self) -> tuple[float | None, float | None]:
         """Return the first and the last mean task reward among the first and the last steps."""
@@ -244,9 +277,7 @@ class RunFolder:
     @property
     def is_recorded(self) -> bool:
         """Whether a run was started here."""
-        if not self.config_file.is_file():
-            self.medium.bring(filenames.CONFIG)
-        return self.config_file.is_file()
+        return self.config_file.is_file() or self.bring(self.config_file).is_file()
 
     @property
     def has_chosen(self) -> bool:
@@ -283,12 +314,22 @@ class RunFolder:
     @property
     def is_of_several(self) -> bool:
         """Whether the run has several processes: then it counts the rollouts that its collectors stored."""
-        return self.medium.has(self.rollouts.name)
+        return self._has(filenames.ROLLOUTS)
+
+    def _has(self, name: str) -> bool:
+        """Return whether there is a part of this name; at a URL, a folder must not be empty."""
+        return (self.path / name).exists() if self.mirror is None else self.mirror.has(name)
 
     @property
     def is_free(self) -> bool:
         """Whether a new run may be made here: the place is empty, or holds only what a failed start left."""
-        return self.medium.is_blank(_BEFORE_THE_RECORD) or self.came_to_nothing
+        if self.mirror is not None:
+            blank = not self.is_recorded
+        else:
+            blank = not self.path.exists() or (
+                self.path.is_dir() and {path.name for path in self.path.iterdir()} <= _BEFORE_THE_RECORD
+            )
+        return blank or self.came_to_nothing
 
     @property
     def came_to_nothing(self) -> bool:
@@ -300,7 +341,7 @@ class RunFolder:
         # Imported only where a store is opened: NumPy takes longer to import than the rest of a command takes.
         from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
-        for name in self.medium.stores:
+        for name in (filenames.STORE, filenames.ROLLOUTS) if self.mirror is None else (filenames.STORE,):
             try:
                 with TrajectoryStore.open(below(self.address, name)) as store:
                     if store.watermark:
@@ -328,7 +369,8 @@ class RunFolder:
         ):
             if folder.exists():
                 remove_folder(folder)
-        self.medium.clear()
+        if self.mirror is not None:
+            self.mirror.clear()
         tidy(self.path)
         for file in (self.metrics_file, self.ledger_file):
             file.unlink(missing_ok=True)
@@ -381,7 +423,7 @@ class RunFolder:
                 f"{self.address} is a run of several processes. Go on with it: add --collectors N, for example "
                 "--collectors 1."
             )
-        if several and self.medium.has(filenames.STORE) and not self.is_of_several:
+        if several and self._has(filenames.STORE) and not self.is_of_several:
             raise RunMismatchError(
                 f"{self.address} is a run in one process. Go on with it: "
                 f"rlhf-pipeline run --resume --out {typed(self.address)}, or "
@@ -499,14 +541,14 @@ class RunFolder:
         """Yield a problem if a store of the run is missing, or has seen less than the run had stored."""
         from trajectory_store import StoreError, TrajectoryStore
 
-        if name not in self.medium.stores:  # not a store: one object each
+        if self.mirror is not None and name == filenames.ROLLOUTS:  # not a store: one object each
             return
         try:
             with TrajectoryStore.open(below(self.address, name)) as store:
                 if store.watermark < counted:
                     yield f"{name} has seen {store.watermark} {what}, and the run had stored {counted}"
         except StoreError as error:
-            yield f"{name} cannot be read ({error})" if self.medium.has(name) else f"there is no {name}"
+            yield f"{name} cannot be read ({error})" if self._has(name) else f"there is no {name}"
 
     # Its record
 
@@ -541,9 +583,9 @@ class RunFolder:
         for copy in keep_inputs(self.path, setup.definition, setup.pipeline):
             self.keep(copy)
         write_atomically(self.config_file, text.encode())
-        if not again:
-            return self.medium.keep_first(filenames.CONFIG)
-        self.medium.keep(filenames.CONFIG)
+        if self.mirror is not None and not again:
+            return self.mirror.keep_first(filenames.CONFIG)
+        self.keep(self.config_file)
         return True
 
     @property
@@ -607,8 +649,8 @@ class RunFolder:
 
     def in_use_since(self) -> float | None:
         """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
-        if self.medium.is_alive(_OWNER):
-            return self.medium.said(_OWNER).get("started", 0.0)
+        if self.is_alive(_OWNER):
+            return self.said(_OWNER).get("started", 0.0)
         try:
             with (self.path / filenames.LOCK).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -621,8 +663,8 @@ class RunFolder:
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""
-        with self.medium.lease(_OWNER):
-            at_work = self.medium.living() - {_OWNER}
+        with nullcontext() if self.mirror is None else self.mirror.lease(_OWNER):
+            at_work = self.living() - {_OWNER}
             if at_work:
                 raise RunExistsError(
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
@@ -657,7 +699,8 @@ class RunFolder:
             package.removeHandler(handler)
             package.setLevel(before)
             handler.close()
-            self.medium.keep_log(self.log_file if file is None else file)
+            if self.mirror is not None:
+                self.mirror.keep_log(self.log_file if file is None else file)
 
     @contextmanager
     def named_disk_errors(self) -> Iterator[None]:
@@ -730,6 +773,15 @@ def _machine() -> dict[str, Any]:
     return {**threads, "processor": name}
 
 
+def _mirror_of(place: Address) -> Mirror | None:
+    """Return the mirror of a run at a URL, without a request and without making anything; None for a folder."""
+    if not is_url(place):
+        return None
+    from rlhf_pipeline.run.remote.mirror import Mirror
+
+    return Mirror(str(place))
+
+
 class _PlainFormatter(logging.Formatter):
     """Formats lines that are safe to print to a terminal, whatever names and exceptions they contain."""
 
@@ -746,7 +798,8 @@ def is_store(path: Address) -> bool:
     """Return True if this folder, or this URL, is a trajectory store."""
     if isinstance(path, Path):
         return (path / "zarr.json").is_file()
-    return open_medium(path).has("zarr.json")
+    mirror = _mirror_of(path)
+    return mirror is not None and mirror.has("zarr.json")
 
 
 def run_of_store(store: Address) -> Address | None:

@@ -15,6 +15,7 @@ import torch
 
 from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
     drop_checkpoints,
     list_checkpoints,
@@ -28,7 +29,6 @@ from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.repeated_rows import check_repeated
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -142,7 +142,7 @@ class Loop:
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
-        self._traffic = run.medium.meter(learner.buffer.store)
+        self._traffic = None if run.mirror is None else run.mirror.meter(learner.buffer.store)
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
@@ -154,7 +154,8 @@ class Loop:
         Raises:
             DataError: there are checkpoints, but none is whole.
         """
-        self.folder.medium.write_rows()
+        if self.folder.mirror is not None:
+            self.folder.mirror.write_rows()
         self.folder.saved()
         newest = newest_checkpoint(
             self.folder.checkpoints, skip=lambda message: tell(self.on_event, message), bring=self.folder.bring
@@ -207,7 +208,7 @@ class Loop:
             tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
             reason = "interrupted"
         self.after(progress.step, reason)
-        self.folder.medium.flush()
+        self.folder.flush()
         return reason
 
     def finished(self, reason: Reason, num_trajectories: int) -> RunFinished:

@@ -41,7 +41,7 @@ def begun(folder: RunFolder, setup: Setup, *, resume: bool, on_event: EventHandl
             tell(on_event, notice)
         folder.record(setup)
         yield
-        folder.medium.flush()
+        folder.flush()
 
 
 def checked_models(pipeline: Pipeline, *, run: RunFolder, seed: int, device: str, on_event: EventHandler) -> Models:

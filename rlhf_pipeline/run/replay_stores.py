@@ -13,6 +13,7 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.address import Address, address_of
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.evaluation import open_evaluator
@@ -21,7 +22,6 @@ from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.medium import Address, address_of
 from rlhf_pipeline.run.prologue import begun, check_start
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source

@@ -20,10 +20,10 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.sources import recorded_admission
 from rlhf_pipeline.run.temperatures import sampled_at

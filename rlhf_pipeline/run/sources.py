@@ -17,11 +17,11 @@ from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import Chosen, trajectory_names
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
 from rlhf_pipeline.run.loop import Batch, Source
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
@@ -156,7 +156,8 @@ class Arrivals(_Collected):
             self._current = self._arrived(index)
             if begins:
                 self._begin(index)
-                self._news = self._run.medium.ahead(self._read_new)
+                if self._run.mirror is not None:
+                    self._news = self._run.mirror.ahead(self._read_new)
         current, graded = self._current
         row_ids, ages = self._as_planned(planned, step) or self._usable(current.rollout, graded, step)
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)
@@ -192,7 +193,7 @@ class Arrivals(_Collected):
 
         A power loss may take the row of a planned rollout; a collector then stores it again.
         """
-        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + ALONE_S
+        pause, alone_at = Pause(self._run.patience_s), time.monotonic() + ALONE_S
         while not stop:
             self._waiting |= self._news()
             self._news = self._read_new

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import build_parts
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.prologue import begun, check_start, checked_models, sampling_notices
 from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.signals import stop_on_signals

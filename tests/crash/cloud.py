@@ -33,10 +33,10 @@ import torch
 from rlhf_pipeline import Pipeline
 from rlhf_pipeline.errors import PipelineError, RunExistsError
 from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake

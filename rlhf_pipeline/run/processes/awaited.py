@@ -72,7 +72,7 @@ class AwaitedEvaluations(Evaluations):
 
     def wait(self, stop: StopRequest) -> bool:
         """Wait for all that was asked for."""
-        pause, alone_at = Pause(self._run.medium.patience_s), time.monotonic() + ALONE_S
+        pause, alone_at = Pause(self._run.patience_s), time.monotonic() + ALONE_S
         self._arrived()
         while self.asked and not stop:
             self._heartbeat.beat("waiting for an evaluation", step=min(self.asked))

@@ -257,7 +257,7 @@ class FolderClaims(Claims):
         for file in self._folder.glob("*.json"):
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 note = json.loads(file.read_bytes())
-                if note["pid"] == holder(self._run.processes, file.stem) and self._run.medium.is_alive(file.stem):
+                if note["pid"] == holder(self._run.processes, file.stem) and self._run.is_alive(file.stem):
                     found[note["rollout"]] = note["version"]
         return found
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError
 
@@ -18,13 +18,14 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, StopAskedError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.engines import chosen_engine, own_slots
 from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
-from rlhf_pipeline.run.medium import Address, TrafficMeter
 from rlhf_pipeline.run.processes.claims import AskedEvaluations, Claims, Flow, FreeRollouts, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
@@ -33,6 +34,9 @@ from rlhf_pipeline.run.processes.weights import Published, read_published, weigh
 from rlhf_pipeline.run.prologue import checked_models, sampling_notices
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import TrajectoryStore
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.remote.mirror import TrafficMeter
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
@@ -117,7 +121,7 @@ def collect(
                 heartbeat=heartbeat,
                 on_event=on_event,
                 stop=stop,
-                traffic=run.medium.meter(parts.buffer.store),
+                traffic=None if run.mirror is None else run.mirror.meter(parts.buffer.store),
             )
             reason = worker.work()
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
@@ -154,7 +158,7 @@ class _Worker:
     num_trajectories: int = 0
 
     def work(self) -> Literal["finished", "interrupted"]:
-        patience_s = self.run.medium.patience_s
+        patience_s = self.run.patience_s
         pause, seen, ask_at = Pause(patience_s), None, 0.0
         while not self.stop:
             published = read_published(self.run)
@@ -162,7 +166,7 @@ class _Worker:
                 pause, seen, ask_at = Pause(patience_s), published, 0.0
             claims, number = self.claims, None
             if published is not None and published.finished is not None:
-                if not self.run.medium.is_alive("learner"):
+                if not self.run.is_alive("learner"):
                     return "finished"
                 # It is about to leave, or it was restarted to take more steps and will publish that soon.
             elif published is not None and time.monotonic() >= ask_at:
@@ -315,5 +319,5 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:
-        if older != folder:
-            run.forget(older)
+        if older != folder and run.mirror is not None:  # it is a copy
+            remove_folder(older)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts, build_parts
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loop import Loop, Reason
-from rlhf_pipeline.run.medium import Address
 from rlhf_pipeline.run.processes.awaited import AwaitedEvaluations, open_awaited
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
@@ -64,7 +64,8 @@ def learn(
         run.log(),
     ):
         heartbeat.beat("starting")
-        run.medium.write_rows()
+        if run.mirror is not None:
+            run.mirror.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = replace(checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event), reference=None)
         with (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.run.medium import BESIDE, Address, is_url
+from rlhf_pipeline.run.address import BESIDE, Address, is_url
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat, write_heartbeat
 from rlhf_pipeline.run.processes.launch import HOST, Launcher, Subprocesses
 from rlhf_pipeline.run.remote.copies import new_copy

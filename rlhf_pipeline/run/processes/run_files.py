@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Final, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Final
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
-from rlhf_pipeline.run.medium import is_url
 from rlhf_pipeline.run.processes.claims import Claims, FolderClaims, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from trajectory_store import StoreError, TrajectoryStore
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.run.remote.medium import BucketMedium
 
 ALONE_S: Final = 30.0
 """How long the learner waits for collectors before it reports that none is alive."""
@@ -88,7 +84,7 @@ def shared_run(
                         _make_stores(folder, pipeline)
                 yield
         except (DataError, DefinitionError):
-            if begins and not is_url(folder.address):  # there, a process that joins may not be seen yet
+            if begins and folder.mirror is None:  # there, a process that joins may not be seen yet
                 with suppress(OSError, StoreError, RunExistsError), folder.lock():
                     folder.clear()
             raise
@@ -109,28 +105,33 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
     with ExitStack() as held:
         if name is not None:
             held.enter_context(process_lock(run.processes, name, wait_s=wait_s))
-            held.enter_context(run.medium.lease(name, wait_s=_LEAVES_IN_S))
+            held.enter_context(_lease(run, name, wait_s=_LEAVES_IN_S))
         for number in itertools.count() if name is None else ():
             # Tried instead of looked up, because other processes may be starting at the same time.
             with suppress(RunExistsError), ExitStack() as tried:
                 tried.enter_context(process_lock(run.processes, f"collector-{number}"))
-                tried.enter_context(run.medium.lease(f"collector-{number}"))
+                tried.enter_context(_lease(run, f"collector-{number}"))
                 held.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
         yield held.enter_context(Heartbeat(run.processes, str(name)))
 
 
+def _lease(run: RunFolder, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+    """Hold a name on every machine, if the run is at a URL."""
+    return nullcontext() if run.mirror is None else run.mirror.lease(name, wait_s=wait_s)
+
+
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
     from rlhf_pipeline.run.evaluation import evaluation_storage
 
-    if not is_url(folder.address):
+    if folder.mirror is None:
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
     else:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
-        BucketRollouts.begin(cast("BucketMedium", folder.medium).bucket)
+        BucketRollouts.begin(folder.mirror.bucket)
     if pipeline.evaluate is not None:
         evaluation_storage(folder, pipeline, pipeline.evaluate).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
@@ -139,7 +140,7 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
 
 def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
     """Report that the learner waits for something if no collector is alive."""
-    if not run.medium.living() - {"learner", "supervisor"}:
+    if not run.living() - {"learner", "supervisor"}:
         command = f"rlhf-pipeline collect --run {typed(run.address)}"
         tell(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
 
@@ -151,11 +152,11 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
         run: a run of several processes.
         adds: whether this process adds rollouts.
     """
-    if not is_url(run.address):
+    if run.mirror is None:
         return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
     from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
-    return BucketRollouts(cast("BucketMedium", run.medium).bucket)
+    return BucketRollouts(run.mirror.bucket)
 
 
 def open_claims(run: RunFolder, name: str, work: Work, store: TrajectoryStore) -> Claims:
@@ -167,8 +168,8 @@ def open_claims(run: RunFolder, name: str, work: Work, store: TrajectoryStore) -
         work: what is claimed.
         store: where the collector appends the trajectories of this work.
     """
-    if not is_url(run.address):
+    if run.mirror is None:
         return FolderClaims(run, name, work)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 
-    return LeasedClaims(cast("BucketMedium", run.medium), name, work, store)
+    return LeasedClaims(run.mirror, name, work, store)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
+from rlhf_pipeline.run.address import BESIDE, Address
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, Setup
-from rlhf_pipeline.run.medium import BESIDE, Address
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses

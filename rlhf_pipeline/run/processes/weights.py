@@ -117,9 +117,9 @@ def read_published(run: RunFolder) -> Published | None:
 def reopen(run: RunFolder) -> None:
     """Withdraw the published end of a run, so that collectors do not leave before its restarted learner is ready."""
     published = read_published(run)
-    if published is not None and published.finished is not None and not run.medium.is_alive("learner"):
+    if published is not None and published.finished is not None and not run.is_alive("learner"):
         publish(run, replace(published, finished=None), save=None)
-        run.medium.flush()
+        run.flush()
 
 
 def version_folder(folder: Path, version: int, digest: int = 0) -> Path:

@@ -13,7 +13,7 @@ from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.processes.claims import Claims, Work
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.processes.weights import Published
-from rlhf_pipeline.run.remote.medium import BucketMedium
+from rlhf_pipeline.run.remote.mirror import Mirror
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
@@ -71,15 +71,15 @@ class LeasedClaims(Claims):
     finds that the claim is gone.
 
     Args:
-        medium: of the run.
+        mirror: of the run.
         name: the collector's name.
         work: what is claimed.
         store: where this collector appends the trajectories of this work.
     """
 
-    def __init__(self, medium: BucketMedium, name: str, work: Work, store: TrajectoryStore) -> None:
+    def __init__(self, mirror: Mirror, name: str, work: Work, store: TrajectoryStore) -> None:
         super().__init__(name, work)
-        self._medium = medium
+        self._mirror = mirror
         self._key = f"{work.place}.json"
         self._store = store
         self._held: int | None = None
@@ -93,11 +93,11 @@ class LeasedClaims(Claims):
         """Take the lowest free number, or None if it may not start yet."""
         while True:
             claims, tag = self._read()
-            living = self._medium.living() if any(c["life"] != self._medium.life for c in claims.values()) else set()
+            living = self._mirror.living() if any(c["life"] != self._mirror.life for c in claims.values()) else set()
             living.discard(self._name)
             # If the owners of all claims are alive, every rollout claimed so far is done or in flight (this process's
             # own are done). That alone refuses most claims, without listing the stored rollouts.
-            mine = (self._name, self._medium.life)
+            mine = (self._name, self._mirror.life)
             if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
                 begun = max(map(int, claims), default=-1) + 1
                 if self.work.is_refused(published, begun):
@@ -111,7 +111,7 @@ class LeasedClaims(Claims):
             former = flying.get(number, {"segments": []})
             claim = {
                 "owner": self._name,
-                "life": self._medium.life,
+                "life": self._mirror.life,
                 "version": published.version,
                 "segments": [*former["segments"], *([] if self._store.segment is None else [self._store.segment])],
             }
@@ -139,7 +139,7 @@ class LeasedClaims(Claims):
         if self._held is not None and not self._change(self._held, segment=segment):
             raise LeaseLostError(
                 f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more "
-                f"than {self._medium.leases.seconds:g} s. Its samples are dropped."
+                f"than {self._mirror.leases.seconds:g} s. Its samples are dropped."
             )
 
     def _change(self, number: int, *, segment: int | None = None) -> bool:
@@ -147,7 +147,7 @@ class LeasedClaims(Claims):
         while True:
             claims, tag = self._read()
             mine = claims.get(str(number))
-            if mine is None or mine["life"] != self._medium.life:
+            if mine is None or mine["life"] != self._mirror.life:
                 return False
             if segment is None:  # the next owner looks for stored rows in its segments
                 mine["owner"] = NO_OWNER
@@ -158,14 +158,14 @@ class LeasedClaims(Claims):
 
     def _read(self) -> tuple[dict[str, Any], str | None]:
         """Return the claims of all collectors, by number, and the tag that `_replace` needs."""
-        found = self._medium.bucket.tagged(self._key)
+        found = self._mirror.bucket.tagged(self._key)
         return ({}, None) if found is None else (json.loads(found.data)["claims"], found.tag)
 
     def _replace(self, claims: dict[Any, Any], tag: str | None) -> bool:
         """Try to write all claims; if another process was first, wait a moment, so that both make progress."""
         # The time makes its content unique, so that its tag is unique, too.
-        said = {"by": f"{self._medium.life} {time.time_ns()}", "claims": claims}
-        if self._medium.bucket.swap(self._key, json.dumps(said).encode(), tag) is not None:
+        said = {"by": f"{self._mirror.life} {time.time_ns()}", "claims": claims}
+        if self._mirror.bucket.swap(self._key, json.dumps(said).encode(), tag) is not None:
             return True
         time.sleep(_PAUSE_S * random.random())
         return False

@@ -14,15 +14,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
+from rlhf_pipeline.run.address import BESIDE
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.medium import BESIDE, RunMedium
 from rlhf_pipeline.run.processes.claims import Flow, FreeRollouts
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
 from rlhf_pipeline.run.remote.copies import CACHE, new_copy
 from rlhf_pipeline.run.remote.leases import Leases
-from rlhf_pipeline.run.remote.medium import BucketMedium
+from rlhf_pipeline.run.remote.mirror import Mirror
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
 from rlhf_pipeline.run.remote.rows import BLOCK, LineLog, SharedRows
@@ -261,13 +261,13 @@ def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
 def test_what_one_process_fetches_does_not_change_what_another_one_writes(memory, tmp_path, monkeypatch):
     """Processes of one supervisor share a folder for heartbeats, and no copies: an old record does not come back."""
     monkeypatch.setenv(BESIDE, str(tmp_path))
-    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
     bucket(memory).put("group.json", b"old")
     first, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
     first.group_file.write_bytes(b"new")
     assert other.bring(other.group_file).read_bytes() == b"old"
     first.keep(first.group_file)
-    first.medium.flush()
+    first.flush()
     assert other.bring(other.group_file).read_bytes() == b"new"
 
 
@@ -297,9 +297,10 @@ def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
 
 def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, short, monkeypatch):
     """At a URL they share no lock: what would remove or compact the run looks at the leases."""
-    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
     run, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
-    with run.medium.lease("learner"):
+    assert run.mirror is not None
+    with run.mirror.lease("learner"):
         alone = other.lock(advice="Wait.")
         with pytest.raises(RunExistsError, match=r"its own processes \(learner\)\. Wait\."), alone:
             pass
@@ -307,11 +308,11 @@ def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, sho
         pass
 
 
-def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, BucketMedium]:
-    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
-    medium = BucketMedium("s3://memory/run")
+def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, Mirror]:
+    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    mirror = Mirror("s3://memory/run")
     store = TrajectoryStore.open(trajectories, "a")
-    return LeasedClaims(medium, name, FreeRollouts(BucketRollouts(medium.bucket), ROOMY), store), store, medium
+    return LeasedClaims(mirror, name, FreeRollouts(BucketRollouts(mirror.bucket), ROOMY), store), store, mirror
 
 
 @pytest.fixture
@@ -323,16 +324,16 @@ def trajectories():
 
 def test_a_collector_that_stood_still_stores_nothing_afterwards(memory, trajectories, short, monkeypatch):
     """Another one takes its rollout over and finds what was committed; a commit after that is refused."""
-    slow, its_store, medium = claims_of(memory, trajectories, "collector-0", monkeypatch)
-    with medium.lease("collector-0"):
+    slow, its_store, mirror = claims_of(memory, trajectories, "collector-0", monkeypatch)
+    with mirror.lease("collector-0"):
         assert slow.claim(PUBLISHED) == 0
         its_store.append({"group": [0]})
         BucketRollouts(bucket(memory)).add(stored_rollout(0))
         slow.release(done=True)
         assert slow.claim(PUBLISHED) == 1
     # From here on it is not heard of.
-    quick, store, medium = claims_of(memory, trajectories, "collector-1", monkeypatch)
-    with medium.lease("collector-1"):
+    quick, store, mirror = claims_of(memory, trajectories, "collector-1", monkeypatch)
+    with mirror.lease("collector-1"):
         assert quick.claim(PUBLISHED) == 1
         with pytest.raises(LeaseLostError, match="rollout 1 was taken over"):
             its_store.append({"group": [1]})
@@ -375,22 +376,22 @@ def test_stored_rollouts_are_told_once_and_in_order(memory):
 
 
 def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
-    """At a URL it is there when the work is done, and what went wrong is told to who asks; a folder is read then."""
-    monkeypatch.setattr("rlhf_pipeline.run.remote.medium.open_bucket", lambda url, durable: bucket(memory))
-    medium, begun, worked = BucketMedium("s3://memory/run"), threading.Event(), threading.Event()
+    """At a URL it is there when the work is done, and what went wrong is told to who asks."""
+    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    mirror, begun, worked = Mirror("s3://memory/run"), threading.Event(), threading.Event()
 
     def read() -> str:
         begun.set()
         assert worked.wait(10)
         return "news"
 
-    found = medium.ahead(read)
+    found = mirror.ahead(read)
     assert begun.wait(10)
     worked.set()
-    medium.flush()
+    mirror.flush()
     assert found() == "news"
-    failed = medium.ahead(lambda: medium.bucket.get("claims.json") or json.loads("?"))
-    medium.flush()
+    failed = mirror.ahead(lambda: mirror.bucket.get("claims.json") or json.loads("?"))
+    mirror.flush()
     with pytest.raises(json.JSONDecodeError):
         failed()
     looks: list[float] = []
@@ -401,12 +402,8 @@ def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
         return looks if len(looks) == 3 else []
 
     begun.clear()
-    found = medium.ahead(at_the_third_look)
+    found = mirror.ahead(at_the_third_look)
     assert begun.wait(10)
     assert len(found()) == 3
-    medium.ahead(list)
-    medium.flush()  # what is not there when the process leaves is not waited for
-    begun.clear()
-    found = RunMedium(Path("nowhere")).ahead(read)
-    assert not begun.is_set()
-    assert found() == "news"
+    mirror.ahead(list)
+    mirror.flush()  # what is not there when the process leaves is not waited for

@@ -1,4 +1,8 @@
-"""A run in an object store, and this process's copy of the parts that it needs."""
+"""A run in an object store, and this process's copy of the parts that it needs.
+
+A process works on files below `Mirror.root` as it would in a run folder, and `RunFolder` tells the mirror what is
+needed (`bring`), what was written (`keep`) and what is gone (`drop`). A run in a folder has no mirror.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,14 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.files import remove_folder
-from rlhf_pipeline.run.medium import BESIDE, RunMedium, TrafficMeter
+from rlhf_pipeline.run.address import BESIDE
 from rlhf_pipeline.run.processes.heartbeat import Pause, read_heartbeat
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases, replaced
@@ -23,6 +26,7 @@ from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError, TrajectoryStore
+from trajectory_store.bucket import Bucket, Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
 T = TypeVar("T")
@@ -33,18 +37,41 @@ _CHOSEN: Final = (filenames.CHOICE_TABLE, filenames.RECORDED_LEDGER)
 """The files that a run over stores writes before its choice counts."""
 
 
-class BucketMedium(RunMedium):
+class TrafficMeter:
+    """Counts the requests of a process to an object store between two calls.
+
+    Args:
+        bucket: of the run.
+        store: of its trajectories.
+    """
+
+    def __init__(self, bucket: Bucket, store: TrajectoryStore) -> None:
+        self._bucket = bucket
+        self._store = store
+        self._before = Traffic()
+
+    def since_last(self) -> dict[str, int]:
+        """Return requests and bytes since the last call, for a line of metrics."""
+        now = self._bucket.traffic + self._store.traffic
+        new, self._before = now - self._before, now
+        return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
+
+
+class Mirror:
     """The objects are the run; this process has a copy of those that it needs, which is removed at its end.
 
     Args:
         url: of the run.
+
+    Attributes:
+        address: the run itself, for messages.
+        patience_s: the longest pause between two checks while nothing happens, in seconds.
 
     Raises:
         StoreError: obstore is not installed.
     """
 
     patience_s = 2.0
-    stores = (filenames.STORE,)
 
     def __init__(self, url: str) -> None:
         self.address = url
@@ -62,7 +89,7 @@ class BucketMedium(RunMedium):
         self._reading: Callable[[], object] | None = None
 
     @functools.cached_property
-    def root(self) -> Path:  # pyright: ignore[reportIncompatibleVariableOverride] - made when it is needed
+    def root(self) -> Path:
         """The folder of the copy."""
         folder = new_copy(self)
         for name in SEALED:
@@ -85,7 +112,14 @@ class BucketMedium(RunMedium):
         return SealedFolders(self.bucket, self.root)
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
-        """Read in the background, repeatedly, until there is a result or it is asked for."""
+        """Read in the background, repeatedly, until there is a result or it is asked for.
+
+        Args:
+            read: reads once; its result is false if there is nothing yet.
+
+        Returns:
+            A function that waits for the result.
+        """
         wanted, done = threading.Event(), Future[T]()
 
         def look() -> None:
@@ -106,17 +140,13 @@ class BucketMedium(RunMedium):
         return result
 
     def meter(self, store: TrajectoryStore) -> TrafficMeter:
-        """Count the requests of this process from here on."""
+        """Count the requests of this process from here on, to the run and to a store of trajectories."""
         return TrafficMeter(self.bucket, store)
 
     # Files and folders
 
-    def is_blank(self, besides: Collection[str]) -> bool:
-        """Return whether no run has been recorded."""
-        return self.bucket.get(filenames.CONFIG) is None
-
     def bring(self, name: str) -> None:
-        """Fetch the current state of a file or a sealed folder."""
+        """Fetch the current state of a file or a sealed folder; remove the copy of a file that is gone."""
         if name.rpartition("/")[0] in SEALED and name != _POINTER:
             self.sealed.bring(name)
             return
@@ -132,7 +162,11 @@ class BucketMedium(RunMedium):
             self._tags.pop(name, None)
 
     def keep(self, name: str) -> None:
-        """Put a file or a sealed folder, after everything that was kept before."""
+        """Put a file or a sealed folder, after everything that was kept before.
+
+        Raises:
+            LeaseLostError: another process has taken over writing it.
+        """
         if name.rpartition("/")[0] not in SEALED:
             content = (self.root / name).read_bytes()
             self.outbox.add(lambda: self.bucket.put(name, content))
@@ -152,7 +186,7 @@ class BucketMedium(RunMedium):
         self._tags[name] = tag
 
     def keep_first(self, name: str) -> bool:
-        """Put a file unless it exists; otherwise fetch the existing one."""
+        """Put a file unless it exists; otherwise fetch the existing one. Return whether it was put."""
         if self.bucket.settle(name, (self.root / name).read_bytes()):
             return True
         (self.root / name).unlink()
@@ -160,34 +194,26 @@ class BucketMedium(RunMedium):
         return False
 
     def keep_log(self, path: Path) -> None:
-        """Put a log; a name with this process's id keeps the logs of several processes apart."""
+        """Put a log, if that is possible; a name with this process's id keeps the logs of several processes apart."""
         with suppress(StoreError, OSError):
             own = path.name if path.name == filenames.SUPERVISOR_LOG else f"{filenames.LOGS}/{self.life}-{path.name}"
             self.bucket.put(own, path.read_bytes())
 
     def drop(self, name: str) -> None:
-        """Delete a sealed folder."""
+        """Delete a sealed folder, after this process has removed its own."""
         self.outbox.add(lambda: self.sealed.drop(name))
 
-    def forget(self, name: str) -> None:
-        """Remove the copy of a sealed folder."""
-        remove_folder(self.root / name)
-
     def outline(self, name: str) -> None:
-        """Make an empty folder for each sealed folder that is not here."""
-        for found in self.sealed.names(name):
-            (self.root / name / found).mkdir(exist_ok=True)
+        """Make an empty folder for each folder in a folder, unless it is here; `bring` fetches a sealed one."""
+        for key in self.bucket.keys(f"{name}/"):
+            (self.root / name / key.split("/")[1].removesuffix(".json")).mkdir(parents=True, exist_ok=True)
 
     def has(self, name: str) -> bool:
         """Return whether there is an object of this name, or one below it."""
         return self.bucket.get(name) is not None if "." in name else bool(self.bucket.keys(f"{name}/"))
 
-    def inside(self, name: str) -> list[str]:
-        """Return the names before the next `/` of the objects below a name."""
-        return sorted({key.split("/")[1] for key in self.bucket.keys(f"{name}/")})
-
     def clear(self) -> None:
-        """Delete all objects of a failed start, except those of live processes."""
+        """Delete all objects of a failed start, its record last, except those of live processes."""
         self.flush()
         for name in (filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, PACKS, *SEALED, *_LOGS):
             self.bucket.delete(self.bucket.keys(f"{name}/"))
@@ -209,14 +235,18 @@ class BucketMedium(RunMedium):
         return found
 
     def write_rows(self) -> None:
-        """Take over as the only writer of lines."""
+        """Take over as the only writer of lines; an earlier writer's next line is refused."""
         for name in _LOGS:
             self.rows(name).begin()
 
     # Processes
 
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Hold the lease of a name."""
+        """Hold a name as its only process on any machine; a lock does the same on this machine.
+
+        Raises:
+            RunExistsError: another live process has the name.
+        """
 
         def said() -> Mapping[str, Any]:
             return {
@@ -226,10 +256,6 @@ class BucketMedium(RunMedium):
             }
 
         return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
-
-    def is_alive(self, name: str) -> bool:
-        """Return whether the lease of a name is being renewed."""
-        return name in self.leases.living()
 
     def living(self) -> set[str]:
         """Return the names whose leases are being renewed."""
