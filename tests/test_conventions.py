@@ -81,6 +81,17 @@ def test_a_module_name_has_one_meaning():
     assert {*rooms["local"]} & {*rooms["remote"], *rooms["objects"]} == {"medium", "rollouts", "rows"}
 
 
+def test_a_class_name_has_one_meaning():
+    """No two classes of the project, private ones and those of the store included, have the same name."""
+    places: dict[str, list[str]] = {}
+    for package in ("rlhf_pipeline", "storage"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(_trees().get(path) or ast.parse(_text(path))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_private_attributes_of_tensordict_are_touched_in_one_module():
     """Where another library's objects are read past their public names, `data/trajectories.py` does it.
 

@@ -176,7 +176,7 @@ def nest(flat: dict[Key, Any], n: int) -> TensorDict:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenPlaces:
     """The positions of a batch's tokens in arrays with one value per position.
 
     Attributes:
@@ -195,7 +195,7 @@ class Places:
 
 
 def derive(
-    flat: dict[Key, Any], places: Places, pool: BufferPool, keys: Sequence[Key] | None, *, spread_advantage: bool
+    flat: dict[Key, Any], places: TokenPlaces, pool: BufferPool, keys: Sequence[Key] | None, *, spread_advantage: bool
 ) -> None:
     """Fill the gaps of the log-probs and add the derived per-token columns, in place.
 
@@ -249,7 +249,7 @@ def derive(
         flat[ADVANTAGE] = places.said(flat[ADVANTAGE])
 
 
-def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> Places:
+def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> TokenPlaces:
     """Return the positions of the tokens of a right padded batch.
 
     Args:
@@ -286,7 +286,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     if not mask[np.arange(len(last)), last].all():
         back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
         last = np.where(mask.any(1), mask.shape[1] - 1 - back, last)
-    return Places(starts, starts + last, other, lambda values: values[:, None], said)
+    return TokenPlaces(starts, starts + last, other, lambda values: values[:, None], said)
 
 
 def jagged_batch(
@@ -337,7 +337,7 @@ def jagged_batch(
     return nest(flat, len(ids))
 
 
-def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> Places:
+def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> TokenPlaces:
     counts = lengths.numpy()
     last = last_position(torch.from_numpy(mask), lengths).numpy()
 
@@ -345,7 +345,7 @@ def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> Places:
         return np.repeat(values, counts)
 
     first = (np.cumsum(counts) - counts)[counts > 0]
-    return Places(
+    return TokenPlaces(
         first, last, np.flatnonzero(~mask), each, lambda values: np.where(mask, each(values), _FLOAT.type(0.0))
     )
 

@@ -67,7 +67,7 @@ from rlhf_pipeline.errors import (
     RunMismatchError,
     did_you_mean,
 )
-from rlhf_pipeline.transforms.waiting_rows import Later
+from rlhf_pipeline.transforms.waiting_rows import RowUpdate
 from trajectory_store import (
     BufferPool,
     Column,
@@ -223,7 +223,7 @@ class TrajectoryStorage(Storage):
                 self._set_last_cursor(int(slots[-1]))
         return slots
 
-    def settle(self, later: Later) -> np.ndarray:
+    def settle(self, later: RowUpdate) -> np.ndarray:
         """Write the new values of rows that waited.
 
         Returns:
@@ -241,7 +241,7 @@ class TrajectoryStorage(Storage):
             }
             return self._settle(later._replace(rows=later.rows[there], columns=columns))
 
-    def _settle(self, later: Later) -> np.ndarray:
+    def _settle(self, later: RowUpdate) -> np.ndarray:
         rows, columns = later.rows, dict(later.columns)
         if not len(rows):
             return np.empty(0, np.int64)

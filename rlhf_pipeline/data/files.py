@@ -66,7 +66,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """One file, or one folder of a saved data set."""
 
     path: Path
@@ -123,7 +123,7 @@ class Source:
         return f"{self.path}:{number}" if lines else f"{self.path}, row {number}"
 
 
-def find_sources(paths: Sequence[str | Path], container: Container | None = None) -> list[Source]:
+def find_sources(paths: Sequence[str | Path], container: Container | None = None) -> list[SourceFile]:
     """Return what is to be read, in order: files, saved data sets, and for a folder the files in it.
 
     A pattern such as `part-*.jsonl` names the files that fit it. `10.jsonl` comes after `9.jsonl`, and a file that is
@@ -137,19 +137,19 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
         MissingPathError: there is nothing at a path.
         DefinitionError: a file's format is unknown, or a folder holds none, or several splits.
     """
-    found: list[Source] = []
+    found: list[SourceFile] = []
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
             found += _in_folder(path)
         elif path.exists():
-            found.append(Source(path, _container_of(path, container)))
+            found.append(SourceFile(path, _container_of(path, container)))
         elif matching := sorted(map(Path, glob.glob(str(path), recursive=True)), key=natural):
-            found += [Source(file, _container_of(file, container)) for file in matching if file.is_file()]
+            found += [SourceFile(file, _container_of(file, container)) for file in matching if file.is_file()]
         else:
             near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
             raise MissingPathError(f"there is no file or folder at {path}." + (f" Beside it: {near}." if near else ""))
-    return list(dict.fromkeys(Source(source.path.resolve(), source.container) for source in found))
+    return list(dict.fromkeys(SourceFile(source.path.resolve(), source.container) for source in found))
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
@@ -216,12 +216,12 @@ def _container_of(path: Path, asked: Container | None) -> Container:
     return named
 
 
-def _in_folder(folder: Path) -> list[Source]:
+def _in_folder(folder: Path) -> list[SourceFile]:
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
         raise DefinitionError(f"{folder} holds several splits. Name one: {folder / (splits[0] if splits else 'train')}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return [Source(folder, "hf")]
+        return [SourceFile(folder, "hf")]
     files = [
         path
         for path in folder.iterdir()
@@ -235,7 +235,7 @@ def _in_folder(folder: Path) -> list[Source]:
             f"{folder} is no saved data set, and holds no .jsonl, .csv, .parquet or .arrow files. Name the files "
             "themselves."
         )
-    return [Source(path, _container_of(path, None)) for path in sorted(files, key=natural)]
+    return [SourceFile(path, _container_of(path, None)) for path in sorted(files, key=natural)]
 
 
 def natural(path: Path) -> list[tuple[int, int, str]]:
@@ -272,7 +272,7 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _json_rows(source: Source, on_bad: Callable[[DataError], None] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(source: SourceFile, on_bad: Callable[[DataError], None] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     path = source.path
     array = _is_array(path)
     for number, value in _array_items(path) if array else _json_lines(path):
@@ -318,7 +318,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 )
 
 
-def _csv_rows(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(source: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
     path = source.path
     tabs = ".tsv" in (suffix.lower() for suffix in path.suffixes)
     with _readable(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:

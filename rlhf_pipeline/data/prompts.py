@@ -303,7 +303,7 @@ class Prompts(Settings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
+class ChosenPrompts:
     """Some prompts of a source that can list them all, such as those that fit in a model's context."""
 
     source: Prompts

@@ -47,12 +47,12 @@ class OpenEnv:
         self.action, self.show, self.arguments = action, show, arguments
         self.reward, self.has_effects = reward, has_effects
 
-    def __call__(self) -> Session:
+    def __call__(self) -> OpenEnvSession:
         """Return a new conversation; the client connects when it is reset."""
-        return Session(self, self.client())
+        return OpenEnvSession(self, self.client())
 
 
-class Session:
+class OpenEnvSession:
     """One conversation; made by `OpenEnv`."""
 
     def __init__(self, settings: OpenEnv, client: Any) -> None:

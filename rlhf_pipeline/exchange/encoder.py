@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
-from rlhf_pipeline.exchange.fields import Rollout, check_text, text_of
+from rlhf_pipeline.exchange.fields import RawRollout, check_text, text_of
 
 
 class Encoder:
@@ -30,7 +30,7 @@ class Encoder:
         self.chat = chat
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
-    def row(self, rollout: Rollout, source: Mapping[str, Any]) -> dict[str, Any]:
+    def row(self, rollout: RawRollout, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a rollout, apart from its ids; `meta` says what was encoded, and `source`.
 
         Raises:
@@ -92,7 +92,7 @@ class Encoder:
             )
         return self.tokenizer
 
-    def _prompt(self, rollout: Rollout) -> tuple[list[int], bool]:
+    def _prompt(self, rollout: RawRollout) -> tuple[list[int], bool]:
         key = (rollout.prompt, rollout.as_chat)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
@@ -157,7 +157,7 @@ def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> np
     return line
 
 
-def _meta(rollout: Rollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
+def _meta(rollout: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
     """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, the source."""
     meta: dict[str, Any] = {"answer": rollout.answer, "prompt": rollout.meta, "source": source}
     if rollout.failure and rollout.reward == rollout.reward:

@@ -30,7 +30,7 @@ _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasonin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class RawRollout:
     """One completion of one prompt: what a file's row becomes, whichever tool wrote it.
 
     Only what the file holds is given; an empty field is unknown, and nothing takes its place.

@@ -18,7 +18,7 @@ from rlhf_pipeline.buffer.trajectory_schema import FAILURES, trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
 from rlhf_pipeline.exchange.encoder import Encoder
-from rlhf_pipeline.exchange.fields import NONE, Fields, Rollout, Row, check_targets
+from rlhf_pipeline.exchange.fields import NONE, Fields, RawRollout, Row, check_targets
 from rlhf_pipeline.exchange.target import NAME, There, check_columns, open_target
 from rlhf_pipeline.exchange.tool import Tool
 from rlhf_pipeline.exchange.tools import check_format, find_tool, open_instruct, tinker
@@ -234,7 +234,7 @@ class _Made:
     one_turn: bool
     skip_bad: int
 
-    def rollouts(self, source: Dump, tool: Tool, number: int, row: Row) -> Iterator[Rollout | None]:
+    def rollouts(self, source: Dump, tool: Tool, number: int, row: Row) -> Iterator[RawRollout | None]:
         """Yield what a row holds, each group as the user names it."""
         fields = Fields(row, self.given, path=source.path, number=number, one_turn=self.one_turn)
         key = None
@@ -451,7 +451,7 @@ class _Groups:
         """The number of groups so far."""
         return len(self._numbers)
 
-    def number(self, rollout: Rollout, row: int) -> int:
+    def number(self, rollout: RawRollout, row: int) -> int:
         """Return the number of a rollout's group; `row` is its row in the file."""
         key = rollout.group
         if self._in_turn is not None:

@@ -21,7 +21,7 @@ from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._values import batch_of
 from rlhf_pipeline.exchange.encoder import Encoder
-from rlhf_pipeline.exchange.fields import Messages, Rollout, Row, as_int, values_of
+from rlhf_pipeline.exchange.fields import Messages, RawRollout, Row, as_int, values_of
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
 from trajectory_store import StoreError
 
@@ -195,7 +195,7 @@ class TrajectoryRecorder:
                 "as_chat": False,
                 "meta": mine.get("meta", {}),
             }
-            rows.append(self._encoder.row(Rollout(**values_of(mine) | about), {"recorder": source}))
+            rows.append(self._encoder.row(RawRollout(**values_of(mine) | about), {"recorder": source}))
         with _alone(self.path):
             self.store.refresh()
             # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout, Row
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, Row
 
-Read = Callable[[Fields], Iterator[Rollout | None]]
+Read = Callable[[Fields], Iterator[RawRollout | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.data.files import Container, Source, find_sources, natural
+from rlhf_pipeline.data.files import Container, SourceFile, find_sources, natural
 from rlhf_pipeline.errors import DataError
 
 
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-Dump = Source | TorchDump
+Dump = SourceFile | TorchDump
 
 
 def find_dumps(paths: Sequence[str | Path], container: Container | None = None) -> list[Dump]:

@@ -31,7 +31,7 @@ from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
 from rlhf_pipeline.learner.step_plan import (
-    Chosen,
+    ChosenRows,
     StepLedger,
     StepPlan,
     UseCounts,
@@ -300,7 +300,7 @@ class Learner:
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
-            chosen = Chosen(row_ids, ages, trajectory_names(store, row_ids))
+            chosen = ChosenRows(row_ids, ages, trajectory_names(store, row_ids))
         if len(chosen.row_ids) == 0:
             self._notices.append(
                 f"step {step} has nothing to learn from and changes nothing: no trajectory that is young enough has "
@@ -398,7 +398,7 @@ class Learner:
             shards=self.shards,
         )
 
-    def _fresh(self, version: int, watermark: int | None) -> Chosen:
+    def _fresh(self, version: int, watermark: int | None) -> ChosenRows:
         """Return the graded trajectories with an advantage that are young enough for the weights of a version.
 
         Raises:
@@ -431,7 +431,7 @@ class Learner:
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
-        found = Chosen(row_ids, ages[usable], trajectory_names(store, row_ids))
+        found = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids))
         # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
         _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
         return found.take(len(row_ids) - 1 - from_the_end)
@@ -440,9 +440,9 @@ class Learner:
         self,
         step: int,
         *,
-        keep: Callable[[Chosen], np.ndarray] | None = None,
+        keep: Callable[[ChosenRows], np.ndarray] | None = None,
         watermark: int | None = None,
-    ) -> Chosen:
+    ) -> ChosenRows:
         """Return the trajectories that `chosen_rows` chooses from, in the order of their ids; arguments as there."""
         fresh = self._fresh(step - 1, watermark)
         return fresh if keep is None else fresh.take(keep(fresh))
@@ -451,9 +451,9 @@ class Learner:
         self,
         step: int,
         *,
-        keep: Callable[[Chosen], np.ndarray] | None = None,
+        keep: Callable[[ChosenRows], np.ndarray] | None = None,
         watermark: int | None = None,
-    ) -> Chosen:
+    ) -> ChosenRows:
         """Choose the trajectories of a step: a pure function of the store, the ledger, the seed and the step.
 
         Args:
@@ -634,7 +634,7 @@ class Learner:
             )
 
     def _record(
-        self, ledger: StepLedger, step: int, chosen: Chosen, ess: float | None, more: Mapping[str, object]
+        self, ledger: StepLedger, step: int, chosen: ChosenRows, ess: float | None, more: Mapping[str, object]
     ) -> None:
         as_before = ledger.record(
             {

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 
-class Chosen(NamedTuple):
+class ChosenRows(NamedTuple):
     """The trajectories that a step learns from.
 
     Attributes:
@@ -44,9 +44,9 @@ class Chosen(NamedTuple):
     ages: np.ndarray
     trajectory_ids: np.ndarray
 
-    def take(self, which: np.ndarray) -> Chosen:
+    def take(self, which: np.ndarray) -> ChosenRows:
         """Return some of them, by their positions or by a mask, `[n]`."""
-        return Chosen(*(values[which] for values in self))
+        return ChosenRows(*(values[which] for values in self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

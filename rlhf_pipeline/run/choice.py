@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class ChosenStore:
     """The choice from one store.
 
     Attributes:
@@ -83,7 +83,7 @@ class Choice:
         ends: int64, where the batches end; each consists of whole groups of one store.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[ChosenStore, ...]
     source: Ints
     row: Ints
     trajectory_id: Ints
@@ -126,7 +126,7 @@ class Choice:
             )
         table = np.load(io.BytesIO(content), allow_pickle=False)
         return cls(
-            sources=tuple(Source(**item) for item in state["sources"]),
+            sources=tuple(ChosenStore(**item) for item in state["sources"]),
             source=table[0],
             row=table[1],
             trajectory_id=table[2],
@@ -216,7 +216,7 @@ class _Part:
     trajectory_id: Ints
     group_id: Ints
     tokens: Ints
-    source: Source
+    source: ChosenStore
     why_empty: str
 
 
@@ -246,7 +246,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
     steps = [f"{count:,} after {condition!r}" for condition, count in zip(filters, counts[1:], strict=True)]
     ungraded = [f"{num_ungraded:,} of those have no reward"] if num_ungraded else []
     why_empty = f"{store.path} has nothing to learn from: {', '.join([f'{counts[0]:,} stored', *steps, *ungraded])}."
-    source = Source(
+    source = ChosenStore(
         path=str(store.path),
         watermark=watermark,
         num_stored=len(everything),

@@ -58,7 +58,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class StepBatch:
     """The trajectories of one step, and further fields of its metrics line."""
 
     task_reward: float | None
@@ -83,7 +83,7 @@ class Source(ABC):
     """The step after which there is nothing to learn from, or None if that is not known."""
 
     @abstractmethod
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Return the batch of a step, or None if a signal asked to stop before there was one."""
 
     def begins(self, step: int) -> bool:
@@ -231,7 +231,7 @@ class Loop:
             return "steps"
         return "interrupted" if self.stop else None
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: StepBatch) -> None:
         """Take one optimizer step, write its line and report it."""
         progress, learner = self.progress, self.learner
         if batch.task_reward is not None:

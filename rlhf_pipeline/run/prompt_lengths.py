@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.data.prompts import Chosen, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import ChosenPrompts, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
 from rlhf_pipeline.environments.environment import maker_of, tools_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_any
@@ -88,7 +88,7 @@ def fitting(source: PromptSource, policy: TokenPolicy, on_event: EventHandler = 
             f"{_most(source, policy):,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
             "context."
         )
-    return Chosen(source=source, positions=kept)
+    return ChosenPrompts(source=source, positions=kept)
 
 
 def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
@@ -98,7 +98,7 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
             total, counts = len(part.all_prompts()), part.skipped()
             if "too_long" in part.skip:
                 left = fitting(part, policy)
-                counts["too_long"] = total - len(left) if isinstance(left, Chosen) else 0
+                counts["too_long"] = total - len(left) if isinstance(left, ChosenPrompts) else 0
             named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
             yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {named}."

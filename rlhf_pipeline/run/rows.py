@@ -32,7 +32,7 @@ _ENTRY: Final = struct.Struct("<IqIII")
 _CHUNK: Final = 1 << 20
 
 
-class Entry(NamedTuple):
+class RowEntry(NamedTuple):
     """The index entry of one row."""
 
     step: int
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
         return self.start + self.length
 
 
-_BEFORE_ALL: Final = Entry(step=0, start=0, length=0, checksum=0)
+_BEFORE_ALL: Final = RowEntry(step=0, start=0, length=0, checksum=0)
 """Stands for the last row of a file without rows."""
 
 
@@ -77,7 +77,7 @@ class StepRows(Sequence[Row]):
         self.path = path
         self.index_path = path.with_suffix(".index")
         self._num_indexed = 0
-        self._later: list[Entry] = []
+        self._later: list[RowEntry] = []
         """Rows that the index lacks."""
         self._torn = 0
         self.num_passed_over = 0
@@ -183,7 +183,7 @@ class StepRows(Sequence[Row]):
             return list(self)
         return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
 
-    def entry(self, place: int) -> Entry:
+    def entry(self, place: int) -> RowEntry:
         """Return the entry of the row at a place, from 0.
 
         Raises:
@@ -278,7 +278,7 @@ class StepRows(Sequence[Row]):
         self._mended = False  # until both are written
         line, start = line_of(row), self._last.end
         append_line(self.path, line)
-        added = Entry(row["step"], start, len(line), google_crc32c.value(line))
+        added = RowEntry(row["step"], start, len(line), google_crc32c.value(line))
         try:
             append_line(self.index_path, _packed(added))
         except OSError:
@@ -312,17 +312,17 @@ class StepRows(Sequence[Row]):
             return likely  # rows usually begin with step 1 and have no gaps
         return bisect_left(range(len(self)), step, key=lambda place: self.entry(place).step)
 
-    def _indexed(self, place: int) -> Entry | None:
+    def _indexed(self, place: int) -> RowEntry | None:
         """Return an entry of the index, or None if it is damaged."""
         return _entry(_read(self.index_path, place * _ENTRY.size, _ENTRY.size))
 
-    def _holds(self, entry: Entry, size: int) -> bool:
+    def _holds(self, entry: RowEntry, size: int) -> bool:
         """Return whether the file has the line of an entry."""
         if not 0 <= entry.start < entry.end <= size:
             return False
         return google_crc32c.value(_read(self.path, entry.start, entry.length)) == entry.checksum
 
-    def _scan(self, start: int) -> Iterator[Entry]:
+    def _scan(self, start: int) -> Iterator[RowEntry]:
         """Yield entries of the whole lines from a place in the file on."""
         if not self.path.exists():
             return
@@ -330,7 +330,7 @@ class StepRows(Sequence[Row]):
         with self.path.open("rb") as file:
             file.seek(start)
             while (line := file.readline()).endswith(b"\n"):
-                yield Entry(self._row(line, place)["step"], start, len(line), google_crc32c.value(line))
+                yield RowEntry(self._row(line, place)["step"], start, len(line), google_crc32c.value(line))
                 start, place = start + len(line), place + 1
 
     def _row(self, line: bytes, place: int) -> Row:
@@ -388,15 +388,15 @@ resume compares with their checksums."""
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
 
 
-def _packed(entry: Entry) -> bytes:
+def _packed(entry: RowEntry) -> bytes:
     return _ENTRY.pack(*entry, google_crc32c.value(_FIELDS.pack(*entry)))
 
 
-def _entry(content: bytes) -> Entry | None:
+def _entry(content: bytes) -> RowEntry | None:
     """Return the entry that `_packed` packed, or None if it is damaged."""
     if len(content) < _ENTRY.size:
         return None
-    entry = Entry(*_FIELDS.unpack_from(content))
+    entry = RowEntry(*_FIELDS.unpack_from(content))
     return entry if content == _packed(entry) else None
 
 

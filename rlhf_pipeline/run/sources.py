@@ -16,12 +16,12 @@ from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
 from rlhf_pipeline.errors import DataError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.learner.step_plan import Chosen, trajectory_names
+from rlhf_pipeline.learner.step_plan import ChosenRows, trajectory_names
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
-from rlhf_pipeline.run.loop import Batch, Source
+from rlhf_pipeline.run.loop import Source, StepBatch
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
@@ -69,7 +69,7 @@ class MadeHere(_Collected):
         later ones.
         """
 
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Collect a rollout if the step begins one; the learner chooses from the fresh trajectories."""
         index, update = divmod(step - 1, self._updates)
         rollout: Rollout | None = None
@@ -95,7 +95,7 @@ class MadeHere(_Collected):
                 )
         followed = self._parts.curriculum
         weights = [] if followed is None or rollout is None else followed.weights(index)
-        return Batch(
+        return StepBatch(
             task_reward=rollout.task_reward if rollout else None,
             about=_about(index, rollout) | {f"source_weight/{source}": one for source, one in enumerate(weights)},
             ledger_fields={"source_weights": weights} if weights else None,
@@ -145,7 +145,7 @@ class Arrivals(_Collected):
         if len(self._digests) > self._pipeline.buffer.max_staleness + 2:
             del self._digests[min(self._digests)]
 
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Wait for the next rollout if the step begins one; a step that was begun before is taken as planned."""
         planned, begins = self._parts.learner.ledger.planned(step), self.begins(step)
         if begins or self._current is None:
@@ -163,7 +163,7 @@ class Arrivals(_Collected):
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)
         traffic = current.traffic or {} if begins else {}
         digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
-        return Batch(
+        return StepBatch(
             task_reward=current.task_reward if begins else None,
             about=_about(current.rollout, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
@@ -293,14 +293,14 @@ class Arrivals(_Collected):
             return None  # a step takes the whole rollout
         return self._parts.learner.admitted_rows(step, keep=partial(self._allowed, step)).row_ids
 
-    def _allowed(self, step: int, fresh: Chosen) -> npt.NDArray[np.bool_]:
+    def _allowed(self, step: int, fresh: ChosenRows) -> npt.NDArray[np.bool_]:
         """Return which trajectories are of rollouts that were begun, sampled with weights of this run."""
         begun = of_rollouts(self._parts.buffer.store, fresh, self.done, self._pipeline)
         return begun & self._of_this_run(fresh.row_ids, step - 1 - fresh.ages, step)
 
 
 def of_rollouts(
-    store: TrajectoryStore, chosen: Chosen, rollouts: Container[int], pipeline: Pipeline
+    store: TrajectoryStore, chosen: ChosenRows, rollouts: Container[int], pipeline: Pipeline
 ) -> npt.NDArray[np.bool_]:
     """Return which trajectories are of some rollouts, bool `[n]`.
 
@@ -348,7 +348,7 @@ def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = N
     }
 
 
-class Drawn(Source):
+class DrawnBatches(Source):
     """Draws the batch of a step from everything that was gathered."""
 
     def __init__(self, pipeline: Pipeline, replay: Replay, learner: Learner) -> None:
@@ -363,12 +363,12 @@ class Drawn(Source):
         )
         self.last = self._batches.last_step
 
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Draw the batch; its reward is the mean of the rewards stored with its trajectories."""
         row_ids, ages = self._batches.rows(step)
         reward = float(np.mean(self._store.read_scalars("task_reward", row_ids), dtype=np.float64))
         newest = {"newest_version": self._batches.newest}
-        return Batch(task_reward=reward, about=_about(), row_ids=row_ids, ages=ages, ledger_fields=newest)
+        return StepBatch(task_reward=reward, about=_about(), row_ids=row_ids, ages=ages, ledger_fields=newest)
 
 
 _OTHERWISE = (
@@ -389,10 +389,10 @@ class RecordedVersions(Source):
             self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
             self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
 
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Leave the choice to the learner; the reward is that of the rollout that the run had just collected."""
         first, end = np.searchsorted(self._versions, [step - 1, step]).tolist()
-        return Batch(task_reward=_mean(self._rewards[first:end]), about=_about())
+        return StepBatch(task_reward=_mean(self._rewards[first:end]), about=_about())
 
     def _check(self, num_steps: int, max_staleness: int) -> None:
         now = np.arange(num_steps)
@@ -418,7 +418,7 @@ class RecordedLedger(Source):
         self._rows, self._ids = rows[order], ids[order]
         self.last = self._recorded.last_step
 
-    def next(self, step: int, stop: StopRequest) -> Batch | None:
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Take the rows that the ledger names; the reward is that of the rollout that the step begins."""
         recorded = self._recorded.known(step)
         wanted = np.asarray(recorded["row_ids"], np.int64)
@@ -431,7 +431,7 @@ class RecordedLedger(Source):
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.updates_per_rollout == 0
-        return Batch(
+        return StepBatch(
             task_reward=self._rollout_reward(rollout) if begins and rollout is not None else None,
             about=_about(),
             row_ids=self._ids[at],
@@ -453,7 +453,7 @@ def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: Run
         DefinitionError: a store is too small for its share of a batch.
     """
     if not replay.recorded_order:
-        return Drawn(pipeline, replay, learner)
+        return DrawnBatches(pipeline, replay, learner)
     if run.bring(run.recorded_ledger).is_file():
         return RecordedLedger(pipeline, learner, run.recorded_ledger)
     return RecordedVersions(pipeline, learner)

@@ -57,7 +57,7 @@ class Member:
         group: the identity of its group.
         name: its `trajectory_id`; negative if it has none.
         since: when it arrived, seconds.
-        scores: its return, completion tokens, reward without a KL penalty and rounding, see `Scores`.
+        scores: its return, completion tokens, reward without a KL penalty and rounding, see `MemberScores`.
         batch: holds its steps; None if a store does.
         first: its first step in the batch.
         end: the step after its last one.
@@ -224,7 +224,7 @@ class GroupQueue:
         """Return the trajectories of groups to learn from, group after group, and their advantages."""
         stats, rules, groups = self.stats, self.rules, [group for group in groups if group.learned]
         members = [member for group in groups for member in group.members]
-        scores, sizes = Scores.of(members), [len(group.members) for group in groups]
+        scores, sizes = MemberScores.of(members), [len(group.members) for group in groups]
         codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
         if not members:
             return [], Graded(scores.returns, torch.zeros(0, dtype=torch.bool), codes, scores.returns.float())
@@ -323,7 +323,7 @@ def hold(members: Sequence[Member]) -> None:
         member.batch, member.first, member.end = held, first, end
 
 
-class Scores(NamedTuple):
+class MemberScores(NamedTuple):
     """The inputs of advantages, one number per trajectory.
 
     Attributes:
@@ -338,12 +338,12 @@ class Scores(NamedTuple):
     task: Tensor
     rounding: Tensor
 
-    def take(self, index: Tensor) -> Scores:
+    def take(self, index: Tensor) -> MemberScores:
         """Return the scores of the given trajectories."""
-        return Scores(*(values[index] for values in self))
+        return MemberScores(*(values[index] for values in self))
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> Scores:
+    def of(cls, members: Sequence[Member]) -> MemberScores:
         """Return the scores of members."""
         returns, lengths, task, rounding = torch.from_numpy(
             np.array([member.scores for member in members], np.float64).reshape(-1, 4).T.copy()
@@ -355,7 +355,7 @@ class Scores(NamedTuple):
         return list(zip(*(values.tolist() for values in self), strict=True))
 
 
-def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> Scores:
+def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> MemberScores:
     """Return the scores of trajectories; a trajectory without rewards has return 0.
 
     Args:
@@ -385,7 +385,7 @@ def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str
     return with_penalty(batch, returns, lengths, eps)
 
 
-def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> Scores:
+def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> MemberScores:
     """Return scores; if returns include a KL penalty, with the rewards before it and its rounding error."""
     coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
     if (
@@ -398,8 +398,8 @@ def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: flo
     ):
         before, weights = task.values.reshape(-1).double(), coef.values.reshape(-1)
         rounding = penalty_rounding(weights, before, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps)
-        return Scores(returns, lengths, before, rounding)
-    return Scores(returns, lengths, returns, torch.zeros_like(returns))
+        return MemberScores(returns, lengths, before, rounding)
+    return MemberScores(returns, lengths, returns, torch.zeros_like(returns))
 
 
 class Graded(NamedTuple):
@@ -432,7 +432,9 @@ class Graded(NamedTuple):
         )
 
 
-def graded_groups(scores: Scores, codes: Tensor, estimator: str | EstimatorFunction, batches: Tensor | None) -> Graded:
+def graded_groups(
+    scores: MemberScores, codes: Tensor, estimator: str | EstimatorFunction, batches: Tensor | None
+) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
 
     Args:

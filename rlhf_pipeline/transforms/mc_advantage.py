@@ -60,7 +60,7 @@ from rlhf_pipeline.transforms.groups import (
     GroupQueue,
     GroupRules,
     Member,
-    Scores,
+    MemberScores,
     gather,
     graded_groups,
     group_ids,
@@ -70,7 +70,7 @@ from rlhf_pipeline.transforms.groups import (
     number_of_group,
     scores_of,
 )
-from rlhf_pipeline.transforms.waiting_rows import Later, WaitingRows
+from rlhf_pipeline.transforms.waiting_rows import RowUpdate, WaitingRows
 from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
@@ -231,7 +231,7 @@ class MCAdvantage(Transform):
         """The waiting rows of a store, or None if trajectories wait in memory."""
         self._queue = GroupQueue(self._rules, self._stats)
         self._lock, self._pool = threading.RLock(), BufferPool()
-        self._store_call: _Call | None = None
+        self._store_call: _StoreCall | None = None
         """The current call of the buffer, if groups wait in its store."""
 
     def _check_arguments(self, close_policy: tuple[bool, str]) -> None:
@@ -345,7 +345,7 @@ class MCAdvantage(Transform):
         batch = some_steps_of(tensordict, self._needed(tensordict))
         members, seen = self._members(batch, 0.0), dict[Hashable, int]()
         codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
-        graded = graded_groups(Scores.of(members), codes, self.estimator, None)
+        graded = graded_groups(MemberScores.of(members), codes, self.estimator, None)
         bounds = [*(member.first for member in members), batch.n]
         return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
 
@@ -432,7 +432,7 @@ class MCAdvantage(Transform):
             call.read(self._queue)
         return self._queue
 
-    def _on_store(self, method: str, instead: str) -> _Call | None:
+    def _on_store(self, method: str, instead: str) -> _StoreCall | None:
         """Return the buffer's current call on the store; None if trajectories wait in memory.
 
         Raises:
@@ -464,7 +464,7 @@ class MCAdvantage(Transform):
         batch, bounds = gather([*members, *waits], self._pool)
         if call is None or not waits:
             return _Finished(batch, self._new_columns(batch, bounds, graded))
-        columns = self._new_columns(batch, bounds, graded.followed_by(Scores.of(waits).returns))
+        columns = self._new_columns(batch, bounds, graded.followed_by(MemberScores.of(waits).returns))
         return _Finished(batch, columns | call.rows.waiting_columns(batch, bounds, waits, self._queue))
 
     def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
@@ -502,7 +502,7 @@ class MCAdvantage(Transform):
         with self._lock:
             stats, before = dict(self._stats), self._queue.copy()
             with ExitStack() as alone:
-                self._store_call = None if self.rows is None else _Call(self.rows, alone)
+                self._store_call = None if self.rows is None else _StoreCall(self.rows, alone)
                 try:
                     yield
                 except BaseException:
@@ -523,7 +523,7 @@ class MCAdvantage(Transform):
                 self.rows.read(queue)
             return queue.waiting
 
-    def settle(self, rows: np.ndarray) -> list[Later]:
+    def settle(self, rows: np.ndarray) -> list[RowUpdate]:
         """Return the updates of stored rows that the call makes, once its own rows are stored.
 
         Args:
@@ -683,7 +683,7 @@ class MCAdvantage(Transform):
 
 
 @dataclass(slots=True)
-class _Call:
+class _StoreCall:
     """A call of a buffer on the store in which groups wait.
 
     Attributes:

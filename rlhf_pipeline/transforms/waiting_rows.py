@@ -41,7 +41,7 @@ _NEWEST = 16_384
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class Later(NamedTuple):
+class RowUpdate(NamedTuple):
     """New values for rows that a store holds.
 
     Attributes:
@@ -183,14 +183,14 @@ class WaitingRows:
             columns[CREATED_AT] = Flat(torch.full((batch.n,), waits[0].since, dtype=torch.float64))
         return columns
 
-    def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[Later]:
+    def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[RowUpdate]:
         """Return the updates that complete closed groups whose members are in the store."""
         (members, graded), rules = queue.grade(groups), queue.rules
         rows, kept = np.array([member.row for member in members], np.int64), {id(member) for member in members}
         left = [
             member.row for group in groups for member in group.members if member.row >= 0 and id(member) not in kept
         ]
-        out = [Later(np.array(left), {"waiting": np.full(len(left), LEFT_OUT)}, complete=False)] if left else []
+        out = [RowUpdate(np.array(left), {"waiting": np.full(len(left), LEFT_OUT)}, complete=False)] if left else []
         there = self.store.holds(rows)  # a ring may have evicted some
         rows, graded = rows[there], graded.take(torch.from_numpy(there))
         if not len(rows):
@@ -198,22 +198,22 @@ class WaitingRows:
         degenerate = graded.degenerate.numpy()
         if rules.zero_variance == "mark" and degenerate.any() and "priority" in self.store.schema:
             flat = rows[degenerate]
-            out.append(Later(flat, {"priority": np.zeros(len(flat), np.float32)}, complete=False))
+            out.append(RowUpdate(flat, {"priority": np.zeros(len(flat), np.float32)}, complete=False))
         columns: dict[str, Any] = {"return": graded.returns.double().numpy(), "degenerate": degenerate}
         name = self.column_of(rules.advantage_key)
         if name is not None:
             columns[name] = self._stored_advantage(name, rows, graded, rules)
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
-        return [*out, Later(rows, columns, complete=True)]
+        return [*out, RowUpdate(rows, columns, complete=True)]
 
-    def failures(self, queue: GroupQueue) -> list[Later]:
+    def failures(self, queue: GroupQueue) -> list[RowUpdate]:
         """Return the updates that record the failed members of waiting groups, each in its first row."""
         if self.column_of(FAILED_MEMBERS) is None:
             return []
         first = [(members[0], queue.failed.get(group, 0)) for group, members in queue.waiting.items()]
         new = [(member.row, failed) for member, failed in first if failed != member.failed]
         rows, counts = np.array(new, np.int64).reshape(-1, 2).T
-        return [Later(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
+        return [RowUpdate(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
 
     def _stored_advantage(self, name: str, rows: Ints, graded: Graded, rules: GroupRules) -> Any:
         """Return the advantages in the form of their column."""

@@ -23,7 +23,7 @@ from typing import Any
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.exchange.fields import (
     Fields,
-    Rollout,
+    RawRollout,
     Row,
     as_ids,
     as_list,
@@ -41,7 +41,7 @@ _LIMITS |= dict.fromkeys(("max_input_tokens", "max_output_tokens", "max_total_to
 _ENGINE = ("ProviderError", "InterceptionError", "TunnelError")
 
 
-def _read(fields: Fields) -> Iterator[Rollout | None]:
+def _read(fields: Fields) -> Iterator[RawRollout | None]:
     row = fields.row
     if not as_list(row["traces"], "traces"):
         yield None  # it failed before anything was sampled
@@ -55,7 +55,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
             yield _trajectory(fields, trace, path)
 
 
-def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout:
+def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
     row, agent, task = fields.row, part_of(trace, "agent"), part_of(trace, "task")
     made = _tokens([trace["nodes"][place] for place in path])
     rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
@@ -71,7 +71,7 @@ def _trajectory(fields: Fields, trace: Row, path: Sequence[int]) -> Rollout:
     env = part_of(row, "env")
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
     meta["stop_condition"] = trace.get("stop_condition")
-    return Rollout(**found, group=(group, agent.get("name")), failure=_failure(row, trace), meta=meta)
+    return RawRollout(**found, group=(group, agent.get("name")), failure=_failure(row, trace), meta=meta)
 
 
 def _failure(row: Row, trace: Row) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout
+from rlhf_pipeline.exchange.fields import Fields, RawRollout
 from rlhf_pipeline.exchange.tool import NO_END, NO_SCORES, NO_TOKENS, Tool
 
 
@@ -16,12 +16,12 @@ def _is_solution(value: Any) -> bool:
     return isinstance(value, dict) and "is_correct" in value and "solution" in value
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     for model, value in fields.row.items():
         if _is_solution(value):
             each = fields.of({**fields.row, **value})
             found = each.take(prompt="question", answer="ground_truth", completion="solution", reward="is_correct")
-            yield Rollout(**found, group=("row", fields.number), meta={"model": model})
+            yield RawRollout(**found, group=("row", fields.number), meta={"model": model})
 
 
 TOOL = Tool(

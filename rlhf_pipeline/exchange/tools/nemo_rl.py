@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.exchange.fields import Fields, Rollout, as_int, as_number
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, as_int, as_number
 from rlhf_pipeline.exchange.sequence import cut
 from rlhf_pipeline.exchange.tool import Tool, number_in
 
@@ -25,7 +25,7 @@ _FIELDS = (
 )
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     wrapped = isinstance(fields.row["input_lengths"], list)
     row = {name: _one(name, value) if wrapped else value for name, value in fields.row.items()}
     whole = {"tokens": row["token_ids"], "completion_mask": row["token_loss_mask"]}
@@ -38,7 +38,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
     found |= {"policy_version": max((number_in(fields.path, r"train_data_step(\d+)") or 1) - 1, 0)}
     learned = as_number(row["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: row[name] for name in ("idx", "agent_ref") if name in row} | ({} if learned else {"learned": False})
-    yield Rollout(**fields.of(row).made(found), mask_known=learned, meta=meta)
+    yield RawRollout(**fields.of(row).made(found), mask_known=learned, meta=meta)
 
 
 def _one(name: str, value: Any) -> Any:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout, Row, part_of
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, Row, part_of
 from rlhf_pipeline.exchange.tool import Tool
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     row, info = fields.row, part_of(fields.row, "request_info")
     truth = row["ground_truth"]
     are_ids = isinstance(truth, list) and all(isinstance(item, int) for item in truth)
@@ -35,7 +35,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
     called = bool(info.get("tool_calleds"))
     failure = "timeout" if info.get("timeouts") else "tool_error" if info.get("tool_errors") else ""
     group = (row["step"], row["prompt_idx"])
-    yield Rollout(**found, group=group, mask_known=not called, failure=failure, meta=fields.meta())
+    yield RawRollout(**found, group=group, mask_known=not called, failure=failure, meta=fields.meta())
 
 
 def is_metadata(row: Row) -> bool:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout
+from rlhf_pipeline.exchange.fields import Fields, RawRollout
 from rlhf_pipeline.exchange.tool import NO_END, NO_SCORES, NO_TOKENS, Tool
 from rlhf_pipeline.exchange.turns import check_one_turn
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     found = fields.take(prompt="input", completion="output", reward="reward")
     check_one_turn(found.get("completion", ""), one_turn=fields.one_turn)
-    yield Rollout(**found, group=("input", str(fields.row["input"])), as_chat=False, meta=fields.meta())
+    yield RawRollout(**found, group=("input", str(fields.row["input"])), as_chat=False, meta=fields.meta())
 
 
 TOOL = Tool(

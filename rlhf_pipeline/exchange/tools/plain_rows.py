@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import NONE, VALUES, Fields, Rollout, is_messages, shown
+from rlhf_pipeline.exchange.fields import NONE, VALUES, Fields, RawRollout, is_messages, shown
 from rlhf_pipeline.exchange.tool import Tool
 
 _OF_THE_PROMPT = ("prompt", "answer", "policy_version", "created_at")
@@ -31,7 +31,7 @@ def _names(fields: Fields) -> dict[str, str]:
     return found
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     names = _names(fields)
     several = fields.value(names.get("completion_ids", names.get("completion", "")))
     group = fields.row.get("group")
@@ -43,7 +43,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
         or any(isinstance(item, int) for item in several[:1])
     ):
         found = fields.take(**names)
-        yield Rollout(
+        yield RawRollout(
             **found,
             group=None if _missing(group) else (found.get("policy_version", 0), str(group)),
             meta=fields.meta() | ({} if _missing(group) else {"group": group}),
@@ -58,7 +58,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
         found = fields.of(each)
         found.given = {}
         key = (fields.number, str(each.get("prompt_ids", each.get("prompt"))))
-        yield Rollout(
+        yield RawRollout(
             **found.take(**{target: target for target in each if each[target] is not None}), group=key, meta=meta
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout, as_reward
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, as_reward
 from rlhf_pipeline.exchange.tool import NO_SCORES, NO_TOKENS, Tool, number_in
 from rlhf_pipeline.exchange.turns import check_one_turn
 
@@ -19,7 +19,7 @@ ONE_TURN = frozenset({"aime", "gsm8k", "lcb"})
 """The environments of skyrl-gym 0.4.0 that end after one response."""
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     score = fields.row["score"]
     if isinstance(score, list) and "reward" not in fields.given:
         fields = fields.of({**fields.row, "score": sum(as_reward(part, "score") for part in score)})
@@ -30,7 +30,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
     check_one_turn(text, one_turn=fields.one_turn, known=fields.row["env_class"] not in ONE_TURN)
     found = {"policy_version": number_in(fields.path, r"global_step_(\d+)") or 0, **found}
     group = ("input_prompt", str(fields.row["input_prompt"]))
-    yield Rollout(**found, group=group, as_chat=False, meta=fields.meta())
+    yield RawRollout(**found, group=group, as_chat=False, meta=fields.meta())
 
 
 TOOL = Tool(

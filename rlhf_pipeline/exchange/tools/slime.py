@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import Fields, Rollout, as_ids, as_int
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, as_ids, as_int
 from rlhf_pipeline.exchange.tool import Tool, number_in
 
 _ENDS = {"completed": ("stop", ""), "truncated": ("length", ""), "aborted": ("abort", "engine")}
@@ -22,7 +22,7 @@ _ENDS |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
 """By status: why the response ended, and the kind of failure. `failed` is slime's word for a tool or an API."""
 
 
-def _read(fields: Fields) -> Iterator[Rollout | None]:
+def _read(fields: Fields) -> Iterator[RawRollout | None]:
     row = fields.row
     size = as_int(row["response_length"], "response_length")
     tokens = as_ids(row["tokens"], "tokens")
@@ -48,7 +48,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
     found |= {"prompt_ids": tokens[:start], "completion_ids": tokens[start:]}
     group = None if row["group_index"] is None else (row["group_index"],)
     meta = fields.meta("index", "status", "metadata", "weight_versions", "remove_sample")
-    yield Rollout(**found, group=group, failure=failure, mask_known=not row["remove_sample"], meta=meta)
+    yield RawRollout(**found, group=group, failure=failure, mask_known=not row["remove_sample"], meta=meta)
 
 
 TOOL = Tool(

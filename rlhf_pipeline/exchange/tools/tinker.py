@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout, Row, as_list, as_reward, part_of
+from rlhf_pipeline.exchange.fields import Fields, RawRollout, Row, as_list, as_reward, part_of
 from rlhf_pipeline.exchange.tool import Tool
 
 Rewards = dict[tuple[Any, ...], dict[Any, float]]
@@ -29,7 +29,7 @@ def add_reward(rewards: Rewards, row: Row) -> None:
     rewards.setdefault(key, {})[row.get("split")] = as_reward(row["total_reward"], "total_reward")
 
 
-def read_samples(rewards: Rewards, fields: Fields) -> Iterator[Rollout | None]:
+def read_samples(rewards: Rewards, fields: Fields) -> Iterator[RawRollout | None]:
     """Yield the samples of one call; one that names no split gets a reward only where all splits agree on one."""
     row = fields.row
     if row.get("status") == "error":
@@ -48,7 +48,7 @@ def read_samples(rewards: Rewards, fields: Fields) -> Iterator[Rollout | None]:
         made |= {"log_probs": sample.get("logprobs"), "finish_reason": sample.get("stop_reason")}
         made |= {"created_at": row.get("created_at"), "reward": values.pop() if len(values) == 1 else None}
         key = ("row", fields.number) if group is None else (split, iteration, group)
-        yield Rollout(**fields.made(made), group=key, meta={"scope": scope, "model_path": row.get("model_path")})
+        yield RawRollout(**fields.made(made), group=key, meta={"scope": scope, "model_path": row.get("model_path")})
 
 
 TOOL = Tool(

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_pipeline.exchange.fields import Fields, Rollout
+from rlhf_pipeline.exchange.fields import Fields, RawRollout
 from rlhf_pipeline.exchange.sequence import cut
 from rlhf_pipeline.exchange.tool import Tool
 
 
-def _read(fields: Fields) -> Iterator[Rollout | None]:
+def _read(fields: Fields) -> Iterator[RawRollout | None]:
     row = fields.row
     whole = {"tokens": row["token_ids"], "completion_mask": row["loss_mask"]}
     found = cut({**whole, "log_probs": row["inference_logprobs"], "advantage": row["advantages"]})
@@ -23,7 +23,7 @@ def _read(fields: Fields) -> Iterator[Rollout | None]:
         yield None
         return
     found["policy_version"] = row["step"]
-    yield Rollout(**fields.made(found), group=("row", fields.number), meta=fields.meta("env_name", "rank"))
+    yield RawRollout(**fields.made(found), group=("row", fields.number), meta=fields.meta("env_name", "rank"))
 
 
 TOOL = Tool(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange.fields import Fields, Rollout
+from rlhf_pipeline.exchange.fields import Fields, RawRollout
 from rlhf_pipeline.exchange.tool import NO_END, NO_SCORES, NO_TOKENS, Tool
 
 _FIXED = ("step", "prompt", "completion", "advantage")
@@ -37,11 +37,11 @@ def _settle(fields: Fields) -> dict[str, str]:
     return {"reward": numbers[0]}
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     found = fields.take(prompt="prompt", completion="completion", advantage="advantage", policy_version="step")
     if "policy_version" not in fields.given:
         found["policy_version"] = max(found.get("policy_version", 0) - 1, 0)
-    yield Rollout(**found, as_chat=False, meta=fields.meta())
+    yield RawRollout(**found, as_chat=False, meta=fields.meta())
 
 
 TOOL = Tool(

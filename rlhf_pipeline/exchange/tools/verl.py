@@ -18,7 +18,7 @@ import re
 from collections.abc import Hashable, Iterator
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange.fields import Fields, Rollout
+from rlhf_pipeline.exchange.fields import Fields, RawRollout
 from rlhf_pipeline.exchange.tool import NO_END, NO_SCORES, NO_TOKENS, Tool
 from rlhf_pipeline.exchange.turns import check_one_turn
 
@@ -31,7 +31,7 @@ def _group(fields: Fields, step: int) -> Hashable:
     return (step, "input", str(fields.row["input"])) if found is None else (step, found[1])
 
 
-def _read(fields: Fields) -> Iterator[Rollout]:
+def _read(fields: Fields) -> Iterator[RawRollout]:
     row = fields.row
     if row.get("overlong_reward") is not None and "reward" not in fields.given:
         raise DefinitionError(
@@ -46,7 +46,7 @@ def _read(fields: Fields) -> Iterator[Rollout]:
         found["policy_version"] = max(step - 1, 0)
     failed = isinstance(row.get("error"), str) and row["error"]
     failure = "timeout" if row.get("timeout") is True else "grader_error" if failed else ""
-    yield Rollout(**found, group=_group(fields, step), failure=failure, as_chat=False, meta=fields.meta())
+    yield RawRollout(**found, group=_group(fields, step), failure=failure, as_chat=False, meta=fields.meta())
 
 
 TOOL = Tool(

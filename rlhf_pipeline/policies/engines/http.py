@@ -113,7 +113,7 @@ class HTTPEngine:
         self._given: tuple[Path, int] | None = None
         self._paused = False
         self._lock = threading.RLock()
-        self._calls: set[_Call] = set()
+        self._calls: set[_Request] = set()
 
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
@@ -127,7 +127,7 @@ class HTTPEngine:
         positions = min((n for n in (self._max_positions, server.max_model_len) if n is not None), default=None)
         limits = request.limits(vocab=self._vocab, positions=positions, positions_by=f"at {self.name}")
         jobs = jobs_of(request, limits, most=server.max_num_seqs)
-        call = _Call(self, jobs, request.deadline_s, versioned=self.version is not None)
+        call = _Request(self, jobs, request.deadline_s, versioned=self.version is not None)
         with self._lock:
             self._calls.add(call)
         try:
@@ -340,7 +340,7 @@ class HTTPEngine:
             return reply.status, raw.decode(errors="replace")
 
 
-class _Call:
+class _Request:
     """One call of `generate`: its jobs run in parallel, each until its reply is complete.
 
     `versioned` tells whether the server's weights had a version when the call began.

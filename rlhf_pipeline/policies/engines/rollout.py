@@ -113,7 +113,7 @@ class Gate:
                 self._changed.notify_all()
 
 
-class Rollout:
+class EngineRollout:
     """The state of one call of `SlotEngine.generate`; its subclasses decode.
 
     Args:

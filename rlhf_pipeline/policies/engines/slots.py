@@ -37,7 +37,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     WeightRefresh,
     Weights,
 )
-from rlhf_pipeline.policies.engines.rollout import Gate, Rollout
+from rlhf_pipeline.policies.engines.rollout import EngineRollout, Gate
 from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache
 from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
@@ -156,7 +156,7 @@ class SlotEngine:
         """Do nothing: the caches of a call go with it, and the model is not the engine's."""
 
 
-class RaggedRun(Rollout):
+class RaggedRun(EngineRollout):
     """Decodes live rows only: a finished row leaves at once, and the window is no wider than the longest row.
 
     The host reads every token before the next one, which costs little on a CPU: there the computation dominates.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.data.files import Source, field_of, find_sources
+from rlhf_pipeline.data.files import SourceFile, field_of, find_sources
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 
 ROWS = [{"question": f"q{i}", "answer": str(i), "extra": "é"} for i in range(130)]
@@ -104,7 +104,7 @@ def test_a_row_of_several_lines_is_named_by_its_first(tmp_path: Path):
     """A quoted field of CSV may hold line breaks."""
     path = tmp_path / "a.csv"
     path.write_text('q,a\n"one\ntwo",1\nthree,3\n')
-    source = Source(path, "csv")
+    source = SourceFile(path, "csv")
     assert [(number, row["q"]) for number, row in source.rows()] == [(2, "one\ntwo"), (4, "three")]
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
-from rlhf_pipeline.data.files import Source
+from rlhf_pipeline.data.files import SourceFile
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from rlhf_pipeline.exchange import copy_store, export_store, import_files, select
 from trajectory_store import Column, RaggedArray, TrajectoryStore, diff
@@ -277,7 +277,7 @@ def test_lists_of_numbers_are_read_as_arrays(tmp_path: Path):
     """The lists of an export are not taken apart into Python's numbers, which took most of the time of its import."""
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     export_store(small(tmp_path / "a"), tmp_path / "a.parquet")
-    rows = [row for _, row in Source(tmp_path / "a.parquet", "parquet").rows(arrays=True)]
+    rows = [row for _, row in SourceFile(tmp_path / "a.parquet", "parquet").rows(arrays=True)]
     assert [row["input_ids"].tolist() for row in rows] == [list(range(i + 1)) for i in range(6)]
     assert {row["input_ids"].dtype for row in rows} == {np.dtype("int32")}
 

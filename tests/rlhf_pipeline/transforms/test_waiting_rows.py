@@ -22,7 +22,7 @@ from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
-from rlhf_pipeline.transforms.waiting_rows import Later
+from rlhf_pipeline.transforms.waiting_rows import RowUpdate
 from tests.rlhf_pipeline.small import Clock
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 
@@ -497,7 +497,7 @@ def test_a_ring_may_drop_what_waits(tmp_path, make_rows):
     assert rb.extend(lazy_stack(old[1:])).numel() == 0
     assert rb.waiting() == [1001]
     (row,) = storage.waits
-    later = Later(np.array([row, 10**12]), {"advantage": np.array([3.0, 4.0], np.float32)}, complete=True)
+    later = RowUpdate(np.array([row, 10**12]), {"advantage": np.array([3.0, 4.0], np.float32)}, complete=True)
     assert len(storage.settle(later)) == 1
     assert rb.store.read_scalars("advantage", [row]).tolist() == [3.0]
     storage.close()
