@@ -86,7 +86,7 @@ class Task:
 
 TASKS = {
     "copy_digits": Task(rollouts=90, measure="task_reward", target=0.5, smooth=5, last=10),
-    "frozen_lake": Task(rollouts=200, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=16),
+    "frozen_lake": Task(rollouts=150, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
 }
 
 
