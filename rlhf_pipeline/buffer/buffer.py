@@ -232,7 +232,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return self._write(None) if advantage is None else self.close_overdue()
         with nullcontext() if advantage is None else advantage.call():
             rows = self._through(tensordicts, self._transforms())
-            return self._settle(advantage, self._write(rows)) if write else self._write(None)
+            return self._complete_stored(advantage, self._write(rows)) if write else self._write(None)
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
         """Commit trajectories as they are, bypassing the write path."""
@@ -286,14 +286,14 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return torch.zeros((0, 1), dtype=torch.int64)
         return ReplayBuffer._extend(self, cast(Any, rows))
 
-    def _settle(self, advantage: MCAdvantage | None, written: torch.Tensor) -> torch.Tensor:
+    def _complete_stored(self, advantage: MCAdvantage | None, written: torch.Tensor) -> torch.Tensor:
         """Complete the groups whose last members were just written; return all slots that may be drawn now."""
         if advantage is None or advantage.rows is None:
             return written
         storage, found = self.trajectories, [written] if written.numel() else []
-        for later in advantage.settle(storage.appended):
+        for later in advantage.stored_updates(storage.appended):
             with self._replay_lock, self._write_lock:
-                slots = torch.from_numpy(storage.settle(later))
+                slots = torch.from_numpy(storage.update_waiting(later))
                 if slots.numel():
                     writer: Any = self.writer
                     writer.completed(slots)
@@ -333,7 +333,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             done = how(advantage)
             before = transforms[: transforms.index(advantage)]
             written = self._write(None if done is None else self._through(done, before))
-            return self._settle(advantage, written)
+            return self._complete_stored(advantage, written)
 
     def waiting(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """Return one value of each trajectory that waits for its group.

@@ -223,14 +223,14 @@ class TrajectoryStorage(Storage):
                 self._set_last_cursor(int(slots[-1]))
         return slots
 
-    def settle(self, later: RowUpdate) -> np.ndarray:
+    def update_waiting(self, later: RowUpdate) -> np.ndarray:
         """Write the new values of rows that waited.
 
         Returns:
             The slots of the rows that are complete now, int64.
         """
         try:
-            return self._settle(later)
+            return self._update_waiting(later)
         except MissingRowError:  # a ring has dropped some of them
             there = self.store.holds(later.rows)
             columns = {
@@ -239,9 +239,9 @@ class TrajectoryStorage(Storage):
                 else values[there]
                 for name, values in later.columns.items()
             }
-            return self._settle(later._replace(rows=later.rows[there], columns=columns))
+            return self._update_waiting(later._replace(rows=later.rows[there], columns=columns))
 
-    def _settle(self, later: RowUpdate) -> np.ndarray:
+    def _update_waiting(self, later: RowUpdate) -> np.ndarray:
         rows, columns = later.rows, dict(later.columns)
         if not len(rows):
             return np.empty(0, np.int64)

@@ -171,7 +171,7 @@ async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(outcome: Any, failed: bool) -> None:
+    def end_call(outcome: Any, failed: bool) -> None:
         if not future.done():
             (future.set_exception if failed else future.set_result)(outcome)
 
@@ -183,7 +183,7 @@ async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, ends this conversation only
             outcome, failed = RuntimeError(f"{type(error).__name__}: {error}"), True
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, outcome, failed)
+            loop.call_soon_threadsafe(end_call, outcome, failed)
 
     threading.Thread(target=work, name=f"tool-{_name(function)}", daemon=True).start()
     found = await future

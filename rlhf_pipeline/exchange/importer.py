@@ -297,7 +297,7 @@ def _recognise(sources: Sequence[Dump], format: str, made: _Made) -> list[_Item]
             if tool is None and made.given:
                 raise DefinitionError("an export of a store names its own fields; leave out --field.")
             if tool is not None:
-                told = tool.settle(Fields(row, made.given))
+                told = tool.first_row_tells(Fields(row, made.given))
                 mine = replace(made, given={**told, **made.given})
                 with contextlib.suppress(DataError):  # a bad row is named when its turn comes
                     next(mine.rollouts(source, tool, number, row), None)

@@ -34,7 +34,7 @@ class Tool:
     """Yields the rollouts of one row; None for a part of it that has nothing that a policy sampled."""
     also: Callable[[Row], bool] = lambda row: True
     """A further condition on a row."""
-    settle: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
+    first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
     """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
     repeated_but: str = ""
     """The tool may write the rows of one file again into the next, and then only this field differs."""

@@ -266,7 +266,7 @@ class MCAdvantage(Transform):
         """Return the trajectories of a batch to write to the store, or None.
 
         Without an attached store (`attach`) these are the complete groups; the others wait in memory. With one, they
-        are all trajectories: members of incomplete groups have no advantage yet, and `settle` adds it later.
+        are all trajectories: members of incomplete groups have no advantage yet, and `stored_updates` adds it later.
         """
         done = self._taken(batch, "write")
         return None if done is None else done.batch
@@ -446,7 +446,7 @@ class MCAdvantage(Transform):
         return self._store_call
 
     def _out(self, closed: list[Closed]) -> TensorDictBase | None:
-        """Return groups closed outside the write path; with a store, leave them to `settle`."""
+        """Return groups closed outside the write path; with a store, leave them to `stored_updates`."""
         if self._store_call is not None:
             self._store_call.close(closed)
             return None
@@ -523,7 +523,7 @@ class MCAdvantage(Transform):
                 self.rows.read(queue)
             return queue.waiting
 
-    def settle(self, rows: np.ndarray) -> list[RowUpdate]:
+    def stored_updates(self, rows: np.ndarray) -> list[RowUpdate]:
         """Return the updates of stored rows that the call makes, once its own rows are stored.
 
         Args:

@@ -290,7 +290,7 @@ class Bucket(ABC):
         """Get one object, or None."""
         return self.get_many([key])[0]
 
-    def settle(self, key: str, data: bytes) -> bool:
+    def put_once(self, key: str, data: bytes) -> bool:
         """Put an object unless one exists; return whether the object that is there then has these bytes.
 
         A put that failed or was not answered may still arrive, and a client may repeat one whose reply was lost. So the

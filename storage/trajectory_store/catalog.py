@@ -126,7 +126,7 @@ class Catalog:
                 if segment.rows != rows:
                     self._grew(segment)
 
-    def settled(self, segment: Segment) -> bool:
+    def is_final(self, segment: Segment) -> bool:
         """Return whether no process can append to a segment any more; if so, all its rows are known."""
         if not segment.finished:
             if segment.is_live() or not self.medium.seal(segment):

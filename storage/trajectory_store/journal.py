@@ -201,9 +201,9 @@ def catalog_json() -> bytes:
 
 def put_first(bucket: Bucket, first: State) -> None:
     """Put the first record, which follows from the root: every process puts the same bytes."""
-    bucket.settle(f"{CATALOG}/{KEY}", catalog_json())
+    bucket.put_once(f"{CATALOG}/{KEY}", catalog_json())
     for key in record_keys(0):
-        bucket.settle(key, first.to_bytes())
+        bucket.put_once(key, first.to_bytes())
 
 
 class Journal:
@@ -326,7 +326,7 @@ class Journal:
                 continue
             now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
-            if self._bucket.settle(record_keys(number)[0], state.to_bytes()) and self._counts(state):
+            if self._bucket.put_once(record_keys(number)[0], state.to_bytes()) and self._counts(state):
                 self.state, self.top = state, number
                 self._put_copy()
                 self._prune(number)
@@ -345,7 +345,7 @@ class Journal:
 
     def _put_copy(self) -> None:
         try:
-            self._bucket.settle(record_keys(self.state.number)[1], self.state.to_bytes())
+            self._bucket.put_once(record_keys(self.state.number)[1], self.state.to_bytes())
         except WriteFailedError as error:
             raise UnsyncedError(
                 error.errno, f"the copy of a record could not be put: {error}", self._bucket.where

@@ -111,7 +111,7 @@ def create_root(bucket: Bucket, root: Root) -> None:
     """
 
     def fill(bucket: Bucket) -> None:
-        if not bucket.settle(KEY, root.to_json()):
+        if not bucket.put_once(KEY, root.to_json()):
             raise taken(bucket.where)
         put_first(bucket, root.first_state)
 

@@ -227,7 +227,7 @@ class TrajectoryStore(StoreReads):
         catalog = self._catalog
         for update in [s for s in catalog.updates.values() if column.name in s.schema]:
             catalog.medium.fence(update)  # a writer that goes on looks at the columns again
-            if not catalog.settled(update):
+            if not catalog.is_final(update):
                 raise SchemaError(
                     f"no column can join axis '{column.axis}' while another process updates '{column.name}', which is "
                     "alone on it and may change its lengths. Close the other process, then add the columns again."

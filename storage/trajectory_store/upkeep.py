@@ -79,7 +79,7 @@ def evict(catalog: Catalog, root: Root) -> int:
     catalog.refresh()
     victims = _victims(catalog, root)
     rows = sum(s.rows for s in victims)
-    if not all(catalog.settled(s) for s in victims) or sum(s.rows for s in victims) != rows:
+    if not all(catalog.is_final(s) for s in victims) or sum(s.rows for s in victims) != rows:
         return 0  # the next new segment tries again
     if not victims:
         return 0
@@ -149,7 +149,7 @@ def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
     """Return the finished update segments whose trajectories are all gone."""
     out: set[int] = set()
     for update in list(catalog.updates.values()):
-        if catalog.settled(update) and not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
+        if catalog.is_final(update) and not _belong(catalog.state, update.array(TARGET)[: update.rows], gone).any():
             out.add(update.ordinal)
     return out
 
@@ -166,8 +166,8 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
     with _claim(catalog) as mine:
         if not mine:
             return CompactReport(before, before, 0, bytes_before, bytes_before, "another process compacts")
-        still = [s for s in catalog.row_segments() if catalog.settled(s)]
-        updates = [s for s in catalog.updates.values() if catalog.settled(s)]
+        still = [s for s in catalog.row_segments() if catalog.is_final(s)]
+        updates = [s for s in catalog.updates.values() if catalog.is_final(s)]
         _drop(catalog, {s.ordinal for s in _sound(catalog, [s for s in (*still, *updates) if not s.rows])}, {})
         still, updates = (_sound(catalog, [s for s in some if s.rows]) for some in (still, updates))
         for group in _packed(still, *_most(root)):
@@ -216,7 +216,7 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
         for _, members in sorted(tiers.items()):
             if len(members) < FANOUT:
                 continue
-            still = [s for s in members if (catalog.settled(s) if sealing else not s.is_live())]
+            still = [s for s in members if (catalog.is_final(s) if sealing else not s.is_live())]
             group = max([[], *_packed(still, *most)], key=len)
             if len(group) >= FANOUT:
                 return group

@@ -77,7 +77,9 @@ class Stream:
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         with self._lock:
-            writer, first = (None, -1) if self._writer is None or self._writer.pending is None else self._settled(batch)
+            writer, first = (
+                (None, -1) if self._writer is None or self._writer.pending is None else self._after_pending(batch)
+            )
             while writer is None:
                 writer = self._writer_for(batch, schema, begin)
                 # After every commit that this process has seen, whatever the clock says.
@@ -103,8 +105,8 @@ class Stream:
         self._catalog.medium.bucket.still_here()  # else the rows are in a folder that nobody reads
         return writer.ordinal, first
 
-    def _settled(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
-        """Settle the pending commit; return its writer and first row if it holds this batch, else None and -1."""
+    def _after_pending(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
+        """Find out about the pending commit; return its writer and first row if it holds this batch, else None, -1."""
         writer, first = self._writer, None
         if writer is not None:
             try:

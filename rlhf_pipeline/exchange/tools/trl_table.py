@@ -18,7 +18,7 @@ from rlhf_pipeline.exchange.tool import NO_END, NO_SCORES, NO_TOKENS, Tool
 _FIXED = ("step", "prompt", "completion", "advantage")
 
 
-def _settle(fields: Fields) -> dict[str, str]:
+def _first_row_tells(fields: Fields) -> dict[str, str]:
     """Return the one column of numbers that may be the reward, unless the user names it."""
     if "reward" in fields.given:
         return {}
@@ -53,6 +53,6 @@ TOOL = Tool(
     "group=rows in turn with one prompt",
     lacks=(NO_TOKENS, NO_END, NO_SCORES, "the weights of the reward functions"),
     read=_read,
-    settle=_settle,
+    first_row_tells=_first_row_tells,
     repeated_but="step",
 )

@@ -187,7 +187,7 @@ class Mirror:
 
     def keep_first(self, name: str) -> bool:
         """Put a file unless it exists; otherwise fetch the existing one. Return whether it was put."""
-        if self.bucket.settle(name, (self.root / name).read_bytes()):
+        if self.bucket.put_once(name, (self.root / name).read_bytes()):
             return True
         (self.root / name).unlink()
         self.bring(name)

@@ -40,11 +40,11 @@ class BucketRollouts(Rollouts):
     @staticmethod
     def begin(bucket: ObstoreBucket) -> None:
         """Mark the run as one of several processes."""
-        bucket.settle(_BEGUN, b"")
+        bucket.put_once(_BEGUN, b"")
 
     def add(self, done: StoredRollout) -> None:
         """Put the record; if another collector was first, its record counts and says the same."""
-        self._bucket.settle(_key(done.rollout), json.dumps(asdict(done)).encode())
+        self._bucket.put_once(_key(done.rollout), json.dumps(asdict(done)).encode())
 
     def new(self, known: RolloutSet) -> list[int]:
         """List the rollouts after the known ones."""

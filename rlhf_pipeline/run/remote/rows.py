@@ -81,7 +81,7 @@ class LineLog:
             self._looked = -1e9
             found += self.new()
             opening = self._pack(Part(lines=b"", cut=None))
-            if self._bucket.settle(self._key(self._next), opening):
+            if self._bucket.put_once(self._key(self._next), opening):
                 self._took(opening)
                 self.is_writing = True
         return found
@@ -98,11 +98,11 @@ class LineLog:
 
     def _put(self, raw: bytes) -> None:
         key = self._key(self._next)
-        if not self._bucket.settle(key, raw):
+        if not self._bucket.put_once(key, raw):
             raise replaced(f"{self._bucket.where}/{key}")
         self._took(raw)
         if len(self._block) == BLOCK:
-            self._bucket.settle(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))
+            self._bucket.put_once(f"{self._name}/blocks/{self._next // BLOCK - 1:08d}", b"".join(self._block))
             self._block = []
 
     def _took(self, raw: bytes) -> None:

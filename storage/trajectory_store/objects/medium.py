@@ -232,7 +232,7 @@ class ObjectMedium(Medium):
         raw = group_json(meta.to_attributes())
         while True:
             ordinal = least
-            if not self.bucket.settle(f"{segment_name(ordinal)}/{KEY}", raw):
+            if not self.bucket.put_once(f"{segment_name(ordinal)}/{KEY}", raw):
                 least = ordinal + 1
                 continue
             lock = self.bucket.lock(f"{segment_name(ordinal)}/{KEY}")
@@ -262,7 +262,7 @@ class ObjectMedium(Medium):
             writer.finish()
         sealed = {"rows": entry.rows, "ends": ends, "crc": {name: writer.crc for name, (_, writer) in writers.items()}}
         raw = group_json({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed})
-        if not self.bucket.settle(f"{entry.name}/{KEY}", raw):
+        if not self.bucket.put_once(f"{entry.name}/{KEY}", raw):
             raise WriteFailedError(None, f"{entry.name} was made by another process", self.where)
         self.bucket.sync(entry.name)
 
@@ -290,7 +290,7 @@ class ObjectMedium(Medium):
             ends=last,
             sealed=True,
         )
-        if self.bucket.settle(segment.key(end.seq), build(end, {}, compress=False)):
+        if self.bucket.put_once(segment.key(end.seq), build(end, {}, compress=False)):
             segment.add(end)
         else:
             self.refresh([segment])
@@ -480,7 +480,7 @@ class ObjectWriter(SegmentWriter):
         time_ns = max(time_ns, self.last_time + 1)
         commit = self._next(time_ns, batch.n_rows, ends, catalog=catalog, crc=crc)
         shaped = {name: (self._exact(name, values), values) for name, values in arrays.items()}
-        return self._settle(commit, build(commit, shaped, compress=self._compress))
+        return self._put_commit(commit, build(commit, shaped, compress=self._compress))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
         """Return the record of the next commit, or of the end."""
@@ -507,16 +507,16 @@ class ObjectWriter(SegmentWriter):
         if self.pending is None:
             return None
         commit, raw = self.pending
-        first = self._settle(commit, raw)
+        first = self._put_commit(commit, raw)
         arrays = batch.fitted(self.meta.schema).arrays(self.meta)
         same = all(commit.crc[name] == crc32c(values.view(np.uint8)) for name, values in arrays.items())
         return first if commit.n_rows == batch.n_rows and same else None
 
-    def _settle(self, commit: Commit, raw: bytes) -> int:
+    def _put_commit(self, commit: Commit, raw: bytes) -> int:
         """Put the object of a commit, which is pending until its outcome is known; return its first row."""
         self.pending, unsynced = (commit, raw), None
         try:
-            mine = self._bucket.settle(commit_key(self._name, commit.seq), raw)
+            mine = self._bucket.put_once(commit_key(self._name, commit.seq), raw)
         except UnsyncedError as error:
             mine, unsynced = True, error
         except WriteFailedError as error:
@@ -554,7 +554,7 @@ class ObjectWriter(SegmentWriter):
             synced = False
         end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
         with suppress(StoreError, OSError):
-            if self._bucket.settle(commit_key(self._name, end.seq), build(end, {}, compress=False)):
+            if self._bucket.put_once(commit_key(self._name, end.seq), build(end, {}, compress=False)):
                 self._own.append(end)
 
     def abandon(self) -> None:

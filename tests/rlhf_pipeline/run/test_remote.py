@@ -106,13 +106,13 @@ def test_a_request_is_tried_for_a_time_and_not_a_number_of_times(memory, monkeyp
             return getattr(obstore, name)
 
     real._obs = Gone(0.3)
-    assert real.settle("part", b"a")
+    assert real.put_once("part", b"a")
     assert time.monotonic() - since > 0.3
     real._obs = Gone(9)
     with pytest.raises(StoreError, match=r"part.*no route to host"):
         real.get("part")
     with pytest.raises(StoreError, match=r"part.*no route to host"):
-        real.settle("part", b"a")
+        real.put_once("part", b"a")
     monkeypatch.setenv(PATIENCE, "long")
     with pytest.raises(StoreError, match="TRAJECTORY_STORE_PATIENCE_S='long'"):
         real.get("part")

@@ -116,7 +116,7 @@ def test_killed_between_the_commit_and_the_update(open_buffer, make_rows, monkey
     def die(later):
         raise SystemExit
 
-    monkeypatch.setattr(rb.storage, "settle", die)
+    monkeypatch.setattr(rb.storage, "update_waiting", die)
     with pytest.raises(SystemExit):
         rb.extend(lazy_stack([rows[1]]))
     assert np.isnan(rb.store.read_scalars("advantage")).all()
@@ -498,7 +498,7 @@ def test_a_ring_may_drop_what_waits(tmp_path, make_rows):
     assert rb.waiting() == [1001]
     (row,) = storage.waits
     later = RowUpdate(np.array([row, 10**12]), {"advantage": np.array([3.0, 4.0], np.float32)}, complete=True)
-    assert len(storage.settle(later)) == 1
+    assert len(storage.update_waiting(later)) == 1
     assert rb.store.read_scalars("advantage", [row]).tolist() == [3.0]
     storage.close()
 
