@@ -321,7 +321,7 @@ def until(done: Callable[[], bool], seconds: float = 30) -> None:
 def test_a_live_run_of_three_processes(browser: Any, tmp_path: Path):
     """The header follows the run and ends with the store's number; its processes are shown."""
     run = tmp_path / "live"
-    sizes = ("--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4", "--steps", "40")
+    sizes = ("--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4", "--steps", "120")
     command = [
         sys.executable,
         "-m",
@@ -343,7 +343,7 @@ def test_a_live_run_of_three_processes(browser: Any, tmp_path: Path):
                 page.wait_for_timeout(500)
             assert process.returncode == 0
             with TrajectoryStore.open(run / "store") as store:
-                until(lambda: page.inner_text("#live").strip().startswith(f"{len(store):,} trajectories, step 40"))
+                until(lambda: page.inner_text("#live").strip().startswith(f"{len(store):,} trajectories, step 120"))
             assert len(seen) > 1
             go(page, url, "0/health")
             assert {"collector-0", "collector-1", "learner"} <= set(
