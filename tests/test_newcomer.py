@@ -60,8 +60,8 @@ ADDITIONS = {
     "estimator": {
         CONFIG: ('Estimator = Literal["grpo",', 'Estimator = Literal["half", "grpo",'),
         "rlhf_pipeline/functional/advantage.py": (
-            '    elif estimator == "rloo":',
-            '    elif estimator == "half":\n        advantages = centred / 2\n    elif estimator == "rloo":',
+            '    "rloo": EstimatorEntry(_rloo),',
+            '    "rloo": EstimatorEntry(_rloo),\n    "half": EstimatorEntry(lambda found: found.centred / 2),',
         ),
     },
     "sampler": {
