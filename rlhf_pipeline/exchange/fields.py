@@ -35,7 +35,7 @@ class RawRollout:
 
     Only what the file holds is given; an empty field is unknown, and nothing takes its place.
 
-    >>> Rollout(prompt_ids=[1, 2], completion_ids=[3], reward=1.0).finish_reason
+    >>> RawRollout(prompt_ids=[1, 2], completion_ids=[3], reward=1.0).finish_reason
     ''
     """
 

@@ -24,7 +24,7 @@ class TorchDump:
     def rows(
         self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`, counted from 0, tensors as lists; the arguments are those of `Source.rows`."""
+        """Yield `(number, row)`, counted from 0, tensors as lists; the arguments are those of `SourceFile.rows`."""
         import torch
 
         try:
