@@ -217,11 +217,11 @@ def group_advantage(
     degenerate = flat[index]
 
     if entry.of_batch:
-        spread = _batch_std(r - r.mean())
+        batch = r - r.mean()
+        spread = _batch_std(batch)
         flat = spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()
         if task_rewards is not None and rounding is not None:
-            within = (r - r.mean()).abs() <= rounding.double()
-            flat = flat | ((task_rewards == task_rewards[0]).all() & within.all())
+            flat = flat | ((task_rewards == task_rewards[0]).all() & (batch.abs() <= rounding.double()).all())
         degenerate = flat.expand_as(degenerate)
     advantages = entry.advantages(Returns(r, index, lengths, size, centred, std, degenerate))
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())

@@ -1,4 +1,4 @@
-"""The definition of `soak.py --effects`: frozen lakes, shortened, whose walkers note where they begin and end."""
+"""Frozen lakes, shortened, whose walkers note where they begin and end; the definition of `soak.py --effects`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class NotedLake(FrozenLake):
             os.close(file)
 
 
+def small_lake(environment: type[FrozenLake], **changes: int) -> Pipeline:
+    """`frozen_lake` with a smaller model and other settings, `part__field` for `part.field`, without evaluation."""
+    settings = {name.replace("__", "."): str(value) for name, value in changes.items()}
+    settings |= {"policy.hidden_size": "16", "learn.lr_schedule": "constant"}
+    found = definitions.find("frozen_lake").pipeline([*settings.items()])
+    return dataclasses.replace(found, evaluate=None, environment=environment)
+
+
 def noted_lake() -> Pipeline:
-    """`frozen_lake` with a smaller model, half of each rollout and collectors that run ahead, without evaluation."""
-    changes = {
-        "policy.hidden_size": "16",
-        "collect.prompts_per_rollout": "16",
-        "buffer.max_staleness": "2",
-        "learn.lr_schedule": "constant",
-        "learn.checkpoint_every": "10",
-    }
-    found = definitions.find("frozen_lake").pipeline([*changes.items()])
-    return dataclasses.replace(found, evaluate=None, environment=NotedLake)
+    """A quarter of each rollout, and collectors that run ahead."""
+    return small_lake(NotedLake, collect__prompts_per_rollout=16, buffer__max_staleness=2, learn__checkpoint_every=10)

@@ -13,10 +13,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rlhf_pipeline import FrozenLake, Pipeline, Prompt, Reward, Step, Turn, definitions
+from rlhf_pipeline import Pipeline, Reward, Step, Turn
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.crash._lakes import NOTES, NotedLake, small_lake
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -25,48 +26,24 @@ NUM = 2 * 4 * 4
 """Conversations of the run."""
 
 
-class Sends(FrozenLake):
-    """Writes each beginning and end to a file, and may end the process between two of them."""
+class Killed(NotedLake):
+    """Ends its process after so many ends."""
 
-    has_effects = True
-    file: ClassVar[Path]
     kill_after: ClassVar[int | None] = None
-
-    def reset(self, prompt: Prompt, seed: int) -> str:
-        """Note a beginning."""
-        self.note("begins")
-        return super().reset(prompt, seed)
 
     def step(self, turn: Turn) -> Step:
         """Kill the process if so many conversations have ended."""
-        ended = self.file.read_text().split().count("ends")
+        ended = Path(os.environ[NOTES]).read_text().split().count("ends")
         if self.kill_after is not None and ended >= self.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(turn)
 
-    def end(self, reason: str) -> dict[str, float]:
-        """Note an end."""
-        self.note("ends")
-        return {}
-
-    def note(self, word: str) -> None:
-        """Append a word to the file."""
-        with self.file.open("a") as file:
-            file.write(f"{word}\n")
-
 
 def pipeline() -> Pipeline:
     """Two steps on a rollout of four groups of four each."""
-    changes = {
-        "collect.prompts_per_rollout": "4",
-        "collect.group_size": "4",
-        "policy.hidden_size": "16",
-        "learn.lr_schedule": "constant",
-        "learn.steps": "2",
-        "learn.checkpoint_every": "1",
-    }
-    found = definitions.find("frozen_lake").pipeline([*changes.items()])
-    return dataclasses.replace(found, evaluate=None, environment=Sends)
+    return small_lake(
+        Killed, collect__prompts_per_rollout=4, collect__group_size=4, learn__steps=2, learn__checkpoint_every=1
+    )
 
 
 def live(folder: Path, kill_after: int | None) -> int | None:
@@ -74,8 +51,8 @@ def live(folder: Path, kill_after: int | None) -> int | None:
 
     def act() -> None:
         torch.set_num_threads(1)
-        Sends.file, Sends.kill_after = folder / "notes", kill_after
-        Sends.file.touch()
+        os.environ[NOTES], Killed.kill_after = str(folder / "notes"), kill_after
+        (folder / "notes").touch()
         run(pipeline(), run_dir=folder / "run", resume=RunFolder(folder / "run").is_recorded)
 
     process = multiprocessing.get_context("fork").Process(target=act)
@@ -120,6 +97,5 @@ def test_rewards_of_whole_groups_are_refused(tmp_path):
     def of_group(completions: list[str], **columns: object) -> list[float]:
         return [0.0] * len(completions)
 
-    Sends.file = tmp_path / "notes"
     with pytest.raises(DefinitionError, match="a reward function of a whole group cannot be used"):
         run(dataclasses.replace(pipeline(), reward=Reward(of_group)), run_dir=tmp_path / "run")
