@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,7 +171,7 @@ class Conversations:
             rows = converse(
                 self.policy.engine,
                 Request(
-                    prompts=firsts if whole else [firsts[place // size] for place in self._places],
+                    prompts=[*firsts.values()] if whole else [firsts[place // size] for place in self._places],
                     group_size=size if whole else 1,
                     members=None if whole else [place % size for place in self._places],
                     max_new_tokens=self.config.max_new_tokens,
@@ -198,8 +199,8 @@ class Conversations:
 
     # Beginnings
 
-    def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> list[list[int]]:
-        """Make and reset all environments, and return the first tokens of each group."""
+    def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
+        """Make and reset all environments, and return the first tokens of each group that has any."""
         size = self.config.group_size
         prompt_of = [place // size for place in self._places]
         made = self._caller.run([self.make] * len(prompt_of))
@@ -215,17 +216,20 @@ class Conversations:
         while any(inspect.isawaitable(outcome) for outcome in shown):
             for place, outcome in self._caller.arrived(wait=True).items():
                 shown[place] = outcome
-        self.talks, firsts = [], list[list[int]]()
-        for index, prompt in enumerate(prompts):
-            group = [place for place, owner in enumerate(prompt_of) if owner == index]
-            first = next((shown[place] for place in group if not isinstance(shown[place], BaseException)), None)
-            messages, ids, as_chat = self._first(prompt, first)
+        self.talks, firsts = [], dict[int, list[int]]()
+        for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
+            group, prompt = [*members], prompts[index]
+            good = [place for place in group if not isinstance(shown[place], BaseException)]
+            first = shown[good[0]] if good else None
+            messages, ids, as_chat = [], [self.policy.pad_token_id], False
+            if good:  # otherwise nothing of the group is learned, and the engine needs a token
+                messages, ids, as_chat = self._first(prompt, first)
             if len(ids) >= most:
                 raise DataError(
                     f"prompt {int(cursors[index])} has {len(ids)} tokens as the environment shows it, and a row has "
                     f"{most}: nothing can follow. Raise collect.max_row_tokens, or leave the prompt out."
                 )
-            firsts.append(ids)
+            firsts[index] = ids
             for place in group:
                 said = [dict(message) for message in messages]
                 talk = Conversation(prompt, made[place], said, len(said), as_chat=as_chat)

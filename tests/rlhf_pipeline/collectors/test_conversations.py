@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import math
@@ -189,6 +190,34 @@ def test_members_of_a_group_see_the_same():
 
     with pytest.raises(DefinitionError, match="reset shows members of the group of prompt 0 different things"):
         talks(Fickle)
+
+
+class Hidden(FrozenLake):
+    """Shows a prompt whose text the tokenizer does not know; the third map cannot be had."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        if prompt.text.startswith("torn"):
+            raise OSError("the map is torn")
+        return super().reset(prompt, seed)
+
+
+def test_only_what_an_environment_shows_is_encoded():
+    """The text of a prompt is not, whether a group has no conversation left to run or every reset of it failed."""
+    source, policy = LakeMaps(start_anywhere=True), lake_policy()
+    runner = Conversations(
+        Hidden, policy=policy, config=Collect(**LIMITS), temperature=1.0, seed=3, as_chat=False, template={}
+    )
+    prompts = [
+        dataclasses.replace(source.prompt(cursor, 0), text="torn map" if cursor == 2 else "map") for cursor in range(4)
+    ]
+    wanted = [talk.row for talk in talks(FrozenLake, policy)]
+    left = [2, 3, *range(8, 16)]
+    found = runner.run(prompts, range(4), only=left)
+    assert [talk.failure is None for talk in found] == [place // 4 != 2 for place in left]
+    for place, talk in zip(left, found, strict=True):
+        assert (one := wanted[place]) is not None
+        assert talk.row is not None
+        assert talk.failure is not None or talk.row.ids == one.ids
 
 
 def test_tools_answer_calls_and_say_what_is_wrong():
