@@ -70,10 +70,11 @@ from rlhf_pipeline.run.events import RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.run import Run
 run = RunFolder.open(sys.argv[1])
 pipeline = definitions.find(run.config.definition).pipeline(run.config.overrides)
 act, until = {"learn": (learn, RunStarted), "collect": (collect, RolloutDone)}[sys.argv[2]]
-act(pipeline, run_dir=run.path, definition=run.config.definition, overrides=run.config.overrides,
+act(Run(pipeline=pipeline, run_dir=run.path, definition=run.config.definition, overrides=run.config.overrides),
     on_event=lambda event: os.kill(os.getpid(), 15) if isinstance(event, until) else None)
 """
 

@@ -40,7 +40,7 @@ from rlhf_pipeline import CausalLMPolicy, TrajectoryStorage, definitions
 from rlhf_pipeline.exchange import import_files
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.run.checkpoint import list_checkpoints
-from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.start import run
 
 DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "gsm8k"
 SETTINGS = (
@@ -124,7 +124,7 @@ def learn(folder: Path, *, seed: int, settings: tuple[tuple[str, str], ...] = SE
         *settings,
     )
     definition = definitions.find("offline_replay")
-    replay_stores(
+    run(
         definition.pipeline(overrides),
         run_dir=folder / "run",
         seed=seed,

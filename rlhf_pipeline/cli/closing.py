@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from rlhf_pipeline.cli.plan import Plan
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration, number
@@ -13,22 +12,23 @@ from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.run import Run
 
 
-def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
+def finish(finished: RunFinished, asked: Run, view: RunView) -> None:
     """Write the report, and print the result of the run and the next commands."""
     from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.report.show import before_and_after
 
     run = RunFolder.open(finished.run_dir)
-    if plan.pipeline.replay is not None:
-        view.say(replay_sentence(finished, run, resumed=plan.resume))
+    if asked.pipeline.replay is not None:
+        view.say(replay_sentence(finished, run, resumed=asked.resume))
     else:
-        view.say(result_sentence(finished, resumed=plan.resume))
+        view.say(result_sentence(finished, resumed=asked.resume))
     if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
-        view.say(f"next:\n  {plan.again}\n      continue where it stopped")
+        view.say(f"next:\n  {asked.again}\n      continue where it stopped")
         return
-    if plan.pipeline.replay is None:
+    if asked.pipeline.replay is None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
             view.say(line)
     written = write_report(run)
@@ -36,7 +36,7 @@ def finish(finished: RunFinished, plan: Plan, view: RunView) -> None:
     for line in _trained(run):
         view.say(line)
     view.say("next:")
-    for command, meaning in next_commands(finished, plan):
+    for command, meaning in next_commands(finished, asked):
         view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
 
 
@@ -77,20 +77,20 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
     return f"{why}{steps} on {there}; {uses:.2f} uses of each"
 
 
-def next_commands(finished: RunFinished, plan: Plan) -> list[tuple[str, str]]:
+def next_commands(finished: RunFinished, asked: Run) -> list[tuple[str, str]]:
     """Return useful next commands, each with its meaning."""
     folder = typed(finished.run_dir)
     more = {
-        "interrupted": (f"{plan.again}", "continue where it stopped"),
-        "steps": (f"{plan.again} --steps {2 * finished.steps}", "continue for as many steps again"),
-        "target": (f"{plan.again} --set learn.stop_at_reward=none", "continue beyond the target"),
+        "interrupted": (f"{asked.again}", "continue where it stopped"),
+        "steps": (f"{asked.again} --steps {2 * finished.steps}", "continue for as many steps again"),
+        "target": (f"{asked.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
     looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored; with --grade, grade it again")]
     if finished.num_trajectories:
         looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]
-    replay, early = plan.pipeline.replay, finished.steps < plan.pipeline.learn.steps
+    replay, early = asked.pipeline.replay, finished.steps < asked.pipeline.learn.steps
     if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):
         return looks  # there is nothing left for more steps to learn from
     return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

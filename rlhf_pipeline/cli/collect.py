@@ -14,7 +14,7 @@ from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.events import CollectorFinished
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.cli.plan import Plan
+    from rlhf_pipeline.run.run import Run
 
 HELP = "collect rollouts into a run, in a process of its own"
 DETAILS = """\
@@ -45,31 +45,31 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
-    from rlhf_pipeline.cli.plan import make_joining_plan
+    from rlhf_pipeline.cli.asked import asked_run
     from trajectory_store import StoreError
 
-    plan, view = make_joining_plan(args), view_of_stdout()
-    view.say(f"{plan.pipeline.name}: collector, seed {plan.seed}, on {plan.device}; importing torch ...")
+    run, view = asked_run(args), view_of_stdout()
+    view.say(f"{run.pipeline.name}: collector, seed {run.seed}, on {run.device}; importing torch ...")
 
     def work() -> CollectorFinished:
         from rlhf_pipeline.run.processes.collect import collect
 
-        return collect(plan.pipeline, name=args.name, parent=args.parent, on_event=view, **plan.inputs)
+        return collect(run, name=args.name, parent=args.parent, on_event=view)
 
     finished, code = attend(
         view,
         work,
-        device=plan.device,
-        stopped=lambda: f"stopped at once; another collector takes over the rollout, or type: {plan.again}",
+        device=run.device,
+        stopped=lambda: f"stopped at once; another collector takes over the rollout, or type: {run.again}",
         retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
         debug=args.debug,
     )
     if finished is not None:
-        view.say("\n".join(_closing(finished, plan)))
+        view.say("\n".join(_closing(finished, run)))
     return code
 
 
-def _closing(event: CollectorFinished, plan: Plan) -> Iterator[str]:
+def _closing(event: CollectorFinished, run: Run) -> Iterator[str]:
     why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
     yield (
         f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
@@ -80,7 +80,7 @@ def _closing(event: CollectorFinished, plan: Plan) -> Iterator[str]:
     if event.reason == "finished":
         yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
     else:
-        yield f"  {plan.again}    continue collecting"
+        yield f"  {run.again}    continue collecting"
     yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
 
 

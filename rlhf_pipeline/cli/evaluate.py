@@ -94,9 +94,9 @@ Asked = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
 
 def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
-    from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.policies.model_source import is_model_folder
     from rlhf_pipeline.run.address import address_of
+    from rlhf_pipeline.run.checks import check_device, check_evaluation
     from rlhf_pipeline.run.folder import is_run, not_found
 
     address = address_of(args.path)
@@ -104,8 +104,10 @@ def _asked(args: argparse.Namespace) -> Asked:
     if not is_model and not is_run(address):
         raise not_found(address, "run or model folder")
     asked = _of_model(args) if is_model else _of_run(args, address)
-    preflight.check_device(asked[2]["device"])
-    preflight.check_evaluation(asked[1], apart=not is_model)
+    check_device(asked[2]["device"])
+    evaluate = asked[1].evaluate
+    assert evaluate is not None
+    check_evaluation(asked[1], evaluate, apart=not is_model)
     return asked
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
-from rlhf_pipeline.cli.process import attend, view_of_stdout
 from rlhf_pipeline.errors import RunExistsError, RunStorageError
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.run.events import RunFinished
 
 HELP = "learn from what collectors store, in a process of its own"
 DETAILS = """\
@@ -36,35 +31,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
     from rlhf_pipeline.cli import several
-    from rlhf_pipeline.cli.closing import finish
-    from rlhf_pipeline.cli.plan import make_joining_plan
+    from rlhf_pipeline.cli.asked import asked_run
+    from rlhf_pipeline.cli.process import conduct
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
     from trajectory_store import StoreError
 
     if several.is_follower():
         return several.follow(args)
-    plan, view = make_joining_plan(args), view_of_stdout()
-    reopen(RunFolder(plan.out))
-    view.say(f"{plan.pipeline.name}: learner, seed {plan.seed}, on {plan.device}; importing torch ...")
-
-    def work() -> RunFinished:
-        joined = several.joined(plan)
-        from rlhf_pipeline.run.processes.learn import learn
-
-        return learn(joined.pipeline, parent=several.parent(args.parent), on_event=view, **joined.inputs)
-
-    try:
-        finished, code = attend(
-            view,
-            work,
-            device=plan.device,
-            stopped=lambda: f"stopped at once. Continue from the last checkpoint: {plan.again}",
-            retryable=(RunExistsError, RunStorageError, StoreError),
-            debug=args.debug,
-        )
-    finally:
-        several.leave()
-    if finished is not None and args.parent is None:  # otherwise the supervisor reports it
-        finish(finished, plan, view)
-    return code
+    run = asked_run(args)
+    reopen(RunFolder(run.run_dir))
+    retryable = (RunExistsError, RunStorageError, StoreError)
+    return conduct(run, "learner", parent=args.parent, retryable=retryable, debug=args.debug)

@@ -2,30 +2,93 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from rlhf_pipeline.cli import several
 from rlhf_pipeline.cli.output import can_draw, warn
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.cli.several import is_one_of_several
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.words import count
+from rlhf_pipeline.report.words import count, duration
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
-from rlhf_pipeline.run.processes.launch import PLACE
+from rlhf_pipeline.run.processes.launch import PLACE, Launcher, is_one_of_several
 from rlhf_pipeline.run.signals import STOPPING
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.run import Run
 
 TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
 
 
 FinishedT = TypeVar("FinishedT", RunFinished, CollectorFinished)
+
+
+def conduct(
+    run: Run,
+    what: str,
+    *,
+    parent: int | None = None,
+    launching: AbstractContextManager[Launcher | None] = nullcontext(),  # noqa: B008 - it has no state
+    retryable: tuple[type[Exception], ...] = (),
+    debug: bool = False,
+    then: Callable[[RunView], int] = lambda view: 0,
+) -> int:
+    """Do a run or its learner, and print the result and the next commands.
+
+    Args:
+        run: checked.
+        what: this process does, for the first line.
+        parent: the supervisor, which reports the result instead.
+        launching: yields what starts a supervisor's processes; None starts them on this machine.
+        retryable: as for `attend`.
+        debug: as for `attend`.
+        then: called when the run has ended; prints more and returns the exit code.
+
+    Returns:
+        The exit code, as of `attend`.
+    """
+    from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.run.folder import is_run
+
+    alone, began = run.supervised is None, time.perf_counter()
+    view = view_of_stdout(filenames.LOG if alone else filenames.SUPERVISOR_LOG)
+    imports = "importing torch" if alone else "they import torch"
+    view.say(f"{run.pipeline.name}: {what}, seed {run.seed}, on {run.device}; {imports} ...")
+
+    def stopped() -> str:
+        if run.resume or is_run(run.run_dir):
+            return f"stopped at once. Continue from the last checkpoint: {run.again}"
+        return "stopped before the run began; nothing was written."
+
+    def work() -> RunFinished:
+        if alone:
+            importlib.import_module("rlhf_pipeline.run.start")
+            view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
+        with launching as launch:
+            return several.joined(run).start(parent=several.parent(parent), launch=launch, on_event=view)
+
+    try:
+        device = run.device if alone else None
+        finished, code = attend(view, work, device=device, stopped=stopped, retryable=retryable, debug=debug)
+    finally:
+        several.leave()
+    if finished is None or parent is not None:
+        return code
+    finish(finished, run, view)
+    if not alone:
+        view.say(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
+    return code or then(view)
 
 
 def attend(

@@ -14,11 +14,11 @@ from rlhf_pipeline.report.words import count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlhf_pipeline.cli.plan import Plan
     from rlhf_pipeline.cli.progress import RunView
     from rlhf_pipeline.report.diff_steps import StepsDifference
     from rlhf_pipeline.run.address import Address
     from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.run import Run
 
 HELP = "learn from stores only; or repeat a run's steps and compare"
 DETAILS = """\
@@ -76,12 +76,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Replay; return 1 if a step differs from its record."""
     if args.from_step is None:
-        from rlhf_pipeline.cli import several
-        from rlhf_pipeline.cli.plan import make_replay_plan
-        from rlhf_pipeline.cli.run import run_plan
+        from rlhf_pipeline.cli.asked import asked_run
+        from rlhf_pipeline.cli.process import conduct
 
-        plan = several.joined(make_replay_plan(args))
-        return run_plan(plan, then=lambda view: compare(plan, view))
+        run = asked_run(args)
+        return conduct(run, "starting", then=lambda view: compare(run, view))
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
 
@@ -107,8 +106,8 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
-    from rlhf_pipeline.cli import preflight
     from rlhf_pipeline.cli.process import import_torch
+    from rlhf_pipeline.run.checks import check_device
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
 
@@ -118,7 +117,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     pipeline = definition.pipeline(with_kept_inputs(run, config.overrides))
     run.check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
-    preflight.check_device(device)
+    check_device(device)
     import_torch(device)
     from rlhf_pipeline.run import retake
 
@@ -171,20 +170,20 @@ def _advice(run: RunFolder) -> str:
     )
 
 
-def compare(plan: Plan, view: RunView) -> int:
+def compare(asked: Run, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
     from rlhf_pipeline.report.diff_steps import STEP_VALUES, compare_figures, compare_weights
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
 
-    replay = plan.pipeline.replay
+    replay = asked.pipeline.replay
     if replay is None or not replay.recorded_order:
         return 0
     named = address_of(replay.stores[0])
     source = named if is_run(named) else run_of_store(named)
     if source is None:
         return 0
-    run, done = RunFolder.open(source), RunFolder.open(plan.out)
+    run, done = RunFolder.open(source), RunFolder.open(asked.run_dir)
     # If the run dropped groups without spread, its mean reward cannot be computed from the store.
     without = {"task_reward"} if run.config.pipeline.get("write", {}).get("zero_variance") == "drop" else set[str]()
     found = compare_figures(run, done, without=without)
@@ -196,7 +195,7 @@ def compare(plan: Plan, view: RunView) -> int:
     view.say(_sentence(found, compared, weights, source))
     if not found.differences and (weights is None or weights[1]):
         return 0
-    reason = _what_was_changed(run, plan) or _why_not_exact(run)
+    reason = _what_was_changed(run, asked) or _why_not_exact(run)
     if reason is not None:
         view.say(reason)
         return 0
@@ -225,10 +224,10 @@ def _sentence(
     return f"{said}."
 
 
-def _what_was_changed(run: RunFolder, plan: Plan) -> str | None:
+def _what_was_changed(run: RunFolder, asked: Run) -> str | None:
     """Return which settings of the replay differ from the run's, or None."""
     before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
-    now = {**dict(plan.overrides), "definition": plan.definition, "seed": str(plan.seed)}
+    now = {**dict(asked.overrides), "definition": asked.definition, "seed": str(asked.seed)}
     changed = [
         name
         for name in {**before, **now}

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, add_trust, natural, positive, seconds, share
-from rlhf_pipeline.cli.process import attend, view_of_stdout
-from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.words import count, duration
-from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.events import RunFinished
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.cli.plan import Plan
+from rlhf_pipeline.report.words import count
 
 HELP = "run a pipeline"
 DETAILS = """\
@@ -103,100 +93,30 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
     from rlhf_pipeline.cli import several
-    from rlhf_pipeline.cli.plan import make_plan
+    from rlhf_pipeline.cli.asked import asked_run
+    from rlhf_pipeline.cli.process import conduct
 
     if several.is_follower():
         return several.follow(args)
-    plan = make_plan(args)
-    if args.ray is not None and not plan.collectors:
-        raise DefinitionError(f"--ray places the processes of a run: say how many. {plan.again} --collectors 2")
-    if args.learners is not None and not plan.collectors:
-        raise DefinitionError(
-            f"--learners goes with collectors in processes of their own: {plan.again} --collectors 1. Or start the run "
-            "in one process and share its steps with torchrun, see docs/learner.md."
-        )
-    return _supervise(args, plan) if plan.collectors else run_plan(several.joined(plan))
+    run = asked_run(args)
+    processes = run.supervised
+    if processes is None:
+        if args.ray is not None:
+            raise DefinitionError(f"--ray places the processes of a run: say how many. {run.again} --collectors 2")
+        if args.learners is not None:
+            raise DefinitionError(
+                f"--learners goes with collectors in processes of their own: {run.again} --collectors 1. Or start the "
+                "run in one process and share its steps with torchrun, see docs/learner.md."
+            )
+        return conduct(run, "starting")
+    learners = "a learner" if processes.learners == 1 else f"{processes.learners} learners"
+    what = f"{count(processes.collectors, 'collector')} and {learners}"
+    if args.ray is None:
+        return conduct(run, what)
+    from rlhf_pipeline.run.processes.on_ray import on_ray
 
-
-def run_plan(plan: Plan, *, then: Callable[[RunView], int] = lambda view: 0) -> int:
-    """Run a plan in this process.
-
-    Args:
-        plan: the checked plan.
-        then: called when the run has ended; prints more and returns the exit code.
-
-    Returns:
-        The exit code: 130 or 143 if a signal stopped it.
-    """
-    from rlhf_pipeline.cli import several
-    from rlhf_pipeline.cli.closing import finish
-    from rlhf_pipeline.run.folder import is_run
-
-    view, began = view_of_stdout(), time.perf_counter()
-    view.say(f"{plan.pipeline.name}: starting, seed {plan.seed}, on {plan.device}; importing torch ...")
-
-    def stopped() -> str:
-        if plan.resume or is_run(plan.out):
-            return f"stopped at once. Continue from the last checkpoint: {plan.again}"
-        return "stopped before the run began; nothing was written."
-
-    def work() -> RunFinished:
-        from rlhf_pipeline.run import start
-
-        view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
-        return start.run(plan.pipeline, resume=plan.resume, parent=several.parent(), on_event=view, **plan.inputs)
-
-    try:
-        finished, code = attend(view, work, device=plan.device, stopped=stopped)
-    finally:
-        several.leave()
-    if finished is None:
-        return code
-    finish(finished, plan, view)
-    return code or then(view)
-
-
-def _supervise(args: argparse.Namespace, plan: Plan) -> int:
-    """Keep collector and learner processes alive."""
-    from rlhf_pipeline.cli import several
-    from rlhf_pipeline.cli.closing import finish
-    from rlhf_pipeline.run.address import below
-    from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
-
-    if several.is_one_of_several():
-        raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
-    config = SupervisorConfig(
-        collectors=plan.collectors,
-        learners=plan.learners,
-        max_failures=args.max_failures,
-        hang_timeout_s=args.hang_timeout,
-        progress_timeout_s=args.progress_timeout,
-    )
-    view = view_of_stdout(filenames.SUPERVISOR_LOG)
-    view.say(
-        f"{plan.pipeline.name}: {count(plan.collectors, 'collector')} and "
-        f"{'a learner' if plan.learners == 1 else f'{plan.learners} learners'}, seed {plan.seed}, "
-        f"on {plan.device}; they import torch ..."
-    )
-    gpus = 1.0 if plan.device.startswith("cuda") else 0.0
-
-    def work() -> RunFinished:
-        if args.ray is None:
-            return supervise(plan.pipeline, config=config, on_event=view, **plan.inputs)
-        from rlhf_pipeline.run.processes.on_ray import on_ray
-
-        own = gpus if args.collector_gpus is None else args.collector_gpus
-        processes = plan.collectors + plan.learners
-        with on_ray(args.ray, plan.out, processes=processes, collector_gpus=own, learner_gpus=gpus) as launch:
-            return supervise(plan.pipeline, config=config, launch=launch, on_event=view, **plan.inputs)
-
-    finished, code = attend(
-        view,
-        work,
-        device=None,
-        stopped=lambda: f"stopped at once. Continue from the last checkpoint: {plan.again}",
-    )
-    if finished is not None:
-        finish(finished, plan, view)
-        view.say(f"the log of the processes: {below(plan.out, filenames.SUPERVISOR_LOG)}")
-    return code
+    gpus = 1.0 if run.device.startswith("cuda") else 0.0
+    own = gpus if args.collector_gpus is None else args.collector_gpus
+    number = processes.collectors + processes.learners
+    ray = on_ray(args.ray, run.run_dir, processes=number, collector_gpus=own, learner_gpus=gpus)
+    return conduct(run, what, launching=ray)

@@ -14,26 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.run.processes.launch import is_one_of_several
 from rlhf_pipeline.run.signals import STOPPING, StopRequest
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.cli.plan import Plan
-
-
-def is_one_of_several() -> bool:
-    """Return True in a process that belongs to a group.
-
-    Raises:
-        DefinitionError: WORLD_SIZE or RANK is not a number.
-    """
-    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
-    if not size.isdecimal() or not (rank is None or rank.isdecimal()):
-        raise DefinitionError(
-            f"the environment says WORLD_SIZE={size!r} and RANK={rank!r}, which torchrun sets to numbers. To run in "
-            "one process: unset WORLD_SIZE RANK"
-        )
-    return int(size) > 1 and rank is not None
+    from rlhf_pipeline.run.run import Run
 
 
 def is_follower() -> bool:
@@ -46,26 +31,20 @@ def parent(supervisor: int | None = None) -> int | None:
     return os.getppid() if supervisor is None and is_one_of_several() else supervisor
 
 
-def joined(plan: Plan) -> Plan:
-    """In the first process of a group, join it and send the plan to the others; return the plan for this process.
-
-    Raises:
-        DefinitionError: the definition learns from stores, which takes one process.
-    """
+def joined(run: Run) -> Run:
+    """In the first process of a group, join it and send the run to the others; return it for this process."""
     if not is_one_of_several():
-        return plan
-    if plan.pipeline.replay is not None:
-        raise DefinitionError("learning from stores takes one process: start it without torchrun.")
+        return run
     from rlhf_pipeline.learner.group import join_group, send
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.meeting import meeting_of
 
-    device = join_group(plan.device, meeting_of(RunFolder(plan.out), StopRequest()))
-    overrides = [list(pair) for pair in plan.overrides]
-    out = plan.out.resolve() if isinstance(plan.out, Path) else plan.out
-    more = {"definition": plan.definition, "overrides": overrides, "out": str(out)}
-    send({"what": "begin", **more, "seed": plan.seed, "device": plan.device})
-    return dataclasses.replace(plan, device=device)
+    device = join_group(run.device, meeting_of(RunFolder(run.run_dir), StopRequest()))
+    overrides = [list(pair) for pair in run.overrides]
+    out = run.run_dir.resolve() if isinstance(run.run_dir, Path) else run.run_dir
+    more = {"definition": run.definition, "overrides": overrides, "out": str(out)}
+    send({"what": "begin", **more, "seed": run.seed, "device": run.device})
+    return dataclasses.replace(run, device=device)
 
 
 def follow(args: argparse.Namespace) -> int:

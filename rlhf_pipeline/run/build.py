@@ -38,9 +38,10 @@ from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import Address, is_url
 from rlhf_pipeline.run.engines import HandOver
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.events import EventHandler
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.prompt_lengths import fitting
+from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -104,6 +105,19 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
             # Scored by the code path of the update, so that the two differ in nothing but their weights.
             reference.scoring_layout = pipeline.learn.layout
     return Models(policy=policy, reference=reference, trained=trained, shards=shards)
+
+
+def checked_models(setup: Setup, run: RunFolder, on_event: EventHandler) -> Models:
+    """Build the models of a run that samples; before its first rollout, check that they have room for its prompts.
+
+    Raises:
+        MissingPathError: the model's folder does not exist.
+        DataError: a prompt is too long for the model.
+    """
+    models = build_models(setup.pipeline, seed=setup.seed, device=setup.device)
+    if run.is_free:  # later, the prompts are those of its record
+        check_prompts(setup.pipeline, models.policy, setup.seed, on_event)
+    return models
 
 
 def _sharded(

@@ -114,11 +114,14 @@ class Setup:
 
     pipeline: Pipeline
     """The definition, overrides applied."""
-    definition: str
+    definition: str = ""
     """Where the definition came from, as in `RunConfig`."""
-    overrides: Sequence[tuple[str, str]]
-    seed: int
-    device: str
+    overrides: Sequence[tuple[str, str]] = ()
+    """The `--set` pairs already applied."""
+    seed: int = 0
+    """Seeds the model made from scratch, the order of the prompts and every completion or batch."""
+    device: str = "cpu"
+    """Where models live, for example `cpu` or `cuda`."""
 
 
 class RunFolder:

@@ -21,7 +21,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import ChosenPrompts, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
 from rlhf_pipeline.environments.environment import maker_of, tools_of
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.chat import encode_any
+from rlhf_pipeline.policies.chat import encode_any, rewrites_history
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, Notice, ignore_events
 
@@ -102,6 +102,29 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
             named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
             yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {named}."
+
+
+def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
+    """Yield notices about prompts and tokenizer, before the first completion."""
+    yield from skipped_notices(pipeline.prompts, policy)
+    tokenizer = policy.tokenizer
+    if tokenizer is None:
+        return
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        yield (
+            "the tokenizer has no end token: every completion runs to collect.max_new_tokens="
+            f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
+        )
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if pipeline.environment is not None and pipeline.prompts.as_chat and has_template:
+        notice = rewrites_history(tokenizer, template=template_options(pipeline.prompts))
+        if notice is not None:
+            yield notice
+    if pipeline.prompts.as_chat and not has_template:
+        yield (
+            "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model gets "
+            "the plain text. --set prompts.as_chat=false says the same without this notice."
+        )
 
 
 def _parts(source: PromptSource) -> Iterator[PromptSource]:

@@ -3,79 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 
-import torch
-
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.config import Replay
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.address import Address, address_of
+from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice import Choice, Limits, choose
 from rlhf_pipeline.run.evaluation import open_evaluator
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.prologue import begun, check_start
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
 from rlhf_pipeline.run.temperatures import replayed_at
 
 
-def replay_stores(
-    pipeline: Pipeline,
-    *,
-    run_dir: Address,
-    seed: int = 0,
-    device: str = "cpu",
-    resume: bool = False,
-    definition: str = "",
-    overrides: Sequence[tuple[str, str]] = (),
-    on_event: EventHandler = ignore_events,
-) -> RunFinished:
-    """Learn from the stores that `pipeline.replay` names, to the definition's end or until a signal.
+def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunFinished:
+    """Learn from the stores that a definition names, to its end or until a signal.
 
     First the chosen trajectories are copied into the run's own store; those that lack log-probs or an advantage go
     through the write path. Then every step learns from a batch of them, which is a function of the gathered store,
-    the seed and the step.
+    the seed and the step. A resumed run continues gathering where it stopped, or continues from the newest checkpoint.
+    The choice of the first start is kept, even if stores have grown since.
 
     Args:
-        pipeline: the definition, overrides applied; `replay` is set.
-        run_dir: the run folder; must not exist, unless `resume`.
-        seed: seeds the model made from scratch and every batch.
-        device: where the model lives.
-        resume: continue gathering where it stopped, or continue from the newest checkpoint. On a CPU the weights are
-            those of a straight run, bit for bit. The choice of the first start is kept, even if stores have grown
-            since.
-        definition: where the definition came from, for `config.json`.
-        overrides: the `--set` pairs already applied, for `config.json`.
+        asked: the run, checked.
+        replay: of its definition.
         on_event: called at the start, at every step, for notices and at the end.
 
-    Returns:
-        The last event: why the run stopped, and its figures.
-
     Raises:
-        RunExistsError: the folder exists (without `resume`) or another process uses it.
-        MissingPathError: a store, the folder (with `resume`) or the model does not exist.
-        RunMismatchError: the definition differs from the one that the run was started with.
-        DefinitionError: no store is named, or a filter or weight cannot be used.
+        DefinitionError: a filter or weight cannot be used.
         DataError: nothing is left to learn from, or the policy cannot read a trajectory.
-        RunStorageError: the disk is full; everything gathered is still there.
+        PipelineError: as `run`.
     """
-    started, folder, replay = time.perf_counter(), RunFolder(run_dir), pipeline.replay
-    if replay is None:
-        raise DefinitionError("the definition has no replay=Replay(...): it does not learn from stores.")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise DefinitionError("learning from stores takes one process: start it without torchrun.")
-    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    check_start(folder, setup, resume=resume)
-    policy = build_policy(pipeline, seed=seed, device=device)
+    started, folder, pipeline, seed = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline, asked.seed
+    policy = build_policy(pipeline, seed=seed, device=asked.device)
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
@@ -83,7 +51,7 @@ def replay_stores(
     if heat is not None and heat != (policy.temperature or 1.0):
         policy.temperature = heat
     schema = None if folder.gathered() is not None else gather_schema(choice)
-    with begun(folder, setup, resume=resume, on_event=on_event):
+    with asked.begun(folder, on_event):
         if policy.temperature != pipeline.collect.temperature:
             tell(
                 on_event,
@@ -113,7 +81,7 @@ def replay_stores(
                     finished = loop.finished(loop.run(), len(storage.store))
             else:
                 finished = RunFinished(
-                    run_dir=run_dir,
+                    run_dir=asked.run_dir,
                     reason="interrupted",
                     steps=0,
                     seconds=time.perf_counter() - started,

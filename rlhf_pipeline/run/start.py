@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.build import build_parts
+from rlhf_pipeline.run.build import build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.prologue import begun, check_start, checked_models, sampling_notices
-from rlhf_pipeline.run.replay_stores import replay_stores
+from rlhf_pipeline.run.prompt_lengths import sampling_notices
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import MadeHere
 
@@ -59,27 +59,28 @@ def run(
         StoreError: the store refused a rollout; everything acknowledged is still there.
         RewardError: every reward call of a rollout failed.
     """
-    if pipeline.replay is not None:
-        return replay_stores(
-            pipeline,
-            run_dir=run_dir,
-            seed=seed,
-            device=device,
-            resume=resume,
-            definition=definition,
-            overrides=overrides,
-            on_event=on_event,
-        )
-    started, folder = time.perf_counter(), RunFolder(run_dir)
-    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
-    check_start(folder, setup, resume=resume)
-    models = checked_models(pipeline, run=folder, seed=seed, device=device, on_event=on_event)
+    asked = Run(
+        pipeline=pipeline,
+        run_dir=run_dir,
+        seed=seed,
+        device=device,
+        resume=resume,
+        definition=definition,
+        overrides=overrides,
+    )
+    return asked.checked().start(parent=parent, on_event=on_event)
+
+
+def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
+    """Do the work of `run` for a definition that samples."""
+    started, folder, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
+    models = checked_models(asked, folder, on_event)
     with (
-        begun(folder, setup, resume=resume, on_event=on_event),
-        chosen_engine(pipeline, models.policy, run=folder, device=device) as hand_over,
-        build_parts(pipeline, models, run=folder, seed=seed, hand_over=hand_over) as parts,
+        asked.begun(folder, on_event),
+        chosen_engine(pipeline, models.policy, run=folder, device=asked.device) as hand_over,
+        build_parts(pipeline, models, run=folder, seed=asked.seed, hand_over=hand_over) as parts,
         open_evaluator(
-            pipeline, models.policy, run=folder, seed=seed, on_event=on_event, hand_over=hand_over
+            pipeline, models.policy, run=folder, seed=asked.seed, on_event=on_event, hand_over=hand_over
         ) as evaluator,
         stop_on_signals(parent) as stop,
     ):

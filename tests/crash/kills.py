@@ -53,14 +53,13 @@ from rlhf_pipeline.run import choice
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
 from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
-from tests.rlhf_pipeline.small import PlainCalculator
+from tests.rlhf_pipeline.small import PlainCalculator, collect, learn
 from trajectory_store import TrajectoryStore, diff
 
 Act = Callable[[Path], int]
@@ -488,7 +487,7 @@ def supervising(run_dir: Path) -> int:
         return Fork(lambda: collect(SWEPT, run_dir=run_dir, name=name, parent=parent), log)
 
     config = SupervisorConfig(collectors=2, first_delay_s=0.1)
-    return supervise(SWEPT, run_dir=run_dir, config=config, definition="", launch=launch).steps
+    return supervise(Run(pipeline=SWEPT, run_dir=run_dir), config, launch=launch).steps
 
 
 def sweep_supervised(children: Children, folder: Path, few: int | None) -> str:

@@ -31,11 +31,10 @@ from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from tests.crash._soak_checks import Witness, check_run
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 from tests.rlhf_pipeline.policies.engines.real_vllm import serving
+from tests.rlhf_pipeline.small import collect, learn
 from trajectory_store import TrajectoryStore
 
 pytestmark = [

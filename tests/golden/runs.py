@@ -41,12 +41,10 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.data.rewards import environment_reward
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
-from tests.rlhf_pipeline.small import Calculator, Sums, talker
+from tests.rlhf_pipeline.small import Calculator, Sums, collect, learn, talker
 from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 

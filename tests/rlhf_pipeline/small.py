@@ -32,8 +32,11 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction
-from rlhf_pipeline.run.events import EventHandler, ignore_events
+from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.processes import collect as collectors
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
@@ -68,6 +71,18 @@ def tiny(*, reward: RewardFunction = token_match, **changes: str) -> Pipeline:
 def changed(pipeline: Pipeline, **changes: str) -> Pipeline:
     """The pipeline with other fields, by path, with two underscores for the dot."""
     return override_all(pipeline, [(path.replace("__", "."), text) for path, text in changes.items()])
+
+
+def learn(
+    pipeline: Pipeline, *, run_dir: Address, parent: int | None = None, on_event: EventHandler = ignore_events
+) -> RunFinished:
+    """The learner of a run of several processes."""
+    return Run(pipeline=pipeline, run_dir=run_dir, joins="learn").start(parent=parent, on_event=on_event)
+
+
+def collect(pipeline: Pipeline, *, run_dir: Address, **given: Any) -> CollectorFinished:
+    """A collector of such a run."""
+    return collectors.collect(Run(pipeline=pipeline, run_dir=run_dir, joins="collect"), **given)
 
 
 def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any] | None = None, **changes: str) -> Any:

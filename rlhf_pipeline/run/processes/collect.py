@@ -6,7 +6,6 @@ An evaluation that the learner asks for comes before the next rollout.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -18,20 +17,20 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, LeaseLostError, RewardError, StopAskedError, typed
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.build import Parts, build_parts
+from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine, own_slots
 from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
 from rlhf_pipeline.run.files import remove_folder
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.processes.claims import AskedEvaluations, Claims, Flow, FreeRollouts, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
 from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
-from rlhf_pipeline.run.prologue import checked_models, sampling_notices
+from rlhf_pipeline.run.prompt_lengths import sampling_notices
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import TrajectoryStore
 
@@ -47,16 +46,7 @@ _COPIES = 2
 
 
 def collect(
-    pipeline: Pipeline,
-    *,
-    run_dir: Address,
-    seed: int = 0,
-    device: str = "cpu",
-    name: str | None = None,
-    parent: int | None = None,
-    definition: str = "",
-    overrides: Sequence[tuple[str, str]] = (),
-    on_event: EventHandler = ignore_events,
+    asked: Run, *, name: str | None = None, parent: int | None = None, on_event: EventHandler = ignore_events
 ) -> CollectorFinished:
     """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
 
@@ -64,14 +54,9 @@ def collect(
     is lost or repeated: the rollout of a killed collector is the next that another one claims.
 
     Args:
-        pipeline: the definition, overrides applied.
-        run_dir: the run folder; made if absent.
-        seed: the run's seed.
-        device: where the models live.
+        asked: the run; its folder is made if absent.
         name: of this process, unique in the run; None takes the first free of `collector-0`, `collector-1`, ...
         parent: stop when this process is gone; for a supervisor's children.
-        definition: where the definition came from, for `config.json`.
-        overrides: the `--set` pairs already applied, for `config.json`.
         on_event: receives every rollout, notices and the end.
 
     Raises:
@@ -81,20 +66,19 @@ def collect(
         RewardError: every reward call of a rollout failed; the rollout is free for the next try.
         StoreError: the store could not take a rollout; nothing of it was acknowledged.
     """
-    run = RunFolder(run_dir)
-    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    run, pipeline, seed = RunFolder(asked.run_dir), asked.pipeline, asked.seed
     with (
         stop_on_signals(parent) as stop,
-        shared_run(run, setup, on_event=on_event),
+        shared_run(run, asked, on_event=on_event),
         at_work(run, name) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")
-        models = checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event)
+        models = checked_models(asked, run, on_event)
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         with (
-            chosen_engine(pipeline, models.policy, run=run, device=device),
+            chosen_engine(pipeline, models.policy, run=run, device=asked.device),
             build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
             open_rollouts(run, adds=True) as rollouts,
             ExitStack() as held,

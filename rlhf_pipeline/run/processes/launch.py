@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from rlhf_pipeline.errors import DefinitionError
+
 GROUP: Final = "RLHF_PIPELINE_GROUP"
 """The environment variable with the name of a group of learner processes, a new one for each start."""
 HOST: Final = "RLHF_PIPELINE_HOST"
@@ -15,6 +17,21 @@ HOST: Final = "RLHF_PIPELINE_HOST"
 
 PLACE: Final = "RLHF_PIPELINE_PLACE"
 """The environment variable with the number of a process among those that one supervisor started on a machine."""
+
+
+def is_one_of_several() -> bool:
+    """Return True in a process that belongs to a group.
+
+    Raises:
+        DefinitionError: WORLD_SIZE or RANK is not a number.
+    """
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
+    if not size.isdecimal() or not (rank is None or rank.isdecimal()):
+        raise DefinitionError(
+            f"the environment says WORLD_SIZE={size!r} and RANK={rank!r}, which torchrun sets to numbers. To run in "
+            "one process: unset WORLD_SIZE RANK"
+        )
+    return int(size) > 1 and rank is not None
 
 
 class Process(Protocol):

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.build import Parts, build_parts
+from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.processes.awaited import AwaitedEvaluations, open_awaited
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
-from rlhf_pipeline.run.prologue import checked_models
 from rlhf_pipeline.run.rows import Row
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import Arrivals
 
 
-def learn(
-    pipeline: Pipeline,
-    *,
-    run_dir: Address,
-    seed: int = 0,
-    device: str = "cpu",
-    parent: int | None = None,
-    definition: str = "",
-    overrides: Sequence[tuple[str, str]] = (),
-    on_event: EventHandler = ignore_events,
-) -> RunFinished:
+def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ignore_events) -> RunFinished:
     """Learn from the rollouts that `collect` processes store, until the definition's end or a signal.
 
     Rollouts are taken in the order of their arrival, each for `learn.updates_per_rollout` steps. The ledger names the
@@ -39,27 +27,20 @@ def learn(
     as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
 
     Args:
-        pipeline: the definition, overrides applied.
-        run_dir: the run folder; made if absent.
-        seed: the run's seed.
-        device: where the model lives.
+        asked: the run; its folder is made if absent.
         parent: stop when this process is gone; for a supervisor's child.
-        definition: where the definition came from, for `config.json`.
-        overrides: the `--set` pairs already applied, for `config.json`.
         on_event: receives the start, every step, notices and the end.
 
     Raises:
         RunExistsError: the run has a live learner, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed.
-        DefinitionError: the library of `learn.logger` is not installed.
         DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RunStorageError: the disk is full; everything acknowledged is still there.
     """
-    started, run = time.perf_counter(), RunFolder(run_dir)
-    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    started, run, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
     with (
         stop_on_signals(parent) as stop,
-        shared_run(run, setup, on_event=on_event, record_again=True),
+        shared_run(run, asked, on_event=on_event, record_again=True),
         at_work(run, "learner") as heartbeat,
         run.log(),
     ):
@@ -67,9 +48,9 @@ def learn(
         if run.mirror is not None:
             run.mirror.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = replace(checked_models(pipeline, run=run, seed=seed, device=device, on_event=on_event), reference=None)
+        models = replace(checked_models(asked, run, on_event), reference=None)
         with (
-            build_parts(pipeline, models, run=run, seed=seed) as parts,
+            build_parts(pipeline, models, run=run, seed=asked.seed) as parts,
             open_rollouts(run) as rollouts,
             open_awaited(pipeline, models.policy, run=run, heartbeat=heartbeat, on_event=on_event) as evaluations,
         ):

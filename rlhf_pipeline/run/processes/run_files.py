@@ -11,7 +11,6 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
-from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.processes.claims import Claims, FolderClaims, Work
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
@@ -46,18 +45,10 @@ def shared_run(
     Raises:
         RunExistsError: the folder is something else, or a run in one process uses it.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
-        DefinitionError: the library of `learn.logger` is not installed, if `record_again`; or there is a curriculum.
         DataError: parts of the run are missing or damaged.
         RunStorageError: the folder cannot be written, now or later in the block.
     """
     pipeline, seed, begins = setup.pipeline, setup.seed, False
-    if pipeline.curriculum is not None:
-        raise DefinitionError(
-            "a curriculum needs every earlier rollout in the store, and collectors beside a learner work on several "
-            "at once. Collect in one process (`rlhf-pipeline run` without --collectors), or leave it out."
-        )
-    if record_again:
-        check_logger(pipeline.learn.logger)
     with folder.named_disk_errors():
         if record_again and folder.came_to_nothing:
             try:

@@ -15,17 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
 from rlhf_pipeline.run.address import BESIDE, Address
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
 from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
 from rlhf_pipeline.run.rows import NewRows
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
@@ -39,41 +39,27 @@ _USAGE_ERROR = 2
 
 
 def supervise(
-    pipeline: Pipeline,
-    *,
-    run_dir: Address,
-    config: SupervisorConfig,
-    definition: str,
-    seed: int = 0,
-    device: str = "cpu",
-    overrides: Sequence[tuple[str, str]] = (),
-    launch: Launcher | None = None,
-    on_event: EventHandler = ignore_events,
+    asked: Run, config: SupervisorConfig, *, launch: Launcher | None = None, on_event: EventHandler = ignore_events
 ) -> RunFinished:
     """Run a pipeline with collectors and learner in separate processes, and restart processes that die.
 
     Args:
-        pipeline: the definition, overrides applied.
-        run_dir: the run folder; created if it does not exist, continued if it does.
+        asked: the run; its folder is created if it does not exist, and continued if it does. The child processes load
+            the definition from where it came from.
         config: the number of processes, and the timeouts.
-        definition: where the definition came from; the child processes load it from there.
-        seed: the run's seed.
-        device: where the models of all processes live.
-        overrides: the `--set` pairs already applied.
         launch: starts the processes; None starts them on this machine.
         on_event: receives the start, every step, notices about processes, and the end.
 
     Raises:
         RunExistsError: the run has a live supervisor, or the folder is something else.
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
-        DefinitionError: the library of `learn.logger` is not installed.
         ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
     """
-    started, run = time.perf_counter(), RunFolder(run_dir)
-    setup = Setup(pipeline=pipeline, definition=definition, overrides=overrides, seed=seed, device=device)
+    started, run_dir = time.perf_counter(), asked.run_dir
+    run = RunFolder(run_dir)
     with (
         stop_on_signals() as stop,
-        shared_run(run, setup, on_event=on_event, record_again=True, make_stores=False),
+        shared_run(run, asked, on_event=on_event, record_again=True, make_stores=False),
         at_work(run, "supervisor", wait_s=0.0) as heartbeat,
         run.log(run.supervisor_log, logging.INFO),
     ):
@@ -90,7 +76,7 @@ def supervise(
             run_dir,
             commands(run_dir, config.collectors),
             config,
-            total_steps=pipeline.learn.steps,
+            total_steps=asked.pipeline.learn.steps,
             heartbeat=heartbeat,
             launch=launch,
             on_event=on_event,

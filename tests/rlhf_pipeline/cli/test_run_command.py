@@ -13,10 +13,11 @@ import pytest
 
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import closing, replay
-from rlhf_pipeline.cli import plan as plans
+from rlhf_pipeline.cli.asked import asked_run
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.run.events import RunFinished
+from rlhf_pipeline.run.run import Run
 
 from ..report.conftest import write_run
 from .conftest import Cli
@@ -29,9 +30,9 @@ def task() -> Pipeline:
 """
 
 
-def plan(*argv: object) -> plans.Plan:
+def plan(*argv: object) -> Run:
     """Return the plan of `rlhf-pipeline run ARGV`."""
-    return plans.make_plan(parse(["run", *map(str, argv)]))
+    return asked_run(parse(["run", *map(str, argv)]))
 
 
 def task_file(folder: Path, fields: str, imports: str = "Collect") -> Path:
@@ -49,7 +50,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_of_a_new_run():
     """Defaults: runs/NAME, seed 0, cpu; --steps is an override."""
     made = plan("copy_digits", "--steps", 7, "--set", "learn.lr=3e-4")
-    assert (made.out, made.seed, made.device, made.resume) == (Path("runs/copy_digits"), 0, "cpu", False)
+    assert (made.run_dir, made.seed, made.device, made.resume) == (Path("runs/copy_digits"), 0, "cpu", False)
     assert made.overrides == (("learn.lr", "3e-4"), ("learn.steps", "7"))
     assert (made.pipeline.learn.steps, made.pipeline.learn.lr) == (7, 3e-4)
     assert made.command == "rlhf-pipeline run copy_digits"
@@ -58,7 +59,7 @@ def test_plan_of_a_new_run():
 def test_an_empty_folder_is_fine(tmp_path: Path):
     """A folder with nothing in it may become the run folder."""
     (tmp_path / "empty").mkdir()
-    assert plan("copy_digits", "--out", "empty").out == Path("empty")
+    assert plan("copy_digits", "--out", "empty").run_dir == Path("empty")
 
 
 def test_run_folder_is_taken(cli: Cli):
@@ -178,7 +179,7 @@ def test_resume_by_folder(argv: list[str]):
     """The run folder alone is enough."""
     write_run(Path("runs/demo"))
     made = plan(*argv)
-    assert (made.out, made.definition) == (Path("runs/demo"), "copy_digits")
+    assert (made.run_dir, made.definition) == (Path("runs/demo"), "copy_digits")
     assert made.command == "rlhf-pipeline run --out runs/demo"
 
 
@@ -216,16 +217,16 @@ def test_replay_when_the_definition_has_moved(tmp_path: Path):
     """Named at its new place it is the run's own: overrides, seed and order are the recorded ones."""
     write_run(Path("runs/demo"), overrides=(("learn.lr", "0.5"),))
     typed = ["replay", "runs/demo", "--out", "again"]
-    wanted = plans.make_replay_plan(parse(typed))
+    wanted = asked_run(parse(typed))
     moved, other = tmp_path / "moved.py", tmp_path / "other.py"
     text = (Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text()
     moved.write_text(text)
-    made = plans.make_replay_plan(parse([*typed, "--definition", str(moved)]))
+    made = asked_run(parse([*typed, "--definition", str(moved)]))
     assert (made.overrides, made.pipeline, made.seed) == (wanted.overrides, wanted.pipeline, wanted.seed)
     recorded = Replay(stores=(str(tmp_path / "runs/demo"),), recorded_order=True)
     assert wanted.pipeline.replay == recorded
     other.write_text(text.replace("num_digits=4", "num_digits=5"))
-    made = plans.make_replay_plan(parse([*typed, "--definition", str(other)]))
+    made = asked_run(parse([*typed, "--definition", str(other)]))
     assert (made.pipeline.learn.lr, made.pipeline.replay) == (
         2e-3,
         replace(wanted.pipeline.replay, recorded_order=False),
@@ -243,7 +244,7 @@ def test_a_replay_says_what_it_compared(groups: str, code: int, said: str):
     """The mean reward of a run that dropped groups is not compared, so it is not called equal."""
     overrides, out = (("write.zero_variance", groups),), io.StringIO()
     write_run(Path("runs/demo"), overrides=overrides)
-    made = plans.make_replay_plan(parse(["replay", "runs/demo", "--out", "again"]))
+    made = asked_run(parse(["replay", "runs/demo", "--out", "again"]))
     write_run(Path("again"), overrides=overrides, failed=1)
     assert replay.compare(made, RunView(out, live=False)) == code
     assert said in out.getvalue()

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.learn import learn
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, in_a_fork, tiny, weights
 from trajectory_store import TrajectoryStore
@@ -121,5 +121,5 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
         with pytest.raises(DefinitionError, match="each leave groups out of the store"):
             changed(followed(), **{path: value})
     with pytest.raises(DefinitionError, match="Collect in one process"):
-        learn(followed(), run_dir=tmp_path / "run")
+        Run(pipeline=followed(), run_dir=tmp_path / "run", joins="learn").checked()
     assert not (tmp_path / "run").exists()

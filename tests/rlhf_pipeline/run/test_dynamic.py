@@ -24,10 +24,8 @@ from rlhf_pipeline.report.inspect import grade
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.events import Event, EventHandler, Notice, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, in_a_fork, tiny, weights
+from tests.rlhf_pipeline.small import changed, collect, in_a_fork, learn, tiny, weights
 from trajectory_store import TrajectoryStore
 
 WITH_SPREAD = (0, 1, 9, 10, 11, 14, 19, 20)

@@ -35,11 +35,10 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import build_models, build_parts, open_storage
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.fake_device import to_device
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
+from tests.rlhf_pipeline.small import collect, learn
 from trajectory_store import TrajectoryStore
 
 PROMPTS, GROUP = 3, 4

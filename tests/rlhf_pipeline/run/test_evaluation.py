@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate, Pipeline, Prompts, Reward, exact_match, token_match
-from rlhf_pipeline.cli.preflight import check_pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.run.evaluation_rows import evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, in_a_fork, make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore
@@ -119,7 +119,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
     train, test = (Prompts(path=str(tmp_path / f"{name}.jsonl")) for name in ("train", "test"))
     shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
     with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from, the first is '2='"):
-        check_pipeline(shared, seed=0)
+        Run(pipeline=shared, run_dir=tmp_path / "run").checked()
     with pytest.raises(DefinitionError, match="it needs prompts that the run does not learn from"):
         Evaluate()
 

@@ -19,13 +19,11 @@ from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError,
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
-from rlhf_pipeline.run.prologue import sampling_notices
-from rlhf_pipeline.run.prompt_lengths import check_prompts
+from rlhf_pipeline.run.prompt_lengths import check_prompts, sampling_notices
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import collect, learn, tiny
 
 PIPELINE = tiny(
     collect__prompts_per_rollout="2",
@@ -132,17 +130,14 @@ def test_a_start_that_came_to_nothing_is_taken_over(tmp_path):
         run(other, run_dir=tmp_path / "run", seed=3)
 
 
-def supervised(pipeline: Pipeline, *, run_dir: Path) -> object:
-    return supervise(pipeline, run_dir=run_dir, config=SupervisorConfig(), definition="")
-
-
-@pytest.mark.parametrize("start", [run, learn, supervised])
-def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_path, monkeypatch, start):
+@pytest.mark.parametrize("fields", [{}, {"joins": "learn"}, {"supervised": SupervisorConfig()}])
+def test_a_logger_that_is_not_installed_is_found_before_the_folder_is_made(tmp_path, monkeypatch, fields):
     """Nothing is made, so the command can be typed again once it is there."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     wanted = dataclasses.replace(PIPELINE, learn=dataclasses.replace(PIPELINE.learn, logger="mlflow"))
     with pytest.raises(DefinitionError, match="pip install mlflow"):
-        start(wanted, run_dir=tmp_path / "run")
+        Run(pipeline=wanted, run_dir=tmp_path / "run", **fields).checked()
+    assert Run(pipeline=wanted, run_dir=tmp_path / "run", joins="collect").check() == []
     assert not (tmp_path / "run").exists()
 
 
@@ -155,7 +150,7 @@ def test_a_supervised_start_that_came_to_nothing_is_taken_over(tmp_path):
 
     for pipeline in (PIPELINE, dataclasses.replace(PIPELINE, prompts=CopyDigits(num_digits=2))):
         with pytest.raises(ProcessFailedError, match="Nothing was stored: fix it, then type the same command again"):
-            supervise(pipeline, run_dir=tmp_path / "run", config=SupervisorConfig(), definition="", launch=fails)
+            supervise(Run(pipeline=pipeline, run_dir=tmp_path / "run"), SupervisorConfig(), launch=fails)
         assert RunFolder(tmp_path / "run").is_free
     assert RunFolder(tmp_path / "run").config.pipeline["prompts"]["num_digits"] == 2
 

@@ -13,13 +13,12 @@ import pytest
 
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
-from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
+from rlhf_pipeline.errors import DataError, RunMismatchError
 from rlhf_pipeline.exchange import import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.replay_stores import replay_stores
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
@@ -203,12 +202,12 @@ def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
 def test_what_was_chosen_is_checked(tmp_path, name, damage):
     """What was chosen is read as it was written, or `verify` and a resume name the file; nothing is chosen again."""
     pipeline, run_dir = offline(make_store(tmp_path / "store"), steps=2), tmp_path / "run"
-    replay_stores(pipeline, run_dir=run_dir)
+    run(pipeline, run_dir=run_dir)
     damage(run_dir / name)
     problems = [finding.text for finding in check_run(RunFolder.open(run_dir)) if not finding.ok]
     assert any(name in text for text in problems)
     with pytest.raises(DataError, match=name):
-        replay_stores(pipeline, run_dir=run_dir, resume=True)
+        run(pipeline, run_dir=run_dir, resume=True)
 
 
 def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
@@ -249,12 +248,6 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="step 4 of the run learned from 12 trajectories, and 1 of them"):
         run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "broken")
-
-
-def test_a_definition_that_collects_is_not_replayed(tmp_path):
-    """`replay_stores` wants `replay`."""
-    with pytest.raises(DefinitionError, match="does not learn from stores"):
-        replay_stores(tiny(), run_dir=tmp_path / "run")
 
 
 @pytest.mark.slow

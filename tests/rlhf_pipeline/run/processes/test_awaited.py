@@ -14,14 +14,12 @@ from rlhf_pipeline import Pipeline, token_match
 from rlhf_pipeline.run.events import EvaluationDone, Event, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import AskedEvaluations, FolderClaims
-from rlhf_pipeline.run.processes.collect import collect
 from rlhf_pipeline.run.processes.heartbeat import process_lock
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.run.processes.test_learn import stop_at
 from tests.rlhf_pipeline.run.test_evaluation import HELD_OUT, evaluated, figures_of, rows_of
-from tests.rlhf_pipeline.small import weights
+from tests.rlhf_pipeline.small import collect, learn, weights
 from tests.rlhf_pipeline.typed import FORKED
 
 

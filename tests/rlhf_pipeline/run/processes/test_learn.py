@@ -22,12 +22,11 @@ from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, Notice, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.collect import collect, load_policy
+from rlhf_pipeline.run.processes.collect import load_policy
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
-from rlhf_pipeline.run.processes.learn import learn
 from rlhf_pipeline.run.processes.rollouts import ROLLOUTS_SCHEMA
 from rlhf_pipeline.run.processes.weights import publish, read_published, weights_folder
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import collect, learn, tiny
 from trajectory_store import TrajectoryStore
 
 FORGED = b"of a step that did not happen"

@@ -21,6 +21,7 @@ from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
 from rlhf_pipeline.run.processes.launch import PLACE, Subprocesses
 from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig, share_cores
+from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -272,7 +273,7 @@ def test_a_run_has_one_supervisor(tmp_path):
         process_lock(tmp_path / "processes", "supervisor"),
         pytest.raises(RunExistsError, match=f"has a supervisor already: process {os.getpid()}"),
     ):
-        supervise.supervise(pipeline, run_dir=tmp_path, config=SupervisorConfig(), definition="long_running")
+        supervise.supervise(Run(pipeline=pipeline, run_dir=tmp_path), SupervisorConfig())
     assert not list((tmp_path / "processes").glob("*.log"))
 
 

@@ -1,0 +1,126 @@
+"""Checks of what a run names. They need no torch, so that a mistake costs one second, not ten.
+
+Every check raises the error that the run itself would raise, or a better one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf_pipeline.buffer.filters import select
+from rlhf_pipeline.config import Evaluate, Pipeline, Replay, TinyPolicy
+from rlhf_pipeline.data.prompts import prompt_at
+from rlhf_pipeline.data.reward_forms import form_of
+from rlhf_pipeline.data.rewards import rewards_of
+from rlhf_pipeline.errors import DataError, DefinitionError, RunStorageError, did_you_mean
+from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.choice import open_sources, stores_of
+
+_DEVICES = ("cpu", "cuda", "mps")
+
+
+def check_writable(out: Address, option: str) -> None:
+    """Test whether a folder can be created and written, leaving nothing behind.
+
+    Raises:
+        DefinitionError: its name cannot be passed to the libraries that write into it.
+        RunStorageError: the folder cannot be created or written.
+    """
+    if not isinstance(out, Path):
+        return  # the first put will show
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        raise DefinitionError(
+            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
+            f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
+        ) from error
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlhf-pipeline-", dir=there):
+            pass
+    except OSError as error:
+        raise RunStorageError(
+            f"{out} cannot be {'written' if there == out else 'made'}: {there}: {error.strerror}. "
+            f"Choose a folder that can be written: {option} OTHER_FOLDER"
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """Refuse a string that cannot be a device's name.
+
+    Raises:
+        DefinitionError: the name does not have the form `cuda` or `cuda:1`.
+    """
+    kind = device.partition(":")[0]
+    if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
+        hint = did_you_mean(kind, _DEVICES)
+        raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may follow: cuda:1.")
+
+
+def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
+    """Check the prompts, the reward functions' arguments, and that the model knows the characters.
+
+    Args:
+        pipeline: the definition.
+        seed: the run's seed, which chooses the first prompt; reading it checks the whole prompt file.
+
+    Raises:
+        DataError: a prompt file is broken, or has characters that the model does not know.
+        DefinitionError: the prompt source or a reward function does not have the required form.
+    """
+    prompt = prompt_at(pipeline.prompts, 0, seed)
+    for reward in rewards_of(pipeline.reward):
+        form_of(reward, list(prompt.meta))
+    if isinstance(pipeline.policy, TinyPolicy) and pipeline.environment is None:
+        unknown = sorted(
+            set(prompt.text + (prompt.answer if isinstance(prompt.answer, str) else "")) - set(pipeline.policy.alphabet)
+        )
+        if unknown:
+            raise DataError(
+                f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
+                f"{' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
+            )
+
+
+def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = True) -> None:
+    """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade.
+
+    Args:
+        pipeline: the definition.
+        evaluate: its evaluation.
+        apart: whether the definition's own prompts are learned from.
+
+    Raises:
+        DefinitionError: prompts are in both sources, or a reward function asks for something that there is not.
+        PipelineError: the source reports an error in its data.
+    """
+    prompt = prompt_at(evaluate.prompts, 0, 0)
+    for reward in rewards_of(pipeline.reward):
+        form_of(reward, list(prompt.meta))
+    both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
+    if not apart or both[0] is None or both[1] is None:
+        return  # one of them makes its prompts, or does not tell them
+    learned = {prompt.text for prompt in both[0]()}
+    shared = [prompt.text for prompt in both[1]() if prompt.text in learned]
+    if shared:
+        raise DefinitionError(
+            f"evaluate.prompts has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "
+            "Take them out of one of the two files: an evaluation is on prompts that are never learned from."
+        )
+
+
+def check_stores(replay: Replay) -> None:
+    """Check that the stores of a definition exist, and that its filters can be parsed.
+
+    Raises:
+        DefinitionError: no store is named, or a filter cannot be parsed.
+        MissingPathError: a store does not exist; the message names existing runs.
+    """
+    with open_sources(stores_of(replay)) as stores:
+        for store in stores:
+            select(store, replay.filters, store.ids()[:0])

@@ -1,0 +1,166 @@
+"""One run: what it is, all that is wrong with it, and its start. Nothing here imports torch before the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rlhf_pipeline.config import PretrainedPolicy
+from rlhf_pipeline.errors import DefinitionError, PipelineError
+from rlhf_pipeline.policies.model_source import resolve_source
+from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.checks import (
+    check_device,
+    check_evaluation,
+    check_prompts_and_reward,
+    check_stores,
+    check_writable,
+)
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.loggers import check_logger
+from rlhf_pipeline.run.processes.launch import Launcher, is_one_of_several
+from trajectory_store import StoreError
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.processes.children import SupervisorConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run(Setup):
+    """What a run is; every way to start one makes this first."""
+
+    run_dir: Address
+    """The run folder."""
+    resume: bool = False
+    """Continue from the newest checkpoint there. Without it the folder must be free; one that a failed start left is
+    taken over."""
+    joins: Literal["collect", "learn"] | None = None
+    """What this process does in a run of several; it continues by the same command. None has the run for itself."""
+    supervised: SupervisorConfig | None = None
+    """The collectors and the learner under a supervisor; None runs everything in this process."""
+    command: str = ""
+    """The command that starts this run, without `--resume`; empty if a program starts it."""
+
+    @property
+    def again(self) -> str:
+        """The command that continues this run."""
+        return self.command if self.joins else f"{self.command} --resume" if self.command else "add --resume"
+
+    def check(self) -> list[PipelineError | StoreError]:
+        """Return everything that is wrong, as far as that shows without torch, and change nothing."""
+        found: dict[str, PipelineError | StoreError] = {}
+        for holds in self._checks():
+            try:
+                holds()
+            except (PipelineError, StoreError) as error:
+                found.setdefault(str(error), error)
+        return list(found.values())
+
+    def checked(self) -> Run:
+        """Return this run if nothing is wrong with it.
+
+        Raises:
+            PipelineError: something is; the class is that of the first problem, and the message names all of them.
+            StoreError: as above.
+        """
+        problems = self.check()
+        if problems:
+            problems[0].args = ("\n".join(map(str, problems)),)
+            raise problems[0]
+        return self
+
+    def start(
+        self, *, parent: int | None = None, launch: Launcher | None = None, on_event: EventHandler = ignore_events
+    ) -> RunFinished:
+        """Run to the end, or until a signal asks to stop; see `run.start.run`.
+
+        Args:
+            parent: also stop when this process, which started us, is gone.
+            launch: starts the processes of a supervisor; None starts them on this machine.
+            on_event: receives the start, every step, notices and the end.
+        """
+        if self.supervised is not None:
+            from rlhf_pipeline.run.processes.supervise import supervise
+
+            return supervise(self, self.supervised, launch=launch, on_event=on_event)
+        if self.joins == "learn":
+            from rlhf_pipeline.run.processes.learn import learn
+
+            return learn(self, parent=parent, on_event=on_event)
+        if self.pipeline.replay is not None:
+            from rlhf_pipeline.run.replay_stores import replay_stores
+
+            return replay_stores(self, self.pipeline.replay, on_event=on_event)
+        from rlhf_pipeline.run.start import collect_and_learn
+
+        return collect_and_learn(self, parent=parent, on_event=on_event)
+
+    @contextmanager
+    def begun(self, folder: RunFolder, on_event: EventHandler) -> Iterator[None]:
+        """Hold the folder for this process alone, with its record written; it is made if absent."""
+        with folder.named_disk_errors(), folder.lock(), folder.log():
+            # Again under the lock: another process may have been faster.
+            folder.check_free_or_recorded(resume=self.resume)
+            if not self.resume:
+                folder.clear()
+            for notice in folder.notices(self.pipeline, device=self.device):
+                tell(on_event, notice)
+            folder.record(self)
+            yield
+            folder.flush()
+
+    def _checks(self) -> Iterator[Callable[[], object]]:
+        """Yield the checks, each independent of the others, in the order in which their errors are said."""
+        pipeline, option = self.pipeline, "--run" if self.joins else "--out"
+        yield self._check_folder
+        yield lambda: check_writable(self.run_dir, option)
+        yield lambda: check_device(self.device)
+        yield self._check_processes
+        if self.joins != "collect":
+            yield lambda: check_logger(pipeline.learn.logger)
+        if isinstance(policy := pipeline.policy, PretrainedPolicy):
+            yield lambda: resolve_source(policy.path)
+        if (evaluate := pipeline.evaluate) is not None:
+            yield lambda: check_evaluation(pipeline, evaluate)
+        if (replay := pipeline.replay) is None:
+            yield lambda: check_prompts_and_reward(pipeline, self.seed)
+        elif not (self.resume and RunFolder(self.run_dir).has_chosen):
+            yield lambda: check_stores(replay)
+
+    def _check_folder(self) -> None:
+        folder = RunFolder(self.run_dir)
+        option = "--run" if self.joins else "--out"
+        folder.check_free_or_recorded(resume=self.resume, again=self.again, option=option)
+        if self.resume:
+            several = self.joins is not None or self.supervised is not None
+            folder.check_processes(several=several)
+            folder.check_unchanged(self.pipeline, self.seed)
+            if not several:  # those look again while no other process sets the folder up
+                folder.check_parts()
+
+    def _check_processes(self) -> None:
+        replay, together = self.pipeline.replay is not None, is_one_of_several()
+        if self.supervised is not None and together:
+            raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
+        if replay and together:
+            raise DefinitionError("learning from stores takes one process: start it without torchrun.")
+        if self.joins is None and self.supervised is None:
+            return
+        if replay:
+            raise DefinitionError(
+                "this definition learns from existing stores (replay), so there is nothing to collect. "
+                "Run it in one process: `rlhf-pipeline run`, without --collectors."
+            )
+        if self.pipeline.learn.reference_every:
+            raise DefinitionError(
+                "learn.reference_every moves the reference model of a run in one process; collectors keep the frozen "
+                "one. Leave --collectors out, or set learn.reference_every=0."
+            )
+        if self.pipeline.curriculum is not None:
+            raise DefinitionError(
+                "a curriculum needs every earlier rollout in the store, and collectors beside a learner work on "
+                "several at once. Collect in one process (`rlhf-pipeline run` without --collectors), or leave it out."
+            )
