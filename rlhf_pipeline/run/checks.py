@@ -5,6 +5,7 @@ Every check raises the error that the run itself would raise, or a better one.
 
 from __future__ import annotations
 
+import fcntl
 import re
 import sys
 import tempfile
@@ -22,12 +23,17 @@ from rlhf_pipeline.run.choice import open_sources, stores_of
 _DEVICES = ("cpu", "cuda", "mps")
 
 
-def check_writable(out: Address, option: str) -> None:
+def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
     """Test whether a folder can be created and written, leaving nothing behind.
+
+    Args:
+        out: the folder.
+        option: the option that names it, for the messages.
+        locks: also test that a lock there keeps others out, which a run and its store need.
 
     Raises:
         DefinitionError: its name cannot be passed to the libraries that write into it.
-        RunStorageError: the folder cannot be created or written.
+        RunStorageError: the folder cannot be created or written, or locks do not hold there.
     """
     if not isinstance(out, Path):
         return  # the first put will show
@@ -41,13 +47,25 @@ def check_writable(out: Address, option: str) -> None:
         ) from error
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     try:
-        with tempfile.TemporaryDirectory(prefix=".rlhf-pipeline-", dir=there):
-            pass
+        with tempfile.NamedTemporaryFile(prefix=".rlhf-pipeline-", dir=there) as file:
+            held = not locks or _keeps_others_out(Path(file.name))
     except OSError as error:
         raise RunStorageError(
             f"{out} cannot be {'written' if there == out else 'made'}: {there}: {error.strerror}. "
             f"Choose a folder that can be written: {option} OTHER_FOLDER"
         ) from error
+    if not held:
+        raise RunStorageError(f"a second holder got a lock in {there}. Choose a local disk: {option} OTHER_FOLDER")
+
+
+def _keeps_others_out(path: Path) -> bool:
+    with path.open("rb") as first, path.open("rb") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def check_device(device: str) -> None:

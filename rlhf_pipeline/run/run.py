@@ -116,7 +116,7 @@ class Run(Setup):
         """Yield the checks, each independent of the others, in the order in which their errors are said."""
         pipeline, option = self.pipeline, "--run" if self.joins else "--out"
         yield self._check_folder
-        yield lambda: check_writable(self.run_dir, option)
+        yield lambda: check_writable(self.run_dir, option, locks=True)
         yield lambda: check_device(self.device)
         yield self._check_processes
         if self.joins != "collect":

@@ -179,11 +179,16 @@ def test_new_model_checks_first(cli: Cli, tmp_path: Path):
     assert "is not an empty folder" in shown.err
 
 
-def test_doctor_file_system(tmp_path: Path):
-    """A local temporary folder supports what the store needs, and the self test passes and cleans up."""
-    assert all(ok for ok, _ in doctor._file_system(tmp_path))
-    ok, text = doctor._store(tmp_path)
-    assert ok, text
+def test_doctor_folder(tmp_path: Path):
+    """A run may begin in a local temporary folder, the self test of the store passes, and nothing is left."""
+    assert all(ok for ok, _ in doctor._folder(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where a lock keeps nobody out, no run may begin, and doctor says what the run itself would say."""
+    monkeypatch.setattr("fcntl.flock", lambda file, operation: None)
+    assert [text for ok, text in doctor._folder(tmp_path) if not ok][-1].startswith("a second holder got a lock in")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +196,7 @@ def test_doctor_file_system(tmp_path: Path):
 def test_doctor_read_only_folder(tmp_path: Path):
     """A folder that cannot be written is said with what to do."""
     tmp_path.chmod(0o500)
-    assert any("cannot write here" in text for ok, text in doctor._file_system(tmp_path) if not ok)
+    assert any("Choose a folder that can be written" in text for ok, text in doctor._folder(tmp_path) if not ok)
 
 
 def test_closed_pipe(run_dir: Path):
