@@ -10,13 +10,16 @@ from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.words import count, duration, number
 from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.checkpoint import step_of
-from rlhf_pipeline.run.events import RunFinished
+from rlhf_pipeline.run.events import CollectorFinished, RunFinished
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.run import Run
 
 
-def finish(finished: RunFinished, asked: Run, view: RunView) -> None:
-    """Write the report, and print the result of the run and the next commands."""
+def finish(finished: RunFinished | CollectorFinished, asked: Run, view: RunView) -> None:
+    """Write the report, and print the result of the run and the next commands; of a collector, only its own."""
+    if isinstance(finished, CollectorFinished):
+        view.say("\n".join(_collected(finished, asked)))
+        return
     from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.report.show import before_and_after
 
@@ -38,6 +41,21 @@ def finish(finished: RunFinished, asked: Run, view: RunView) -> None:
     view.say("next:")
     for command, meaning in next_commands(finished, asked):
         view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
+
+
+def _collected(event: CollectorFinished, asked: Run) -> Iterator[str]:
+    why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
+    yield (
+        f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
+        f"{count(event.num_trajectories, 'trajectory')}"
+    )
+    folder = typed(event.run_dir)
+    yield "next:"
+    if event.reason == "finished":
+        yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
+    else:
+        yield f"  {asked.again}    continue collecting"
+    yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
 
 
 def _trained(run: RunFolder) -> Iterator[str]:

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.parser import add_process_options
-from rlhf_pipeline.cli.process import attend, view_of_stdout
-from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError, typed
-from rlhf_pipeline.report.words import count
-from rlhf_pipeline.run.events import CollectorFinished
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.run.run import Run
 
 HELP = "collect rollouts into a run, in a process of its own"
 DETAILS = """\
@@ -46,42 +37,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
     from rlhf_pipeline.cli.asked import asked_run
-    from trajectory_store import StoreError
+    from rlhf_pipeline.cli.process import conduct
 
-    run, view = asked_run(args), view_of_stdout()
-    view.say(f"{run.pipeline.name}: collector, seed {run.seed}, on {run.device}; importing torch ...")
-
-    def work() -> CollectorFinished:
-        from rlhf_pipeline.run.processes.collect import collect
-
-        return collect(run, name=args.name, parent=args.parent, on_event=view)
-
-    finished, code = attend(
-        view,
-        work,
-        device=run.device,
-        stopped=lambda: f"stopped at once; another collector takes over the rollout, or type: {run.again}",
-        retryable=(RewardError, RunExistsError, RunStorageError, StoreError),
-        debug=args.debug,
-    )
-    if finished is not None:
-        view.say("\n".join(_closing(finished, run)))
-    return code
-
-
-def _closing(event: CollectorFinished, run: Run) -> Iterator[str]:
-    why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
-    yield (
-        f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
-        f"{count(event.num_trajectories, 'trajectory')}"
-    )
-    folder = typed(event.run_dir)
-    yield "next:"
-    if event.reason == "finished":
-        yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
-    else:
-        yield f"  {run.again}    continue collecting"
-    yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
+    return conduct(asked_run(args), "collector", args=args)
 
 
 def _process_name(text: str) -> str:

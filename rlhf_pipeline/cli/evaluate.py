@@ -96,8 +96,8 @@ def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
     from rlhf_pipeline.policies.model_source import is_model_folder
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.checks import check_device, check_evaluation
     from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.preflight import check_device, check_evaluation
 
     address = address_of(args.path)
     is_model = isinstance(address, Path) and is_model_folder(address)

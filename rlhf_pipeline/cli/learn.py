@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
-from rlhf_pipeline.errors import RunExistsError, RunStorageError
 
 HELP = "learn from what collectors store, in a process of its own"
 DETAILS = """\
@@ -35,11 +34,9 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.cli.process import conduct
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
-    from trajectory_store import StoreError
 
     if several.is_follower():
         return several.follow(args)
     run = asked_run(args)
     reopen(RunFolder(run.run_dir))
-    retryable = (RunExistsError, RunStorageError, StoreError)
-    return conduct(run, "learner", parent=args.parent, retryable=retryable, debug=args.debug)
+    return conduct(run, "learner", args=args)

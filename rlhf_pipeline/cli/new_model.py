@@ -40,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DefinitionError(f"{folder} exists already and is not an empty folder. Name another.")
-    from rlhf_pipeline.run.checks import check_writable
+    from rlhf_pipeline.run.preflight import check_writable
 
     check_writable(folder, "FOLDER")
     say("importing torch ...")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import logging
 import os
 import signal
@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from rlhf_pipeline.cli import several
 from rlhf_pipeline.cli.output import can_draw, warn
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.errors import DefinitionError, RewardError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.words import count, duration
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import below
@@ -31,108 +31,73 @@ TRY_AGAIN: Final = 3
 """The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
 
 
-FinishedT = TypeVar("FinishedT", RunFinished, CollectorFinished)
-
-
 def conduct(
     run: Run,
     what: str,
     *,
-    parent: int | None = None,
+    args: argparse.Namespace,
     launching: AbstractContextManager[Launcher | None] = nullcontext(),  # noqa: B008 - it has no state
-    retryable: tuple[type[Exception], ...] = (),
-    debug: bool = False,
     then: Callable[[RunView], int] = lambda view: 0,
 ) -> int:
-    """Do a run or its learner, and print the result and the next commands.
+    """Do a run, its learner or a collector, and print the result and the next commands.
 
     Args:
         run: checked.
         what: this process does, for the first line.
-        parent: the supervisor, which reports the result instead.
+        args: the command line; with `--parent` a supervisor reports the result instead.
         launching: yields what starts a supervisor's processes; None starts them on this machine.
-        retryable: as for `attend`.
-        debug: as for `attend`.
         then: called when the run has ended; prints more and returns the exit code.
 
     Returns:
-        The exit code, as of `attend`.
+        The exit code: 0, `TRY_AGAIN`, that of a signal, or that of `then`.
     """
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.folder import is_run
+    from trajectory_store import StoreError
 
-    alone, began = run.supervised is None, time.perf_counter()
+    alone, began, seen = run.supervised is None, time.perf_counter(), list[int]()
+    parent = several.parent(getattr(args, "parent", None))
     view = view_of_stdout(filenames.LOG if alone else filenames.SUPERVISOR_LOG)
     imports = "importing torch" if alone else "they import torch"
     view.say(f"{run.pipeline.name}: {what}, seed {run.seed}, on {run.device}; {imports} ...")
 
-    def stopped() -> str:
-        if run.resume or is_run(run.run_dir):
-            return f"stopped at once. Continue from the last checkpoint: {run.again}"
-        return "stopped before the run began; nothing was written."
-
-    def work() -> RunFinished:
+    def work() -> RunFinished | CollectorFinished:
         if alone:
-            importlib.import_module("rlhf_pipeline.run.start")
+            import_torch(run.device)
+            from rlhf_pipeline import definitions  # help does without
+            from rlhf_pipeline.run.processes.collect import collect
+
+            definitions.share_with_workers()
             view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
+            if run.joins == "collect":
+                return collect(run, name=args.name, parent=parent, on_event=view)
         with launching as launch:
-            return several.joined(run).start(parent=several.parent(parent), launch=launch, on_event=view)
+            return several.joined(run).start(parent=parent, launch=launch, on_event=view)
 
-    try:
-        device = run.device if alone else None
-        finished, code = attend(view, work, device=device, stopped=stopped, retryable=retryable, debug=debug)
-    finally:
-        several.leave()
-    if finished is None or parent is not None:
-        return code
-    finish(finished, run, view)
-    if not alone:
-        view.say(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
-    return code or then(view)
-
-
-def attend(
-    view: RunView,
-    work: Callable[[], FinishedT],
-    *,
-    device: str | None,
-    stopped: Callable[[], str],
-    retryable: tuple[type[Exception], ...] = (),
-    debug: bool = False,
-) -> tuple[FinishedT | None, int]:
-    """Do the work of a process until it ends or a signal stops it.
-
-    Args:
-        view: closed at the end.
-        work: the work.
-        device: the models' device, for which torch is imported first; None if the process needs no torch.
-        stopped: returns the message for a signal that stopped the work at once.
-        retryable: errors that a retry may overcome; they are printed.
-        debug: raise retryable errors instead.
-
-    Returns:
-        The result of the work, None if it did not finish; and the exit code: 0, `TRY_AGAIN`, or that of a signal.
-    """
-    seen: list[int] = []
     try:
         with signals_seen(seen):
-            if device is not None:
-                import_torch(device)
-                from rlhf_pipeline.definitions import share_with_workers  # help does without definitions
-
-                share_with_workers()
             finished = work()
     except KeyboardInterrupt:
-        view.say(stopped())
-        return None, stopped_code(seen)
-    except retryable as error:
-        if debug:
+        if run.joins == "collect":
+            view.say(f"stopped at once; another collector takes over the rollout, or type: {run.again}")
+        elif run.resume or is_run(run.run_dir):
+            view.say(f"stopped at once. Continue from the last checkpoint: {run.again}")
+        else:
+            view.say("stopped before the run began; nothing was written.")
+        return stopped_code(seen)
+    except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
+        if run.joins is None or args.debug:
             raise
         warn(f"rlhf-pipeline: {error}")
-        return None, TRY_AGAIN
+        return TRY_AGAIN
     finally:
         view.close()
-    return finished, stopped_code(seen) if finished.reason == "interrupted" else 0
+        several.leave()
+    if getattr(args, "parent", None) is None:
+        finish(finished, run, view)
+    if not alone:
+        view.say(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
+    return stopped_code(seen) if finished.reason == "interrupted" else then(view)
 
 
 def view_of_stdout(log_name: str = filenames.LOG) -> RunView:

@@ -80,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         from rlhf_pipeline.cli.process import conduct
 
         run = asked_run(args)
-        return conduct(run, "starting", then=lambda view: compare(run, view))
+        return conduct(run, "starting", args=args, then=lambda view: compare(run, view))
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
 
@@ -107,9 +107,9 @@ def _check_rerun(args: argparse.Namespace) -> None:
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
     from rlhf_pipeline.cli.process import import_torch
-    from rlhf_pipeline.run.checks import check_device
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.preflight import check_device
 
     run = RunFolder.open(folder)
     config = run.config

@@ -108,15 +108,15 @@ def execute(args: argparse.Namespace) -> int:
                 f"--learners goes with collectors in processes of their own: {run.again} --collectors 1. Or start the "
                 "run in one process and share its steps with torchrun, see docs/learner.md."
             )
-        return conduct(run, "starting")
+        return conduct(run, "starting", args=args)
     learners = "a learner" if processes.learners == 1 else f"{processes.learners} learners"
     what = f"{count(processes.collectors, 'collector')} and {learners}"
     if args.ray is None:
-        return conduct(run, what)
+        return conduct(run, what, args=args)
     from rlhf_pipeline.run.processes.on_ray import on_ray
 
     gpus = 1.0 if run.device.startswith("cuda") else 0.0
     own = gpus if args.collector_gpus is None else args.collector_gpus
     number = processes.collectors + processes.learners
     ray = on_ray(args.ray, run.run_dir, processes=number, collector_gpus=own, learner_gpus=gpus)
-    return conduct(run, what, launching=ray)
+    return conduct(run, what, args=args, launching=ray)

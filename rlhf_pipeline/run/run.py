@@ -11,16 +11,16 @@ from rlhf_pipeline.config import PretrainedPolicy
 from rlhf_pipeline.errors import DefinitionError, PipelineError
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.checks import (
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.loggers import check_logger
+from rlhf_pipeline.run.preflight import (
     check_device,
     check_evaluation,
     check_prompts_and_reward,
     check_stores,
     check_writable,
 )
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
-from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.processes.launch import Launcher, is_one_of_several
 from trajectory_store import StoreError
 

@@ -105,6 +105,22 @@ def test_mistakes_cost_no_torch(cli: Cli, argv: list[str], message: str):
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_all_that_is_wrong_is_said_at_once(cli: Cli):
+    """The folder, the device, the model and the prompts, one line each; nothing is written."""
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").write_text("x")
+    lines = cli("run", "gsm8k", "--out", "mine", "--device", "cudda").err.splitlines()
+    said = (
+        "mine exists and is not a run",
+        "no such device",
+        "no model folder at model",
+        "no prompt file at train.jsonl",
+    )
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))
+    assert [path.name for path in Path.cwd().iterdir()] == ["mine"]
+
+
 def test_broken_model_folder(cli: Cli):
     """A folder without config or weights is not a model."""
     Path("model").mkdir()
