@@ -513,7 +513,9 @@ def graded_turns(graded: Graded, rewards: Sequence[Tensor], discount: float) -> 
     turns = [one.float() for one in flat.split(counts.tolist())]
     furthest = [float(one[one.abs().argmax()]) if len(one) else 0.0 for one in turns]
     advantages = torch.tensor(furthest, dtype=torch.float64)
-    return graded._replace(advantages=advantages, degenerate=advantages == 0, turns=turns)
+    varied = graded.codes[finite].repeat_interleave(counts[finite])[~found.degenerate]
+    degenerate = ~finite | ~torch.isin(graded.codes, varied)
+    return graded._replace(advantages=advantages, degenerate=degenerate, turns=turns)
 
 
 def new_columns(

@@ -100,6 +100,20 @@ def test_a_store_gives_each_token_the_advantage_of_its_turn(tmp_path, apart):
         buffer.trajectories.close()
 
 
+def test_a_group_has_spread_if_any_turn_has(tmp_path):
+    """A member without an advantage stays in such a group; a group in which no turn differs is left out as a whole."""
+    rewards = {4: ([1.0, 0.5], [1.0, 1.5], [1.0]), 5: ([1.0, 2.0], [1.0], [1.0, 2.0])}
+    rows = []
+    for group, members in rewards.items():
+        for row, turns in zip(batch().unbind(0), members, strict=True):
+            rows.append(row.clone().update({"group_id": torch.tensor(group), "turn_rewards": torch.tensor(turns)}))
+            rows[-1]["task_reward"] = torch.tensor(sum(turns))
+    out = transform(zero_variance="drop").inv(TensorDict.lazy_stack(rows))
+    assert out is not None
+    assert [int(row["group_id"]) for row in out.unbind(0)] == [4, 4, 4]
+    assert [float(row["advantage"].reshape(-1)[-1]) for row in out.unbind(0)] == pytest.approx([-ROOT2, ROOT2, 0.0])
+
+
 def test_what_does_not_fit_is_refused():
     """A batch without rewards of turns, a discount out of range, and a penalty in the reward of the whole."""
     with pytest.raises(MissingKeyError, match="compares turns, and the batch has no 'turn_rewards'"):
