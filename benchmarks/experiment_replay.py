@@ -125,7 +125,10 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         run_dir = Path(folder) / "run"
         run(pipeline, run_dir=run_dir, seed=seed)
-        rows = [row for row in StepRows(run_dir / "metrics.jsonl") if row.get(task.measure) is not None]
+        every = [*StepRows(run_dir / "metrics.jsonl")]
+        if every[-1]["step"] < rollouts * updates:  # a signal asked it to stop, and half a run would be kept
+            raise SystemExit(f"{arm} seed {seed} was stopped after step {every[-1]['step']}")
+        rows = [row for row in every if row.get(task.measure) is not None]
         with TrajectoryStore.open(run_dir / "store") as store:
             of_rollout = store.read_scalars("group_id") // pipeline.collect.prompts_per_rollout
             masks = store.read_ragged("assistant_mask")

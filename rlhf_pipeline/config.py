@@ -31,7 +31,9 @@ from rlhf_pipeline.data.rewards import (
 from rlhf_pipeline.environments.environment import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
-Estimator = Literal["grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo"]
+Estimator = Literal[
+    "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo"
+]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
@@ -265,8 +267,12 @@ class WritePath(Settings):
         help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
         "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
         "divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`. Or a function of one's own, `EstimatorFunction` there; on a command line "
+        "trajectories with `replay`. `turn_grpo` gives each turn of a conversation an advantage of its own, from the "
+        "rewards of that turn and later ones. Or a function of one's own, `EstimatorFunction` there; on a command line "
         "`FILE.py:NAME`.",
+    )
+    turn_discount: float = setting(
+        1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in a turn's own."
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
@@ -295,6 +301,11 @@ class WritePath(Settings):
             (
                 self.kl_target is None or self.kl_coef > 0,
                 "kl_target needs a kl_coef above 0 to start from.",
+            ),
+            (
+                self.estimator != "turn_grpo" or self.kl_coef == 0,
+                f"kl_coef is {self.kl_coef}, a penalty in the reward of a whole trajectory, and estimator=turn_grpo "
+                "compares turns. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             close_policy_rule(self.min_group_size, self.group_timeout_s),
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from rlhf_pipeline.data.keys import (
     ROW_ID,
     TASK_REWARD,
     TOKENS,
+    TURN_ADVANTAGES,
+    TURN_SPANS,
     Key,
     column_name,
     key_of,
@@ -42,13 +44,15 @@ from trajectory_store import BufferPool, Schema
 from trajectory_store.reads import StoreReads
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
+_POLICY: Final = 1
+"""The role of a turn of the policy in `TURN_SPANS`."""
 _GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
 """Keys that show where log-probs may be missing; with the prompt's length the mask need not be searched."""
 
 _NEEDS: dict[Key, tuple[Key, ...]] = {
     REWARD: (LOG_PROBS, REF_LOG_PROBS, KL_COEF, TASK_REWARD, *_GAPS),
     KL_PENALTY: (LOG_PROBS, REF_LOG_PROBS, *_GAPS),
-    ADVANTAGE: (ADVANTAGE, *_GAPS),
+    ADVANTAGE: (ADVANTAGE, *_GAPS, TURN_SPANS, TURN_ADVANTAGES),
     ATTENTION_MASK: (TOKENS,),
     LOG_PROBS: (LOG_PROBS, *_GAPS),
     REF_LOG_PROBS: (REF_LOG_PROBS, *_GAPS),
@@ -122,6 +126,8 @@ def padded_columns(
         places = padded_places(flat[ASSISTANT_MASK], lengths, flat.get(NUM_PROMPT_TOKENS))
         advantage = flat.get(ADVANTAGE)
         derive(flat, places, pool, keys, spread_advantage=advantage is not None and advantage.ndim == 1)
+        if ADVANTAGE in flat and TURN_ADVANTAGES in flat and TURN_SPANS in flat:
+            _give_turns_theirs(flat, raw[f"{store.schema[column_name(TURN_ADVANTAGES)].axis}.lengths"])
         if keys is not None and KL_PENALTY not in keys:
             spare.add(KL_PENALTY)
     if RETURN in flat:  # float64 on disk, so that a waiting group can be completed later
@@ -247,6 +253,19 @@ def derive(
         del flat[ADVANTAGE]  # no advantage was computed
     elif spread_advantage:
         flat[ADVANTAGE] = places.said(flat[ADVANTAGE])
+
+
+def _give_turns_theirs(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -> None:
+    """Give the tokens of each turn the turn's advantage, in place, in rows that have one for each turn."""
+    spans, mask = flat[TURN_SPANS], flat[ASSISTANT_MASK]
+    row, number = np.nonzero(spans[:, :, 1] == _POLICY)
+    turn = np.zeros(mask.shape, np.int64)
+    turn[row, spans[row, number, 0]] = 1  # where a turn begins
+    turn = np.maximum(turn.cumsum(1) - 1, 0)
+    rows = (num_turns > 0) & (np.bincount(row, minlength=len(mask)) == num_turns)
+    if rows.any():
+        found = np.take_along_axis(flat[TURN_ADVANTAGES], turn, 1)
+        flat[ADVANTAGE] = np.where(rows[:, None] & mask, found, flat[ADVANTAGE])
 
 
 def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> TokenPlaces:

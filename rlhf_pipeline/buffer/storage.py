@@ -679,7 +679,7 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
     _check_per_token(columns, tokens.lengths)
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
-    plan, alike = column_of_key(schema), dict[int, RaggedArray]()
+    plan, alike = column_of_key(schema), Alike()
     for key, value in columns.items():
         column = plan.get(key)
         if column is not None:
@@ -793,7 +793,11 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
         columns[RETURN] = Flat(segment_sum(reward.values, lengths).float())
 
 
-def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: dict[int, RaggedArray]) -> Any:
+Alike = dict[int, tuple[torch.Tensor, RaggedArray]]
+"""Ragged columns by the id of their lengths, which it keeps alive: no others get their id meanwhile."""
+
+
+def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Alike) -> Any:
     """Return the argument of `append` for one column.
 
     Args:
@@ -801,8 +805,8 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         key: of the batch.
         value: the values.
         n: the number of trajectories.
-        alike: the ragged columns converted so far, by the id of their lengths, so that columns which share lengths
-            share them in the store's form as well.
+        alike: the ragged columns converted so far, so that columns which share lengths share them in the store's form
+            as well.
 
     Raises:
         DataError: if the values do not fit the column.
@@ -846,8 +850,9 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: di
         raise DataError(f"{key!r} must hold one value per token, got shape {tuple(value.values.shape)}")
     like = alike.get(id(value.lengths))
     if like is not None:
-        return like.beside(array)
-    alike[id(value.lengths)] = made = RaggedArray(array, value.lengths.numpy())
+        return like[1].beside(array)
+    made = RaggedArray(array, value.lengths.numpy())
+    alike[id(value.lengths)] = value.lengths, made
     return made
 
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.buffer.trajectory_schema import CURSOR
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.drawn import Drawn, drawn_completions, drawn_conversations, trajectories
+from rlhf_pipeline.collectors.drawn import Drawn, drawn_completions, drawn_conversations, trajectories, turn_rewards
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
 from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
@@ -341,6 +341,8 @@ class Collector:
         if any(item.kind for item in one.grades):
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
+        if keys.TURN_REWARDS in self.buffer.store.schema:
+            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades)
         for number, reward in enumerate(self.grader.rewards):
             values = [item.values[number] for item in one.grades]
             found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))

@@ -254,6 +254,19 @@ def trajectories(
     return out
 
 
+def turn_rewards(drawn: Drawn, grades: Sequence[Grade]) -> Flat:
+    """Return the rewards of the turns of conversations, float32, with a count per row.
+
+    They are the environment's. What a trajectory's reward has beside them counts at its last turn.
+    """
+    rows = list[list[float]]()
+    for meta, grade in zip(drawn.metas, grades, strict=True):
+        before: list[float] = meta["turn_rewards"][:-1]
+        rows.append([*before, grade.reward - sum(before)])
+    lengths = torch.tensor([len(row) for row in rows])
+    return Flat(torch.tensor([value for row in rows for value in row]), lengths)
+
+
 def _beside(item: Grade) -> dict[str, Any]:
     """Return what `meta` holds of a grade."""
     return ({"error": item.error} if item.error is not None else {}) | ({"rewards": item.parts} if item.parts else {})

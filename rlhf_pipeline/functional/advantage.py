@@ -69,11 +69,13 @@ class EstimatorEntry(NamedTuple):
         advantages: float64 [N]; those of degenerate members are set to 0 afterwards.
         by_batch: it divides by the spread of a whole batch, so the caller must define the batch.
         of_batch: its baseline is the batch, so only a batch without spread is degenerate.
+        by_turn: it compares turns, see `turn_advantage`; of one number per trajectory it makes one turn.
     """
 
     advantages: Callable[[Returns], torch.Tensor]
     by_batch: bool = False
     of_batch: bool = False
+    by_turn: bool = False
 
 
 class GroupAdvantage(NamedTuple):
@@ -156,6 +158,7 @@ def group_advantage(
     * `grpo_batch`: `(R - mean) / max(std_batch(R), 1e-6)`, TRL's `scale_rewards="batch"` (which adds 1e-4 to the
       spread). arXiv:2508.08221.
     * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
+    * `turn_grpo`: `grpo` for each turn, see `turn_advantage`; here, of one number per trajectory, it is `grpo`.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
     flagged, never NaN. For `reinforce_pp` the baseline is the batch, so group members without spread keep
@@ -267,6 +270,7 @@ ESTIMATORS: Final[Mapping[str, EstimatorEntry]] = {
     "reinforce_pp_baseline": EstimatorEntry(_reinforce_pp_baseline, by_batch=True),
     "grpo_batch": EstimatorEntry(_grpo_batch, by_batch=True),
     "opo": EstimatorEntry(_opo),
+    "turn_grpo": EstimatorEntry(_grpo, by_turn=True),
 }
 """The built-in estimators; `group_advantage` has their formulas."""
 BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if entry.by_batch)

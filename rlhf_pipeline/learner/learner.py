@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -496,36 +497,24 @@ class Learner:
             )
         outputs: list[GRPOLossOutput] = []
         for batches, learns in ((plan.batches, True), (plan.measured, False)):
-            if self.shards is not None:
-                outputs += self._accumulate_share(plan, batches, self.shards, learns=learns)
-                continue
-            for chosen in batches:
+            found: dict[int, GRPOLossOutput] = {}
+            numbers = range(len(batches))
+            for number in numbers if self.shards is None else self.shards.share(numbers):
+                batch = _NOTHING if number is None else self._micro_batch(plan, batches[number])
+                call = partial(self._total_and_output, batch)
                 with torch.set_grad_enabled(learns):
-                    output = self.loss(self._micro_batch(plan, chosen))
+                    total, output = call() if self.shards is None else self.shards.run(call)
                 if learns:
-                    output.total_loss().backward()
-                outputs.append(output)
+                    total.backward()
+                if number is not None:
+                    found[number] = output
+            if batches:
+                outputs += found.values() if self.shards is None else self.shards.gather(found, len(batches))
         return GRPOLossOutput.merge(outputs) if outputs else None
 
-    def _accumulate_share(
-        self, plan: StepPlan, batches: list[torch.Tensor], shards: Shards, *, learns: bool
-    ) -> list[GRPOLossOutput]:
-        """Run this process's micro-batches, and return the outputs of all processes."""
-        outputs: dict[int, GRPOLossOutput] = {}
-        for number in shards.share(range(len(batches))):
-            batch = _NOTHING if number is None else self._micro_batch(plan, batches[number])
-
-            def forward(batch: LossBatch = batch) -> tuple[torch.Tensor, GRPOLossOutput]:
-                output = self.loss(batch)
-                return output.total_loss(), output
-
-            with torch.set_grad_enabled(learns):
-                total, output = shards.run(forward)
-            if learns:
-                total.backward()
-            if number is not None:
-                outputs[number] = output
-        return shards.gather(outputs, len(batches)) if batches else []
+    def _total_and_output(self, batch: LossBatch) -> tuple[torch.Tensor, GRPOLossOutput]:
+        output = self.loss(batch)
+        return output.total_loss(), output
 
     def _unscored(self, chosen: np.ndarray, admitted: np.ndarray | None) -> np.ndarray:
         """Return the rows besides the chosen ones whose proximal log-probs are to be taken now: int64 [n]."""
@@ -549,19 +538,16 @@ class Learner:
         found: dict[int, torch.Tensor] = {}
         for batches in (plan.batches, plan.measured):
             numbers = [number for number, chosen in enumerate(batches) if bool(new[chosen].any())]
-            if self.shards is None:
-                # One wait for all of them: meanwhile the host prepares the next.
-                scores = download([self._own_log_probs(plan, batches[number]) for number in numbers])
-                for number, of_batch in zip(numbers, scores, strict=True):
-                    found |= _of_rows(plan, batches[number], of_batch)
-                continue
+            mine = numbers if self.shards is None else self.shards.share(numbers)
+            share = [None if number is None else batches[number] for number in mine]
+            calls = [partial(self._own_log_probs, plan, chosen) for chosen in share]
+            # One wait for all of them: meanwhile the host prepares the next.
+            scores = download([call() if self.shards is None else self.shards.run(call) for call in calls])
             own: dict[int, torch.Tensor] = {}
-            for number in self.shards.share(numbers):
-                chosen = None if number is None else batches[number]
-                of_batch = self.shards.run(lambda chosen=chosen: self._own_log_probs(plan, chosen))
-                own |= {} if chosen is None else _of_rows(plan, chosen, of_batch.cpu())
+            for chosen, of_batch in zip(share, scores, strict=True):
+                own |= {} if chosen is None else _of_rows(plan, chosen, of_batch)
             wanted = [at for number in numbers for at in batches[number].tolist()]
-            found |= self.shards.exchange(own, wanted) if wanted else {}
+            found |= self.shards.exchange(own, wanted) if self.shards is not None and wanted else own
         for at in new.nonzero()[:, 0].tolist():
             self._proximal.put(int(plan.row_ids[at]), found[at])
 

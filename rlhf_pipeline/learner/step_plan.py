@@ -153,6 +153,8 @@ def plan_step(
     reference = columns.get(names.ref_log_probs)
     if reference is not None and bool(store.present(reference.name, row_ids).any()):
         wanted.append(names.ref_log_probs)
+    if keys.TURN_ADVANTAGES in columns:
+        wanted.append(names.advantage)
     useful = contributes(
         advantages,
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
@@ -215,7 +217,7 @@ def _micro_batch(columns: Mapping[keys.Key, Tensor], advantages: Tensor, loss: G
         # Without reference log-probs, which a KL term against them needs, no token is in the loss.
         mask=torch.zeros_like(mask) if ref is None and loss.kl_to_ref_coeff else mask,
         behaviour=behaviour,
-        advantage=advantages[:, None].expand(produced.shape),
+        advantage=columns.get(names.advantage, advantages[:, None].expand(produced.shape)),
         ref=ref,
     )
 

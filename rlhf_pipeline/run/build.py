@@ -21,6 +21,7 @@ from rlhf_pipeline.buffer.trajectory_schema import (
     SUPPORT,
     TEMPERATURE,
     TOKEN_FIGURES,
+    TURN_FIGURES,
     TURNS,
 )
 from rlhf_pipeline.collectors.collector import Collector
@@ -29,7 +30,7 @@ from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import Mix, skips_too_long
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
@@ -297,6 +298,7 @@ def build_parts(
     advantage = MCAdvantage(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
+        turn_discount=pipeline.write.turn_discount,
         batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
         scored_in=models.policy.head_weight.dtype,
         zero_variance=pipeline.write.zero_variance,
@@ -393,6 +395,8 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
     rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
     turns = () if pipeline.environment is None else (TURNS,)
+    if turns and estimator_of(pipeline.write.estimator).by_turn:
+        turns = (*turns, *TURN_FIGURES)
     cursor = (CURSOR,) if collect.dynamic > 1 else ()
     return (
         *sampled_by,

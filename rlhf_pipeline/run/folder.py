@@ -29,7 +29,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +58,7 @@ from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
-from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat, try_lock
 from rlhf_pipeline.run.rows import Row, StepRows
 
 if TYPE_CHECKING:
@@ -86,6 +86,13 @@ _BEFORE_THE_RECORD: Final = frozenset(
     }
 )
 """Names that may exist without a run's `config.json`: a start that was killed at that point left no run to resume."""
+
+
+_FOLDERS: Final = (
+    *(filenames.CHECKPOINTS, filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, filenames.WEIGHTS),
+    *(filenames.CLAIMS, filenames.LOGS, filenames.SOURCE, filenames.INPUTS),
+)
+"""The folders that a start makes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,19 +137,22 @@ class RunFolder:
     Args:
         path: the folder, or a URL such as `s3://bucket/run`; it need not exist yet.
 
+    Attributes:
+        mirror: the run in the object store; None if it is a folder.
+        address: where the run is.
+        path: where this process has the run's files: the folder itself, or a copy.
+        patience_s: the longest pause between two checks while nothing happens, in seconds.
+
     Raises:
         StoreError: the path is a URL, and the package that it needs is not installed.
     """
 
     def __init__(self, path: Address) -> None:
-        self.mirror = _mirror_of(path)
-        """The run in the object store; None if it is a folder."""
-        self.address: Address = Path(path) if self.mirror is None else self.mirror.address
-        """Where the run is."""
-        self.path = Path(path) if self.mirror is None else self.mirror.root
-        """Where this process has the run's files: the folder itself, or a copy."""
-        self.patience_s = 0.1 if self.mirror is None else self.mirror.patience_s
-        """The longest pause between two checks while nothing happens, in seconds."""
+        self.mirror = mirror = _mirror_of(path)
+        self.address: Address = Path(path)
+        self.path, self.patience_s = self.address, 0.1
+        if mirror is not None:
+            self.address, self.path, self.patience_s = mirror.address, mirror.root, mirror.patience_s
         self.store_path: Address = below(self.address, filenames.STORE)
         self.checkpoints = self.path / filenames.CHECKPOINTS
         self.metrics_file = self.path / filenames.METRICS
@@ -359,27 +369,15 @@ class RunFolder:
         """Remove what a failed start left; does nothing in any other folder."""
         if not self.came_to_nothing:
             return
-        for folder in (
-            self.checkpoints,
-            self.path / filenames.STORE,
-            self.path / filenames.EVALUATIONS,
-            self.rollouts,
-            self.weights,
-            self.claims,
-            self.logger_files,
-            self.path / filenames.SOURCE,
-            self.path / filenames.INPUTS,
-        ):
-            if folder.exists():
-                remove_folder(folder)
+        for name in _FOLDERS:
+            if (self.path / name).exists():
+                remove_folder(self.path / name)
         if self.mirror is not None:
             self.mirror.clear()
         tidy(self.path)
-        for file in (self.metrics_file, self.ledger_file):
+        for file in (self.metrics_file, self.ledger_file, self.choice_table, self.recorded_ledger):
             file.unlink(missing_ok=True)
             file.with_suffix(".index").unlink(missing_ok=True)
-        for file in (self.choice_table, self.recorded_ledger):
-            file.unlink(missing_ok=True)
         self.config_file.unlink()  # last: after a kill before this, `clear` can be called again
 
     # Checks
@@ -637,12 +635,10 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / filenames.LOCK).open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not try_lock(file, shared=shared):
                 file.seek(0)
                 holder = self._holder(file.read().strip())
-                raise RunExistsError(f"the run {self.address} is in use by {holder}. {advice}") from error
+                raise RunExistsError(f"the run {self.address} is in use by {holder}. {advice}")
             if not shared:
                 file.truncate(0)
                 file.write(str(os.getpid()))
@@ -655,18 +651,15 @@ class RunFolder:
         if self.is_alive(_OWNER):
             return self.said(_OWNER).get("started", 0.0)
         try:
-            with (self.path / filenames.LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return None
+            with (self.path / filenames.LOCK).open(encoding="utf-8") as file:
+                return None if try_lock(file, shared=True) else os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
-        except BlockingIOError:
-            return (self.path / filenames.LOCK).stat().st_mtime
 
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""
-        with nullcontext() if self.mirror is None else self.mirror.lease(_OWNER):
+        with self.lease(_OWNER):
             at_work = self.living() - {_OWNER}
             if at_work:
                 raise RunExistsError(
@@ -674,6 +667,10 @@ class RunFolder:
                     "(At a URL a killed process counts as running until its lease ends.)"
                 )
             yield
+
+    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+        """Hold a name on every machine, if the run is at a URL; see `Mirror.lease`."""
+        return nullcontext() if self.mirror is None else self.mirror.lease(name, wait_s=wait_s)
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:

@@ -20,16 +20,27 @@ import torch
 
 from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS, REWARD, REWARD_COLUMN, TASK_REWARD, Key
+from rlhf_pipeline.data.keys import (
+    ASSISTANT_MASK,
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    REWARD,
+    REWARD_COLUMN,
+    TASK_REWARD,
+    TURN_ADVANTAGES,
+    TURN_REWARDS,
+    Key,
+    column_name,
+)
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, group_advantage
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of, group_advantage
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
 from rlhf_pipeline.transforms.base import score
-from rlhf_pipeline.transforms.groups import graded_groups, scores_of
+from rlhf_pipeline.transforms.groups import graded_groups, graded_turns, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
@@ -314,7 +325,17 @@ class Gatherer:
         eps, at = torch.finfo(self.policy.head_weight.dtype).eps, np.flatnonzero(whole)
         reward = columns.get(REWARD, columns[TASK_REWARD])
         scores = scores_of(Trajectories(n, columns), reward, range(n + 1), None, eps).take(torch.from_numpy(at))
-        found = graded_groups(scores, torch.from_numpy(codes[at].astype(np.int64)), self.pipeline.write.estimator, None)
+        how = self.pipeline.write
+        found = graded_groups(scores, torch.from_numpy(codes[at].astype(np.int64)), how.estimator, None)
+        if (name := column_name(TURN_ADVANTAGES)) in schema:
+            counts = batch.lengths[str(schema[name].axis)]
+            if estimator_of(how.estimator).by_turn:
+                rewards = torch.from_numpy(np.array(values[column_name(TURN_REWARDS)])).split(counts.tolist())
+                found = graded_turns(found, [rewards[row] for row in at.tolist()], how.turn_discount)
+            turns = np.array(values[name])
+            each = torch.cat(found.turns) if found.turns else np.repeat(found.advantages, counts[at])
+            turns[np.repeat(whole, counts)] = each
+            batch.put(schema[name], turns, whole)
         for name, new in (
             ("advantage", found.advantages.numpy()),
             ("return", scores.returns.numpy()),

@@ -142,7 +142,6 @@ class Loop:
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
-        self._traffic = None if run.mirror is None else run.mirror.meter(learner.buffer.store)
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
@@ -247,8 +246,8 @@ class Loop:
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
-        if self._traffic is not None:
-            row |= self._traffic.since_last()
+        if self.folder.mirror is not None:
+            row |= self.folder.mirror.traffic(learner.buffer.store)
         row |= self._evaluate(number)
         if number > self.metrics.last_step:  # a step that is taken again has its line already
             self.metrics.append(row)

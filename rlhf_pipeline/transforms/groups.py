@@ -18,7 +18,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
+from rlhf_pipeline.data.keys import (
+    ASSISTANT_MASK,
+    DEGENERATE,
+    KL_COEF,
+    LOG_PROBS,
+    PRIORITY,
+    RETURN,
+    TASK_REWARD,
+    TURN_ADVANTAGES,
+    Key,
+)
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
@@ -35,6 +45,7 @@ from rlhf_pipeline.functional.advantage import (
     EstimatorFunction,
     group_advantage,
     penalty_rounding,
+    turn_advantage,
     whitened_step_rewards,
 )
 from trajectory_store import BufferPool
@@ -63,6 +74,7 @@ class Member:
         end: the step after its last one.
         row: its row id in the store; -1 if it has none yet.
         failed: the failed members of its group that the store has recorded with it.
+        turns: the rewards of its turns, if they count.
     """
 
     group: Hashable
@@ -74,6 +86,7 @@ class Member:
     end: int = 1
     row: int = -1
     failed: int = 0
+    turns: Sequence[float] = ()
 
 
 class Closed(NamedTuple):
@@ -112,6 +125,7 @@ class GroupRules:
     trajectory_return: str | None
     advantage_key: Key
     verbose: bool
+    turn_discount: float
 
 
 class GroupQueue:
@@ -234,7 +248,7 @@ class GroupQueue:
             stats[f"{kind}_trajectories"] += len(group.members)
         if rules.batch_groups is not None:
             batches = torch.tensor([batch_of(member.group, rules.batch_groups) for member in members])
-        graded = graded_groups(scores, codes, rules.estimator, batches)
+        graded = graded_members(members, codes, rules, batches)
         flat = len(set(codes[graded.degenerate].tolist()))
         dropped = flat if rules.zero_variance == "drop" else 0
         if rules.verbose:
@@ -410,26 +424,41 @@ class Graded(NamedTuple):
         degenerate: bool `[k]`, whether the group has no spread, or the return is not finite.
         codes: int64 `[k]`, each trajectory's group.
         returns: `[k]`, float32.
+        turns: of an estimator that compares turns, the advantages of each trajectory's turns, float32; otherwise None.
     """
 
     advantages: Tensor
     degenerate: Tensor
     codes: Tensor
     returns: Tensor
+    turns: list[Tensor] | None = None
 
     def take(self, index: Tensor) -> Graded:
         """Return the given trajectories, or one for each time that they are named."""
-        return Graded(*(values[index] for values in self))
+        *columns, turns = self
+        if turns is not None:
+            turns = [turns[i] for i in torch.arange(len(turns))[index].tolist()]
+        return Graded(*(values[index] for values in columns), turns=turns)
 
-    def followed_by(self, returns: Tensor) -> Graded:
+    def followed_by(self, waits: Sequence[Member]) -> Graded:
         """Append trajectories that have no advantage yet; their returns are exact, so all become float64."""
+        returns = MemberScores.of(waits).returns
         nan = torch.full_like(returns, torch.nan)
+        turns = None
+        if waits[0].turns:
+            turns = [*(self.turns or []), *(torch.full_like(one, torch.nan) for one in turns_of(waits))]
         return Graded(
             torch.cat([self.advantages, nan]),
             torch.cat([self.degenerate, nan.isfinite()]),
             torch.cat([self.codes, self.codes.new_full((len(returns),), len(self.codes))]),
             torch.cat([self.returns.double(), returns]),
+            turns,
         )
+
+
+def turns_of(members: Sequence[Member]) -> list[Tensor]:
+    """Return the rewards of the turns of each member, float32."""
+    return [torch.tensor(member.turns, dtype=torch.float32) for member in members]
 
 
 def graded_groups(
@@ -458,6 +487,37 @@ def graded_groups(
     return Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
 
 
+def graded_members(members: Sequence[Member], codes: Tensor, rules: GroupRules, batches: Tensor | None) -> Graded:
+    """Return the advantages of members of whole groups, and of their turns if these are compared."""
+    graded = graded_groups(MemberScores.of(members), codes, rules.estimator, batches)
+    return graded_turns(graded, turns_of(members), rules.turn_discount) if members and members[0].turns else graded
+
+
+def graded_turns(graded: Graded, rewards: Sequence[Tensor], discount: float) -> Graded:
+    """Give each turn of whole groups its advantage, and each trajectory that of its turn furthest from 0.
+
+    Args:
+        graded: the groups; trajectories whose return is not finite are ignored.
+        rewards: float32, of the turns of each trajectory.
+        discount: see `functional.advantage.turn_advantage`.
+    """
+    counts, finite = torch.tensor([len(one) for one in rewards]), graded.returns.isfinite()
+    found = turn_advantage(
+        torch.cat([*rewards])[spread(finite, counts)].double(),
+        graded.codes[finite],
+        counts[finite],
+        discount=discount,
+    )
+    flat = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    flat[spread(finite, counts)] = found.advantages
+    turns = [one.float() for one in flat.split(counts.tolist())]
+    furthest = [float(one[one.abs().argmax()]) if len(one) else 0.0 for one in turns]
+    advantages = torch.tensor(furthest, dtype=torch.float64)
+    varied = graded.codes[finite].repeat_interleave(counts[finite])[~found.degenerate]
+    degenerate = ~finite | ~torch.isin(graded.codes, varied)
+    return graded._replace(advantages=advantages, degenerate=degenerate, turns=turns)
+
+
 def new_columns(
     batch: Trajectories, reward: Flat, bounds: Sequence[int], graded: Graded, rules: GroupRules, *, one_each: bool
 ) -> dict[Key, Flat]:
@@ -482,6 +542,8 @@ def new_columns(
             values[late if reward.lengths is None else spread(late, reward.lengths)] = torch.nan
         advantage = Flat(values, reward.lengths, reward.shapes)
     columns = {rules.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
+    if graded.turns is not None:
+        columns[TURN_ADVANTAGES] = Flat(torch.cat(graded.turns), torch.tensor([len(one) for one in graded.turns]))
     if rules.zero_variance == "mark" and bool(degenerate.any()):
         old = batch.get(PRIORITY)
         base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)

@@ -31,7 +31,9 @@ from rlhf_pipeline.data.keys import (
     ROW_ID,
     TASK_REWARD,
     TRAJECTORY_ID,
+    TURN_REWARDS,
     Key,
+    column_name,
 )
 from rlhf_pipeline.data.trajectories import (
     ROWS,
@@ -53,16 +55,15 @@ from rlhf_pipeline.data.trajectories import (
     whole,
 )
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator, estimator_of
 from rlhf_pipeline.transforms.groups import (
     Closed,
     Graded,
     GroupQueue,
     GroupRules,
     Member,
-    MemberScores,
     gather,
-    graded_groups,
+    graded_members,
     group_ids,
     hashable,
     hold,
@@ -150,6 +151,9 @@ class MCAdvantage(Transform):
             arrive. None for estimators that need no batch.
         scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no
             spread if its task rewards are equal and its returns differ only by the penalty's rounding.
+        turn_discount: with `turn_grpo`, which compares the `turn_rewards` of a batch (ragged, one per turn of the
+            policy): see `functional.advantage.turn_advantage`. `turn_advantages` has the result, and the advantage of
+            the trajectory is that of its turn furthest from 0.
         **unknown: refused, with a reason for TorchRL's arguments.
 
     Raises:
@@ -187,6 +191,7 @@ class MCAdvantage(Transform):
         clock: Callable[[], float] = time.time,
         batch_groups: int | None = None,
         scored_in: torch.dtype = torch.float32,
+        turn_discount: float = 1.0,
         **unknown: Any,
     ) -> None:
         known = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
@@ -208,6 +213,8 @@ class MCAdvantage(Transform):
         self.clock = clock
         self.batch_groups = batch_groups
         self.scored_in = scored_in
+        self.turn_discount = float(turn_discount)
+        self.by_turn = estimator_of(self.estimator).by_turn
         prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
         self._identities: list[Key] = [GROUP_ID, *prompts] if group_key is None else [group_key]
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
@@ -224,6 +231,7 @@ class MCAdvantage(Transform):
             trajectory_return=trajectory_return,
             advantage_key=advantage_key,
             verbose=verbose,
+            turn_discount=turn_discount,
         )
         self._stats: dict[str, float] = {}
         self.reset_stats()
@@ -253,6 +261,7 @@ class MCAdvantage(Transform):
             ),
             (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
             close_policy,
+            (0.0 <= self.turn_discount <= 1.0, f"turn_discount is {self.turn_discount}; it must lie between 0 and 1."),
             (1 <= least <= size, f"min_group_size is {least}; it must lie between 1 and grpo_size ({size})."),
             (timeout is None or timeout >= 0, f"group_timeout_s is {timeout}; it must not be negative."),
         ]
@@ -324,7 +333,7 @@ class MCAdvantage(Transform):
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
         named = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
-        named += [self.done_key, PRIORITY, KL_COEF]
+        named += [self.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self.by_turn else [])]
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # for the rounding error of the penalty
         return list(dict.fromkeys(named))
@@ -345,7 +354,7 @@ class MCAdvantage(Transform):
         batch = some_steps_of(tensordict, self._needed(tensordict))
         members, seen = self._members(batch, 0.0), dict[Hashable, int]()
         codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
-        graded = graded_groups(MemberScores.of(members), codes, self.estimator, None)
+        graded = graded_members(members, codes, self._rules, None)
         bounds = [*(member.first for member in members), batch.n]
         return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
 
@@ -376,7 +385,22 @@ class MCAdvantage(Transform):
         if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
             names = given.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
         each = zip(groups, names, scores, bounds, bounds[1:], strict=False)
-        return [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
+        members = [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
+        if self.by_turn:
+            self._give_turns(members, batch.get(TURN_REWARDS))
+        return members
+
+    def _give_turns(self, members: Sequence[Member], turns: Flat | Text | None) -> None:
+        """Give members the rewards of their turns; one without any has one turn."""
+        if not isinstance(turns, Flat):
+            raise MissingKeyError(
+                f"estimator {self.estimator!r} compares turns, and the batch has no {TURN_REWARDS!r}, a number for "
+                "each turn of the policy. Write it, or use estimator='grpo'."
+            )
+        rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
+        for member in members:
+            steps = [rows[step].reshape(-1) for step in range(member.first, member.end)]
+            member.turns = torch.cat(steps).tolist() or [member.scores[0]]
 
     def _reward_key(self, batch: Trajectories) -> Key:
         return self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
@@ -464,7 +488,7 @@ class MCAdvantage(Transform):
         batch, bounds = gather([*members, *waits], self._pool)
         if call is None or not waits:
             return _Finished(batch, self._new_columns(batch, bounds, graded))
-        columns = self._new_columns(batch, bounds, graded.followed_by(MemberScores.of(waits).returns))
+        columns = self._new_columns(batch, bounds, graded.followed_by(waits))
         return _Finished(batch, columns | call.rows.waiting_columns(batch, bounds, waits, self._queue))
 
     def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
@@ -490,6 +514,7 @@ class MCAdvantage(Transform):
             if rows is not None:
                 rows.eps = torch.finfo(self.scored_in).eps
                 name, schema = rows.column_of(self.advantage_key), rows.store.schema
+                rows.by_turn = self.by_turn and column_name(TURN_REWARDS) in schema
                 rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
             self._queue = GroupQueue(self._rules, self._stats)
 

@@ -22,6 +22,8 @@ from rlhf_pipeline.data.keys import (
     RETURN,
     REWARD,
     TASK_REWARD,
+    TURN_ADVANTAGES,
+    TURN_REWARDS,
     WAITING,
     Key,
     column_name,
@@ -66,6 +68,7 @@ class WaitingRows:
     Attributes:
         eps: machine epsilon of the dtype that log-probs were computed in.
         one_each: whether the store keeps one advantage per trajectory, and one is computed.
+        by_turn: whether turns are compared, and the store has their rewards.
     """
 
     def __init__(self, store: TrajectoryStore, known: Callable[[], Ints], refresh: Callable[[], object]) -> None:
@@ -73,7 +76,7 @@ class WaitingRows:
         self.known = known
         self.refresh = refresh
         self.eps = torch.finfo(torch.float32).eps
-        self.one_each = False
+        self.one_each = self.by_turn = False
 
     def lock(self, until: ExitStack) -> None:
         """Lock out other processes that complete groups, until the stack is closed; only if the store is a folder."""
@@ -125,6 +128,10 @@ class WaitingRows:
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         for member, scores in zip(members, with_penalty(read, returns, tokens, self.eps).each(), strict=True):
             member.scores = scores
+        if self.by_turn:
+            turns = self.store.read_ragged(column_name(TURN_REWARDS), rows)
+            for member, values in zip(members, np.split(turns.values, np.cumsum(turns.lengths)[:-1]), strict=True):
+                member.turns = values.tolist() or [member.scores[0]]
 
     def check_new(self, members: Sequence[Member]) -> None:
         """Look for members that begin groups among the newest rows of the store.
@@ -203,6 +210,8 @@ class WaitingRows:
         name = self.column_of(rules.advantage_key)
         if name is not None:
             columns[name] = self._stored_advantage(name, rows, graded, rules)
+        if graded.turns is not None:
+            columns[column_name(TURN_ADVANTAGES)] = [one.numpy() for one in graded.turns]
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
         return [*out, RowUpdate(rows, columns, complete=True)]
 

@@ -156,7 +156,7 @@ class Bucket(ABC):
     many = 64
     durable = True
     tail = 1 << 15
-    traffic = Traffic()
+    traffic: Traffic = Traffic()
 
     def make(self, fill: Callable[[Bucket], None]) -> None:
         """Put the first objects of a store.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -33,9 +33,6 @@ from rlhf_pipeline.run.prompt_lengths import sampling_notices
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from trajectory_store import TrajectoryStore
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.run.remote.mirror import TrafficMeter
 
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
@@ -105,7 +102,6 @@ def collect(
                 heartbeat=heartbeat,
                 on_event=on_event,
                 stop=stop,
-                traffic=None if run.mirror is None else run.mirror.meter(parts.buffer.store),
             )
             reason = worker.work()
         heartbeat.beat("ended", reason=reason, rollouts=worker.num_rollouts)
@@ -133,7 +129,6 @@ class _Worker:
     heartbeat: Heartbeat
     on_event: EventHandler
     stop: StopRequest
-    traffic: TrafficMeter | None
     freed: FreedMemory = field(default_factory=FreedMemory)
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
@@ -222,7 +217,7 @@ class _Worker:
                 seconds=done.seconds,
                 created_at=time.time(),
                 figures=done.figures,
-                traffic=None if self.traffic is None else self.traffic.since_last(),
+                traffic=None if self.run.mirror is None else self.run.mirror.traffic(self.parts.buffer.store),
             )
         )
         self.num_rollouts += 1

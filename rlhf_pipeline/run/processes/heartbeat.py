@@ -164,10 +164,10 @@ def is_alive(folder: Path, name: str) -> bool:
         return not try_lock(file)
 
 
-def try_lock(file: IO[str]) -> bool:
-    """Take the exclusive lock of an open file, or return False at once."""
+def try_lock(file: IO[str], *, shared: bool = False) -> bool:
+    """Take the lock of an open file, or return False at once."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

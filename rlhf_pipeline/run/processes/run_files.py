@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from rlhf_pipeline.config import Pipeline
@@ -96,21 +96,16 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
     with ExitStack() as held:
         if name is not None:
             held.enter_context(process_lock(run.processes, name, wait_s=wait_s))
-            held.enter_context(_lease(run, name, wait_s=_LEAVES_IN_S))
+            held.enter_context(run.lease(name, wait_s=_LEAVES_IN_S))
         for number in itertools.count() if name is None else ():
             # Tried instead of looked up, because other processes may be starting at the same time.
             with suppress(RunExistsError), ExitStack() as tried:
                 tried.enter_context(process_lock(run.processes, f"collector-{number}"))
-                tried.enter_context(_lease(run, f"collector-{number}"))
+                tried.enter_context(run.lease(f"collector-{number}"))
                 held.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
         yield held.enter_context(Heartbeat(run.processes, str(name)))
-
-
-def _lease(run: RunFolder, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-    """Hold a name on every machine, if the run is at a URL."""
-    return nullcontext() if run.mirror is None else run.mirror.lease(name, wait_s=wait_s)
 
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:

@@ -26,7 +26,7 @@ from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
 from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError, TrajectoryStore
-from trajectory_store.bucket import Bucket, Traffic
+from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
 
 T = TypeVar("T")
@@ -35,26 +35,6 @@ _POINTER: Final = f"{filenames.WEIGHTS}/{filenames.NEWEST_WEIGHTS}"
 _LOGS: Final = (filenames.LEDGER, filenames.METRICS)
 _CHOSEN: Final = (filenames.CHOICE_TABLE, filenames.RECORDED_LEDGER)
 """The files that a run over stores writes before its choice counts."""
-
-
-class TrafficMeter:
-    """Counts the requests of a process to an object store between two calls.
-
-    Args:
-        bucket: of the run.
-        store: of its trajectories.
-    """
-
-    def __init__(self, bucket: Bucket, store: TrajectoryStore) -> None:
-        self._bucket = bucket
-        self._store = store
-        self._before = Traffic()
-
-    def since_last(self) -> dict[str, int]:
-        """Return requests and bytes since the last call, for a line of metrics."""
-        now = self._bucket.traffic + self._store.traffic
-        new, self._before = now - self._before, now
-        return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
 
 
 class Mirror:
@@ -85,6 +65,7 @@ class Mirror:
         self._tags: dict[str, str] = {}
         """The last known tags of the files in the bucket."""
         self._rows: dict[str, SharedRows] = {}
+        self._counted = Traffic()
         self._sealing: threading.Event | None = None
         self._reading: Callable[[], object] | None = None
 
@@ -139,9 +120,15 @@ class Mirror:
         self._reading = result
         return result
 
-    def meter(self, store: TrajectoryStore) -> TrafficMeter:
-        """Count the requests of this process from here on, to the run and to a store of trajectories."""
-        return TrafficMeter(self.bucket, store)
+    def traffic(self, store: TrajectoryStore) -> dict[str, int]:
+        """Return this process's requests and bytes since the last call, for a line of metrics.
+
+        Args:
+            store: of the run's trajectories, the same in each call.
+        """
+        now = self.bucket.traffic + store.traffic
+        new, self._counted = now - self._counted, now
+        return {"requests": new.requests, "bytes_sent": new.sent, "bytes_received": new.received}
 
     # Files and folders
 

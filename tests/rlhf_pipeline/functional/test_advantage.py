@@ -42,6 +42,7 @@ WANT = {
     "reinforce_pp_baseline": [c / math.sqrt(sum(x * x for x in CENTRED) / 4) for c in CENTRED],
     "opo": [1 - 19 / 4, 0 - 3.0, 2 - 19 / 4, 4 - 3.0, 8 - 19 / 4],
 }
+WANT["turn_grpo"] = WANT["grpo"]  # of one turn each
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

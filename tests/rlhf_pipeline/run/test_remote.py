@@ -407,3 +407,20 @@ def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
     assert len(found()) == 3
     mirror.ahead(list)
     mirror.flush()  # what is not there when the process leaves is not waited for
+
+
+def test_requests_are_counted_once(memory, trajectories, monkeypatch):
+    """Those to the run and to the store of trajectories, each in the line of metrics that is written next."""
+    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    mirror = Mirror("s3://memory/run")
+    with TrajectoryStore.open(trajectories, "a") as store:
+        mirror.bucket.put("group.json", b"four")
+        opened = store.traffic
+        assert mirror.traffic(store) == {
+            "requests": opened.requests + 1,
+            "bytes_sent": opened.sent + 4,
+            "bytes_received": opened.received,
+        }
+        assert set(mirror.traffic(store).values()) == {0}
+        store.append({"group": [0]})
+        assert mirror.traffic(store)["requests"] > 0
