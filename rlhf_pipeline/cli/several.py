@@ -32,11 +32,16 @@ def parent(supervisor: int | None = None) -> int | None:
 
 
 def joined(run: Run) -> Run:
-    """In the first process of a group, join it and send the run to the others; return it for this process."""
+    """In the first process of a group, join it and send the run to the others; return it for this process.
+
+    Raises:
+        DefinitionError: the library of `learn.logger` is not installed.
+    """
     if not is_one_of_several():
         return run
     from rlhf_pipeline.learner.group import join_group, send
     from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.loggers import check_logger
     from rlhf_pipeline.run.processes.meeting import meeting_of
 
     device = join_group(run.device, meeting_of(RunFolder(run.run_dir), StopRequest()))
@@ -44,6 +49,7 @@ def joined(run: Run) -> Run:
     out = run.run_dir.resolve() if isinstance(run.run_dir, Path) else run.run_dir
     more = {"definition": run.definition, "overrides": overrides, "out": str(out)}
     send({"what": "begin", **more, "seed": run.seed, "device": run.device})
+    check_logger(run.pipeline.learn.logger)
     return dataclasses.replace(run, device=device)
 
 

@@ -119,7 +119,7 @@ class Run(Setup):
         yield lambda: check_writable(self.run_dir, option, locks=True)
         yield lambda: check_device(self.device)
         yield self._check_processes
-        if self.joins != "collect":
+        if self.joins != "collect" and not is_one_of_several():  # a group looks once it can tell its other processes
             yield lambda: check_logger(pipeline.learn.logger)
         if isinstance(policy := pipeline.policy, PretrainedPolicy):
             yield lambda: resolve_source(policy.path)
