@@ -81,10 +81,11 @@ class ScalarView(TensorDict):
         column = storage.store.schema.find(column_name(whole))
         if whole not in _DERIVED and (column is None or not column.ragged):
             return None
-        found = storage.read(row_ids=ids, keys=[whole], layout="jagged").get(whole, None)
+        found = storage.read(row_ids=ids, keys=[whole]).get(whole, None)
         if found is None:
             return None
-        rows = list(found.unbind())
+        lengths = storage.store.lengths(column_name(TOKENS) if column is None else column.name, ids)
+        rows = [row[:n] for row, n in zip(found, lengths.tolist(), strict=True)]
         if key == whole:
             return rows
         starts = [int(n) for n in storage.store.read_scalars("num_prompt_tokens", ids)]

@@ -18,7 +18,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.buffer._torchrl_samplers import check_consuming
 from rlhf_pipeline.buffer.samplers import Ints, StoreView, TrajectorySampler, as_sampler
-from rlhf_pipeline.buffer.storage import Layout, TrajectoryStorage, collated
+from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.data.keys import ROW_ID, TRAJECTORY_ID, WAITING, Key
 from rlhf_pipeline.data.trajectories import (
     Flat,
@@ -480,7 +480,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         seed: int | None = None,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
-        layout: Layout | None = None,
         **view: Any,
     ) -> TensorDict:
         """Return the batch of an optimizer step: a pure function of the stored rows, the seed and the step.
@@ -497,7 +496,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             seed: None takes the buffer's.
             keys: what to read, see `TrajectoryStorage.read`.
             text: whether to read text.
-            layout: `padded` or `jagged`; None takes the storage's.
             **view: `version`, `at`, `start`, `uses`, see `view`.
 
         Returns:
@@ -515,9 +513,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
                 "limits of the strategy, or collect more."
             )
-        return self._to_device(
-            self.trajectories.read(row_ids=ids, keys=keys, text=text, layout=layout, then=rows.store)
-        )
+        return self._to_device(self.trajectories.read(row_ids=ids, keys=keys, text=text, then=rows.store))
 
     def read(
         self,
@@ -525,10 +521,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         *,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
-        layout: Layout | None = None,
     ) -> TensorDict:
         """Read a batch of the given rows, as a ledger names them; see `TrajectoryStorage.read`."""
-        return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout))
+        return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text))
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
