@@ -93,8 +93,9 @@ _NAMES = {
 
 _MODULE_OF = {name: f"rlhf_pipeline.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-_ADAPTED = frozenset({"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"})
-"""Names that take a policy, or a model that an adapter makes into one."""
+_ADAPTED = {"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"}
+_ADAPTED |= {"MCAdvantage", "TrajectoryReplayBuffer", "TrajectoryStorage"}
+"""Names that take a policy, or a model that an adapter makes into one, or TensorDicts in a form of TorchRL's."""
 
 __all__ = [
     "Buffer",
@@ -143,7 +144,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
     if name in _ADAPTED:
-        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that these names accept TorchRL's wrappers
+        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that these names accept what is TorchRL's
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

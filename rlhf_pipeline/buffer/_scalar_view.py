@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlhf_pipeline.buffer.batches import scalar_batch
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key, column_name
 from rlhf_pipeline.data.padding import pad_rows
-from rlhf_pipeline.data.trajectories import unchecked
+from rlhf_pipeline.data.tensordicts import unchecked
 from rlhf_pipeline.errors import DataError, MissingKeyError
 
 

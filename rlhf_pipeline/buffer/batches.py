@@ -36,7 +36,7 @@ from rlhf_pipeline.data.keys import (
     column_name,
     key_of,
 )
-from rlhf_pipeline.data.trajectories import plant, text_stack, unchecked_tree
+from rlhf_pipeline.data.tensordicts import plant, text_stack, unchecked_tree
 from trajectory_store import BufferPool, Schema
 from trajectory_store.reads import StoreReads
 

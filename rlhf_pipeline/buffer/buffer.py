@@ -20,16 +20,8 @@ from rlhf_pipeline.buffer._torchrl_samplers import check_consuming
 from rlhf_pipeline.buffer.samplers import Ints, StoreView, TrajectorySampler, as_sampler
 from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.data.keys import ROW_ID, TRAJECTORY_ID, WAITING, Key
-from rlhf_pipeline.data.trajectories import (
-    Flat,
-    Trajectories,
-    along_one_dimension,
-    merge_steps,
-    on_device,
-    steps_of,
-    td_of,
-    trajectories_of,
-)
+from rlhf_pipeline.data.tensordicts import along_one_dimension, on_device, stack_of, steps_of, trajectories_of
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, merge_steps
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.transforms.base import ColumnTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -261,7 +253,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                     data = self._columns(data, transforms)
                 data = transform.write(data)
             else:
-                data = transform.inv(td_of(data) if isinstance(data, Trajectories) else data)
+                data = transform.inv(stack_of(data) if isinstance(data, Trajectories) else data)
             if data is None:
                 return None
         return data
@@ -279,7 +271,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         rows = merge_steps(data) if isinstance(data, Trajectories) else along_one_dimension(data)
         waiting = rows.get(WAITING, None) if isinstance(rows, Trajectories) else None
         if not isinstance(self.writer, TrajectoryWriter):
-            rows = td_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
+            rows = stack_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
         elif isinstance(waiting, Flat) and bool((waiting.values >= 0).all()):
             with self._replay_lock, self._write_lock:
                 self.trajectories.extend(rows)

@@ -49,6 +49,7 @@ from rlhf_pipeline.data.keys import (
     Key,
     column_name,
 )
+from rlhf_pipeline.data.tensordicts import trajectories_of
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
@@ -57,7 +58,6 @@ from rlhf_pipeline.data.trajectories import (
     last_position,
     one_advantage,
     segment_sum,
-    trajectories_of,
 )
 from rlhf_pipeline.errors import (
     DataError,

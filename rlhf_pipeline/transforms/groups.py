@@ -19,12 +19,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
+from rlhf_pipeline.data.tensordicts import ROWS, copied_rows, whole
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
     Trajectories,
     concat,
-    copied_rows,
     last_position,
     segment_sum,
     spread,
@@ -302,6 +302,8 @@ def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[T
         steps += range(starts[id(batch)] + member.first, starts[id(batch)] + member.end)
         bounds.append(len(steps))
     if len(parts) != 1:
+        if len({ROWS in part for part in parts}) == 2:
+            parts = [whole(part) for part in parts]
         return concat(parts, steps, pool), bounds
     everything = len(steps) == num and steps == list(range(num))
     return parts[0] if everything else parts[0].select(torch.tensor(steps)), bounds

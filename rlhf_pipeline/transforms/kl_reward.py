@@ -21,7 +21,8 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, last_position, per_token, segment_sum
+from rlhf_pipeline.data.tensordicts import holds
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, last_position, per_token, segment_sum
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.transforms.base import (

@@ -1,5 +1,6 @@
 """Interfaces that TorchRL documents. Importing this package makes the core accept TorchRL's wrappers and actors.
 
+- `forms`: padded, jagged and dense TensorDicts on the write path, and TorchRL's `[B, T]`.
 - `policy`: `CausalLMPolicy` with TorchRL's arguments, over TensorDicts; `containers` and `distribution` are its base.
 - `wrappers`: TorchRL's `TransformersWrapper` and `vLLMWrapper` as policies.
 - `chat_trajectories`: turns the steps of its `LLMCollector` and `ChatEnv` into rows of the write path.
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+from rlhf_pipeline.interop.torchrl import forms as forms
 from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform, is_actor
 from rlhf_pipeline.interop.torchrl.chat_environment import ChatEnvironment
 from rlhf_pipeline.interop.torchrl.chat_trajectories import ChatTrajectories

@@ -8,7 +8,8 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import columns_of, on_device, padded_of, td_of
+from rlhf_pipeline.data.tensordicts import on_device, steps_of
+from rlhf_pipeline.interop.torchrl.forms import padded_of, td_of
 from tests.rlhf_pipeline.fake_device import CUDA, FakeDevice, OnDevice
 
 
@@ -33,7 +34,7 @@ def test_version_spans_in_every_form(make, make_rows):
     for row, own in zip(rows, spans, strict=True):
         row["version_spans"] = torch.tensor(own, dtype=torch.int64).reshape(-1, 2)
     stack = lazy_stack(rows)
-    for data in (stack, td_of(columns_of(stack)), padded_of(columns_of(stack))):
+    for data in (stack, td_of(steps_of(stack)), padded_of(steps_of(stack))):
         storage = make(extra=PROVENANCE)
         storage.set(torch.arange(3), data)
         assert [found.tolist() for found in storage.store.read([0, 1, 2], ["version_spans"])["version_spans"]] == spans
