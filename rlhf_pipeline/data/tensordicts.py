@@ -381,41 +381,6 @@ def unchecked_tree(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     return unchecked(items, batch_size)
 
 
-def copied_rows(rows: Sequence[Any]) -> list[Any]:
-    """Copy TensorDicts; each leaf is copied for all rows at once, in a third of the time of copying row by row.
-
-    >>> row = TensorDict({"a": torch.tensor([1, 2]), "b": {"c": torch.tensor(3)}})
-    >>> [copy] = copied_rows([row])
-    >>> _ = row["a"].zero_()
-    >>> copy["a"].tolist(), copy["b", "c"].item()
-    ([1, 2], 3)
-    """
-    entries = [row._tensordict for row in rows if type(row) is TensorDict and not row.batch_dims]
-    if len(entries) != len(rows) or any(entry.keys() != entries[0].keys() for entry in entries):
-        return [row.clone() for row in rows]
-    out: list[dict[str, Any]] = [{} for _ in rows]
-    for name, first in entries[0].items() if entries else ():
-        leaves = list(map(itemgetter(name), entries))
-        if type(first) is TensorDict:
-            copies = copied_rows(leaves)
-        elif all(isinstance(leaf, Tensor) for leaf in leaves):
-            copies = _copied_leaves(leaves)
-        else:
-            copies = [leaf.clone() if hasattr(leaf, "clone") else leaf for leaf in leaves]
-        for items, copy in zip(out, copies, strict=True):
-            items[name] = copy
-    return [unchecked(items, row.batch_size, device=row.device) for items, row in zip(out, rows, strict=True)]
-
-
-def _copied_leaves(leaves: list[Tensor]) -> Iterable[Tensor]:
-    kinds = {(type(leaf), leaf.ndim, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad) for leaf in leaves}
-    if len(kinds) == 1:
-        kind, ndim, _, _, layout, graph = kinds.pop()
-        if kind is Tensor and ndim < 2 and layout is torch.strided and not graph:
-            return torch.cat(leaves).split(list(map(len, leaves))) if ndim else torch.stack(leaves).unbind()
-    return [leaf.clone() for leaf in leaves]
-
-
 def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
     """Move a batch that was read; its leaves go to a GPU in one copy that the host does not wait for.
 

@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, DEGENERATE, KL_COEF, LOG_PROBS, PRIORITY, RETURN, TASK_REWARD, Key
-from rlhf_pipeline.data.tensordicts import ROWS, copied_rows, whole
+from rlhf_pipeline.data.tensordicts import ROWS, whole
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
@@ -317,8 +317,7 @@ def hold(members: Sequence[Member]) -> None:
     held = Trajectories(batch.n)
     for key, column in batch.items():
         if isinstance(column, Text):
-            given = column.items
-            held[key] = Text(copied_rows(given) if given and isinstance(given[0], TensorDictBase) else given)
+            held[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
         else:
             held[key] = replace(column, values=column.values.clone())
     for member, first, end in zip(members, bounds, bounds[1:], strict=False):

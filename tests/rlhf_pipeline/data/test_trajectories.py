@@ -12,7 +12,6 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import (
     ROWS,
     attach,
-    copied_rows,
     in_form_of,
     is_stack,
     some_steps_of,
@@ -132,38 +131,3 @@ def test_the_token_is_the_second_dimension_of_nested_keys_too():
     assert columns[keys.DONE].values.tolist() == [True, True]
     assert columns[keys.REWARD].lengths.tolist() == [3, 3]
     assert td.batch_size == td["next"].batch_size == torch.Size([2, 3])
-
-
-def test_copied_rows_are_equal_and_share_nothing():
-    """Whatever the leaves are: of one kind in all rows or not, in the graph, on a batch with names, text."""
-    rows = [
-        TensorDict(
-            {
-                "ids": torch.arange(n),
-                "mixed": torch.ones(n, dtype=torch.float32 if n == 2 else torch.float64),
-                "grid": torch.ones(n, 2),
-                "inner": {"scalar": torch.tensor(float(n)), "tracked": torch.ones(1, requires_grad=True)},
-                "text": f"row {n}",
-            }
-        )
-        for n in (2, 3)
-    ]
-    for batch in (
-        rows,
-        [TensorDict({"ids": torch.arange(4)}, batch_size=[4], names=["step"])],
-        [rows[0], rows[1].select("ids")],
-    ):
-        before, copies = [row.clone() for row in batch], copied_rows(batch)
-        for row in batch:
-            for leaf in row.values(True, True):
-                if isinstance(leaf, torch.Tensor):
-                    leaf.data.zero_()
-        for copy, was in zip(copies, before, strict=True):
-            assert (copy.names, copy.batch_size, set(copy.keys(True))) == (
-                was.names,
-                was.batch_size,
-                set(was.keys(True)),
-            )
-            assert all(torch.equal(copy[key], was[key]) for key in was.keys(True, True) if key != "text")
-            assert all(copy[key].dtype == was[key].dtype for key in was.keys(True, True) if key != "text")
-            assert copy.get("text", None) == was.get("text", None)
