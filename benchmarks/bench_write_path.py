@@ -42,7 +42,7 @@ from rlhf_pipeline.data.prompts import CopyDigits  # noqa: E402
 from rlhf_pipeline.data.rewards import token_match  # noqa: E402
 from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
 from rlhf_pipeline.interop.torchrl.forms import td_of  # noqa: E402
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform  # noqa: E402
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb  # noqa: E402
 

@@ -42,7 +42,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.prompt_lengths import fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 from trajectory_store import Column
@@ -71,7 +71,7 @@ class Parts:
     buffer: TrajectoryReplayBuffer
     collector: Collector
     learner: Learner
-    kl_reward: KLRewardTransform | None
+    kl_reward: KLReward | None
     curriculum: FollowedMix | None = None
 
     def write_path_state(self) -> dict[str, Any]:
@@ -409,7 +409,7 @@ def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | N
     return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)
 
 
-def _kl_reward(config: WritePath) -> KLRewardTransform | None:
+def _kl_reward(config: WritePath) -> KLReward | None:
     """Return the KL penalty, or None if the definition has none."""
     if config.kl_coef == 0:
         return None
@@ -418,4 +418,4 @@ def _kl_reward(config: WritePath) -> KLRewardTransform | None:
         controller = AdaptiveKLController(
             init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
         )
-    return KLRewardTransform(coef=config.kl_coef, controller=controller)
+    return KLReward(coef=config.kl_coef, controller=controller)

@@ -16,7 +16,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage, append_data
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from trajectory_store import Column, RaggedArray, Schema, StoreError, TrajectoryStore
 

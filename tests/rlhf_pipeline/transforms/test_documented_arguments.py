@@ -17,9 +17,9 @@ from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 

@@ -12,8 +12,8 @@ from torchrl.envs.transforms import Compose
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9, 0.0, -0.4], dtype=torch.float64)

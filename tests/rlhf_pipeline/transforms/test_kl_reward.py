@@ -11,8 +11,8 @@ from torchrl.envs.transforms import Compose
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 
 class Table:

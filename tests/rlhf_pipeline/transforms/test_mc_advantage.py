@@ -13,7 +13,7 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.data.trajectories import Flat, Text
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 
