@@ -34,12 +34,9 @@ from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema  # noqa: E402
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY  # noqa: E402
-from rlhf_pipeline.data.trajectories import (  # noqa: E402
-    Text,
-    Trajectories,
-    columns_of,
-    td_of,
-)
+from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
+from rlhf_pipeline.data.trajectories import Text, Trajectories  # noqa: E402
+from rlhf_pipeline.interop.torchrl.forms import td_of  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
 BATCH = 64
@@ -179,7 +176,7 @@ def bench_extend(table: Table, folder: Path, repeats: int, *, text: bool) -> Non
     stack = lazy_stack(trajectories(BATCH, text=text, rewards=False))
     ours = TrajectoryReplayBuffer(storage=folder / f"extend-{text}")
     bare = TrajectoryStore.create(folder / f"append-{text}", trajectory_schema())
-    columns = columns_of(stack)
+    columns = steps_of(stack)
     data, jagged = arrays(columns), td_of(columns)
     rows = row_lists(data)
     what = "numbers and text" if text else "numbers"

@@ -40,8 +40,9 @@ from rlhf_pipeline.collectors.collector import Collector  # noqa: E402
 from rlhf_pipeline.config import Collect  # noqa: E402
 from rlhf_pipeline.data.prompts import CopyDigits  # noqa: E402
 from rlhf_pipeline.data.rewards import token_match  # noqa: E402
-from rlhf_pipeline.data.trajectories import columns_of, td_of  # noqa: E402
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform  # noqa: E402
+from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
+from rlhf_pipeline.interop.torchrl.forms import td_of  # noqa: E402
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb  # noqa: E402
 
@@ -59,7 +60,7 @@ def bench_advantage(table: Table, quick: bool) -> None:
         for how in ("sum", None):
             peer = TorchRLAdvantage(SIZE, prompt_key="group_id", trajectory_return=how)
             for form in ("jagged", "lazy stack"):
-                given = batches if form == "lazy stack" else [td_of(columns_of(batch)) for batch in batches]
+                given = batches if form == "lazy stack" else [td_of(steps_of(batch)) for batch in batches]
                 ours = MCAdvantage(SIZE, trajectory_return=how)
 
                 def call(transform: Any, parts: list[Any]) -> None:

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
     from rlhf_pipeline.interop.torchrl.containers import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
     from rlhf_pipeline.interop.torchrl.distribution import LogProbDistribution
+    from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
     from rlhf_pipeline.interop.torchrl.losses import DAPO, CISPOLoss
     from rlhf_pipeline.interop.torchrl.policy import CausalLMPolicy, scratch_policy
     from rlhf_pipeline.interop.torchrl.rollout_from_model import RolloutFromModel
     from rlhf_pipeline.learner.learner import Learner
     from rlhf_pipeline.losses.grpo import GRPOLoss, GRPOLossOutput
     from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController, ConstantKLController
-    from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
     from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
     from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
@@ -77,6 +77,7 @@ _NAMES = {
     "functional.kl": "kl_k1 kl_k2 kl_k3",
     "interop.torchrl.containers": "ChatHistory LLMWrapperBase LogProbs Masks Text Tokens",
     "interop.torchrl.distribution": "LogProbDistribution",
+    "interop.torchrl.kl_transforms": "KLRewardTransform",
     "interop.torchrl.losses": "CISPOLoss DAPO",
     "interop.torchrl.policy": "CausalLMPolicy scratch_policy",
     "interop.torchrl.rollout_from_model": "RolloutFromModel",
@@ -85,7 +86,6 @@ _NAMES = {
     "buffer.buffer": "TrajectoryReplayBuffer",
     "buffer.storage": "TrajectoryStorage",
     "transforms.kl_controllers": "AdaptiveKLController ConstantKLController",
-    "transforms.kl_reward": "KLRewardTransform",
     "transforms.mc_advantage": "MCAdvantage",
     "transforms.retrieve_log_prob": "RetrieveLogProb",
 }
@@ -93,8 +93,9 @@ _NAMES = {
 
 _MODULE_OF = {name: f"rlhf_pipeline.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-_ADAPTED = frozenset({"CausalLMPolicy", "Collector", "GRPOLoss", "KLRewardTransform", "RetrieveLogProb"})
-"""Names that take a policy, or a model that an adapter makes into one."""
+_ADAPTED = {"CausalLMPolicy", "Collector", "GRPOLoss", "RetrieveLogProb"}
+_ADAPTED |= {"MCAdvantage", "TrajectoryReplayBuffer", "TrajectoryStorage"}
+"""Names that take a policy, or a model that an adapter makes into one, or TensorDicts in a form of TorchRL's."""
 
 __all__ = [
     "Buffer",
@@ -143,7 +144,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'rlhf_pipeline' has no attribute '{name}'")
     if name in _ADAPTED:
-        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that these names accept TorchRL's wrappers
+        importlib.import_module("rlhf_pipeline.interop.torchrl")  # so that these names accept what is TorchRL's
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -93,12 +93,12 @@ def test_a_class_name_has_one_meaning():
 
 
 def test_private_attributes_of_tensordict_are_touched_in_one_module():
-    """Where another library's objects are read past their public names, `data/trajectories.py` does it.
+    """Where another library's objects are read past their public names, `data/tensordicts.py` does it.
 
     The rest: a hook of TorchRL's buffer that has no other way, and settings of transformers and argparse.
     """
     allowed = {
-        "data/trajectories.py": {"_tensordict", "_new_unsafe"},
+        "data/tensordicts.py": {"_tensordict", "_new_unsafe"},
         "buffer/storage.py": {"_init_collate_fn"},
         "policies/attention.py": {"_attn_implementation"},
         "learner/optimizer.py": {"_foreach_copy_", "_foreach_mul_"},  # documented functions of torch

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlhf_pipeline.buffer.batches import scalar_batch
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REWARD, ROW_ID, TOKENS, Key, column_name
 from rlhf_pipeline.data.padding import pad_rows
-from rlhf_pipeline.data.trajectories import unchecked
+from rlhf_pipeline.data.tensordicts import unchecked
 from rlhf_pipeline.errors import DataError, MissingKeyError
 
 
@@ -81,10 +81,11 @@ class ScalarView(TensorDict):
         column = storage.store.schema.find(column_name(whole))
         if whole not in _DERIVED and (column is None or not column.ragged):
             return None
-        found = storage.read(row_ids=ids, keys=[whole], layout="jagged").get(whole, None)
+        found = storage.read(row_ids=ids, keys=[whole]).get(whole, None)
         if found is None:
             return None
-        rows = list(found.unbind())
+        lengths = storage.store.lengths(column_name(TOKENS) if column is None else column.name, ids)
+        rows = [row[:n] for row, n in zip(found, lengths.tolist(), strict=True)]
         if key == whole:
             return rows
         starts = [int(n) for n in storage.store.read_scalars("num_prompt_tokens", ids)]

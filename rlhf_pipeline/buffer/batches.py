@@ -1,8 +1,7 @@
 """Batches from rows of the store: the columns on disk, and derived reward, penalty and advantage per token.
 
-A batch is padded, or has `torch.jagged` leaves, for which no padding is read, made or moved. Padded arrays are mostly
-padding, and allocating memory costs more than the arithmetic, so everything works in place or in reused buffers,
-positions outside the response are addressed by index, and constant runs are repeated.
+Padded arrays are mostly padding, and allocating memory costs more than the arithmetic, so everything works in place or
+in reused buffers, positions outside the response are addressed by index, and constant runs are repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rlhf_pipeline.data.keys import (
     column_name,
     key_of,
 )
-from rlhf_pipeline.data.trajectories import Flat, jagged, last_position, plant, text_stack, unchecked_tree
+from rlhf_pipeline.data.tensordicts import plant, text_stack, unchecked_tree
 from trajectory_store import BufferPool, Schema
 from trajectory_store.reads import StoreReads
 
@@ -183,20 +182,18 @@ def nest(flat: dict[Key, Any], n: int) -> TensorDict:
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """The positions of a batch's tokens in arrays with one value per position.
+    """The positions of a right padded batch's tokens, in `[B, T]`.
 
     Attributes:
         first: int64, the flat index of each row's first token, which has no penalty: no token precedes it.
         last: int64 `[B]`, the flat index of each row's last assistant token, or of its last token if there is none.
         other: int64, the flat indices of the real tokens that are not the assistant's.
-        each: turns one value per row, `[B]`, into an array that broadcasts over all positions.
-        said: turns one value per row into an array with that value at the assistant's tokens, and 0 elsewhere.
+        said: turns one value per row, `[B]`, into an array with that value at the assistant's tokens, and 0 elsewhere.
     """
 
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
     other: npt.NDArray[np.int64]
-    each: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
     said: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
@@ -245,7 +242,7 @@ def derive(
         if penalty is None or coef is None or not coef.any():
             reward.fill(0.0)
         else:
-            np.multiply(penalty, places.each(-coef), out=reward)
+            np.multiply(penalty, -coef[:, None], out=reward)
         task: npt.NDArray[np.float32] = flat[TASK_REWARD]
         reward.reshape(-1)[places.last] += task if np.isfinite(task).all() else np.nan_to_num(task)
         flat[REWARD] = reward
@@ -305,73 +302,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     if not mask[np.arange(len(last)), last].all():
         back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
         last = np.where(mask.any(1), mask.shape[1] - 1 - back, last)
-    return TokenPlaces(starts, starts + last, other, lambda values: values[:, None], said)
-
-
-def jagged_batch(
-    store: StoreReads, ids: np.ndarray, *, keys: Sequence[Key] | None = None, text: bool = False
-) -> TensorDict:
-    """Read rows into one TensorDict `[B]` whose token columns are jagged `[B, j]`.
-
-    Args:
-        store: the store to read from.
-        ids: int64 `[B]`, the row ids.
-        keys: TensorDict keys or column names; None reads all numbers and derives reward and penalty.
-        text: also read the text columns.
-
-    Returns:
-        The values of `padded_batch` at the real tokens, and its scalars; without padding there is no attention mask.
-        Leaves of equal lengths share their offsets.
-    """
-    flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
-    known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    axes: dict[Key, str] = {}
-    for name in columns_for(store.schema, None if keys is None else tuple(keys), text=text):
-        column, key = store.schema[name], key_of(name)
-        if column.is_text:
-            flat[key] = store.read(ids, [name])[name]
-        elif not column.ragged:
-            flat[key] = _widened(store.read_scalars(name, ids))
-        else:
-            found = store.read_ragged(name, ids)
-            axis = axes[key] = str(column.axis)
-            if axis not in known:
-                lengths = torch.from_numpy(np.array(found.lengths, dtype=np.int64))
-                known[axis] = lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            flat[key] = _widened(found.values)
-    if ASSISTANT_MASK in axes and len(ids):
-        axis = axes.get(TOKENS, axes[ASSISTANT_MASK])
-        spread_advantage = ADVANTAGE in flat and ADVANTAGE not in axes
-        places = _flat_places(flat[ASSISTANT_MASK], known[axis][0])
-        derive(flat, places, BufferPool(), keys, spread_advantage=spread_advantage)
-        axes |= {key: axis for key in (KL_PENALTY, REWARD, ADVANTAGE) if key in flat and key not in axes}
-    if RETURN in flat:
-        flat[RETURN] = flat[RETURN].astype(np.float32)
-    if keys is not None:
-        wanted = {*keys, ROW_ID} | {key_of(k) for k in keys if isinstance(k, str)}
-        flat = {key: value for key, value in flat.items() if key in wanted}
-    for key in flat.keys() & axes.keys():
-        lengths, offsets = known[axes[key]]
-        flat[key] = jagged(Flat(torch.from_numpy(flat[key]), lengths), offsets)
-    return nest(flat, len(ids))
-
-
-def _flat_places(mask: npt.NDArray[np.bool_], lengths: torch.Tensor) -> TokenPlaces:
-    counts = lengths.numpy()
-    last = last_position(torch.from_numpy(mask), lengths).numpy()
-
-    def each(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.repeat(values, counts)
-
-    first = (np.cumsum(counts) - counts)[counts > 0]
-    return TokenPlaces(
-        first, last, np.flatnonzero(~mask), each, lambda values: np.where(mask, each(values), _FLOAT.type(0.0))
-    )
-
-
-def _widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy, widening int32 to int64."""
-    return np.array(values, dtype=np.int64 if values.dtype == np.int32 else values.dtype)
+    return TokenPlaces(starts, starts + last, other, said)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

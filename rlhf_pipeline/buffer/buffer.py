@@ -18,18 +18,10 @@ from torchrl.envs.transforms import Compose, Transform
 
 from rlhf_pipeline.buffer._torchrl_samplers import check_consuming
 from rlhf_pipeline.buffer.samplers import Ints, StoreView, TrajectorySampler, as_sampler
-from rlhf_pipeline.buffer.storage import Layout, TrajectoryStorage, collated
+from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.data.keys import ROW_ID, TRAJECTORY_ID, WAITING, Key
-from rlhf_pipeline.data.trajectories import (
-    Flat,
-    Trajectories,
-    along_one_dimension,
-    merge_steps,
-    on_device,
-    steps_of,
-    td_of,
-    trajectories_of,
-)
+from rlhf_pipeline.data.tensordicts import along_one_dimension, on_device, stack_of, steps_of
+from rlhf_pipeline.data.trajectories import Trajectories, merge_steps
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.transforms.base import ColumnTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -54,14 +46,14 @@ class TrajectoryWriter(RoundRobinWriter):
         if not isinstance(self._storage, TrajectoryStorage):
             return super().extend(data)
         index = torch.from_numpy(self._storage.extend(data))
-        self._write_count += len(index)
-        self._bump_generation(index, data)
-        self._mark_update_entities(index)
+        self.count(index, data)
         return index
 
-    def completed(self, index: torch.Tensor) -> None:
-        """Count the slots of rows that were written earlier and may be drawn now."""
+    def count(self, index: torch.Tensor, data: Any = None) -> None:
+        """Count the slots of rows that may be drawn now: written just now, with their data, or earlier."""
         self._write_count += len(index)
+        if data is not None:
+            self._bump_generation(index, data)
         self._mark_update_entities(index)
 
 
@@ -261,7 +253,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                     data = self._columns(data, transforms)
                 data = transform.write(data)
             else:
-                data = transform.inv(td_of(data) if isinstance(data, Trajectories) else data)
+                data = transform.inv(stack_of(data) if isinstance(data, Trajectories) else data)
             if data is None:
                 return None
         return data
@@ -276,15 +268,20 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         self.trajectories.appended = np.empty(0, np.int64)
         if data is None or (data.n == 0 if isinstance(data, Trajectories) else 0 in data.batch_size):
             return torch.zeros((0, 1), dtype=torch.int64)
-        rows = merge_steps(data) if isinstance(data, Trajectories) else along_one_dimension(data)
-        waiting = rows.get(WAITING, None) if isinstance(rows, Trajectories) else None
+        rows = merge_steps(data if isinstance(data, Trajectories) else steps_of(data))
         if not isinstance(self.writer, TrajectoryWriter):
-            rows = td_of(rows if isinstance(rows, Trajectories) else trajectories_of(rows))
-        elif isinstance(waiting, Flat) and bool((waiting.values >= 0).all()):
-            with self._replay_lock, self._write_lock:
-                self.trajectories.extend(rows)
-            return torch.zeros((0, 1), dtype=torch.int64)
-        return ReplayBuffer._extend(self, cast(Any, rows))
+            return ReplayBuffer._extend(self, cast(Any, stack_of(rows)))
+        with self._replay_lock, self._write_lock:
+            slots = torch.from_numpy(self.trajectories.extend(rows))
+            self._drawable(slots, rows)
+        return slots if len(slots) else slots[:, None]
+
+    def _drawable(self, slots: torch.Tensor, rows: Trajectories | None = None) -> None:
+        """Tell writer and sampler of slots whose rows may be drawn now."""
+        if len(slots):
+            writer: Any = self.writer
+            writer.count(slots, rows)
+            self._sampler.extend(slots)
 
     def _complete_stored(self, advantage: MCAdvantage | None, written: torch.Tensor) -> torch.Tensor:
         """Complete the groups whose last members were just written; return all slots that may be drawn now."""
@@ -294,11 +291,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         for later in advantage.stored_updates(storage.appended):
             with self._replay_lock, self._write_lock:
                 slots = torch.from_numpy(storage.update_waiting(later))
-                if slots.numel():
-                    writer: Any = self.writer
-                    writer.completed(slots)
-                    self._sampler.extend(slots)
-                    found.append(slots)
+                self._drawable(slots)
+                found += [slots] if len(slots) else []
         return torch.cat(found) if found else written
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
@@ -480,7 +474,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         seed: int | None = None,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
-        layout: Layout | None = None,
         **view: Any,
     ) -> TensorDict:
         """Return the batch of an optimizer step: a pure function of the stored rows, the seed and the step.
@@ -497,7 +490,6 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             seed: None takes the buffer's.
             keys: what to read, see `TrajectoryStorage.read`.
             text: whether to read text.
-            layout: `padded` or `jagged`; None takes the storage's.
             **view: `version`, `at`, `start`, `uses`, see `view`.
 
         Returns:
@@ -515,9 +507,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
                 f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
                 "limits of the strategy, or collect more."
             )
-        return self._to_device(
-            self.trajectories.read(row_ids=ids, keys=keys, text=text, layout=layout, then=rows.store)
-        )
+        return self._to_device(self.trajectories.read(row_ids=ids, keys=keys, text=text, then=rows.store))
 
     def read(
         self,
@@ -525,10 +515,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         *,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
-        layout: Layout | None = None,
     ) -> TensorDict:
         """Read a batch of the given rows, as a ledger names them; see `TrajectoryStorage.read`."""
-        return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text, layout=layout))
+        return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text))
 
     # -- sharing -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from rlhf_pipeline.buffer._dumps import copy_rows, dump_store, find_dump
 from rlhf_pipeline.buffer._scalar_view import ScalarView
 from rlhf_pipeline.buffer._slot_map import UNBOUNDED, SlotMap
-from rlhf_pipeline.buffer.batches import jagged_batch, padded_batch, padded_columns, single
+from rlhf_pipeline.buffer.batches import padded_batch, padded_columns, single
 from rlhf_pipeline.buffer.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
@@ -49,6 +49,7 @@ from rlhf_pipeline.data.keys import (
     Key,
     column_name,
 )
+from rlhf_pipeline.data.tensordicts import trajectories_of
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
@@ -57,7 +58,6 @@ from rlhf_pipeline.data.trajectories import (
     last_position,
     one_advantage,
     segment_sum,
-    trajectories_of,
 )
 from rlhf_pipeline.errors import (
     DataError,
@@ -80,7 +80,6 @@ from trajectory_store import (
 )
 from trajectory_store.reads import StoreReads
 
-Layout = Literal["padded", "jagged"]
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
 
 
@@ -121,7 +120,6 @@ class TrajectoryStorage(Storage):
         mode: `r` opens an existing store for reading only.
         text: also read the text columns into batches (they cost more than all numbers together).
         pad_to_multiple_of: round padded lengths up.
-        layout: of batches: `padded` tensors with masks, or `jagged` nested tensors without padding.
 
     Raises:
         DefinitionError: if the arguments contradict each other or an existing store.
@@ -155,11 +153,9 @@ class TrajectoryStorage(Storage):
         mode: Literal["a", "r"] = "a",
         text: bool = False,
         pad_to_multiple_of: int = 1,
-        layout: Layout = "padded",
     ) -> None:
         if max_size is not None and max_size < 1:
             raise DefinitionError(f"max_size is {max_size}; it must be at least 1, or None for no limit.")
-        _check_layout(layout)
         super().__init__(UNBOUNDED if max_size is None else int(max_size), compilable=True)  # see TrajectoryWriter
         if isinstance(path_or_store, TrajectoryStore):
             self.store = path_or_store
@@ -171,7 +167,6 @@ class TrajectoryStorage(Storage):
             self.max_size = min(self.max_size, self.store.max_trajectories)
         self.text = text
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.layout: Layout = layout
         self.device = torch.device("cpu")
         self._pool = BufferPool()
         self.appended = np.empty(0, np.int64)
@@ -317,7 +312,6 @@ class TrajectoryStorage(Storage):
         row_ids: Any = None,
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
-        layout: Layout | None = None,
         then: StoreReads | None = None,
     ) -> TensorDict:
         """Read a batch.
@@ -327,24 +321,18 @@ class TrajectoryStorage(Storage):
             row_ids: ids of the store.
             keys: TensorDict keys or column names; None reads all numbers.
             text: whether to read text; None takes the storage's setting.
-            layout: `padded` or `jagged`; None takes the storage's.
             then: the store as of a snapshot (`store.as_of(snapshot)`); None is the current state.
 
         Returns:
-            A TensorDict `[B]`, see `padded_batch` and `jagged_batch` in `rlhf_pipeline.buffer.batches`.
+            A TensorDict `[B]`, see `rlhf_pipeline.buffer.batches.padded_batch`.
 
         Raises:
-            DefinitionError: if the layout is unknown.
             IndexError: if a slot was never written.
             StoreError: if a row id is not in the store.
         """
         ids = self.row_ids(index) if row_ids is None else np.asarray(row_ids, dtype=np.int64).reshape(-1)
         text = self.text if text is None else text
-        layout = self.layout if layout is None else layout
-        _check_layout(layout)
         store = self.store if then is None else then
-        if layout == "jagged":
-            return jagged_batch(store, ids, keys=keys, text=text)
         return padded_batch(
             store, ids, keys=keys, text=text, pad_to_multiple_of=self.pad_to_multiple_of, pool=self._pool
         )
@@ -577,11 +565,6 @@ def collated(batch: Any) -> Any:
     [1, 2]
     """
     return batch
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in ("padded", "jagged"):
-        raise DefinitionError(f"layout is {layout!r}; it must be 'padded' or 'jagged'.")
 
 
 def _plain(index: Any) -> Any:

@@ -36,7 +36,7 @@ from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
 
 
@@ -117,7 +117,7 @@ class Collector:
         buffer: TrajectoryReplayBuffer,
         config: Collect,
         seed: int,
-        kl_reward: KLRewardTransform | None = None,
+        kl_reward: KLReward | None = None,
         hand_over: Callable[[int], Weights] | None = None,
         retrieve: RetrieveLogProb | None = None,
         environment: Callable[..., Any] | None = None,
@@ -536,7 +536,7 @@ def _grade(grading: Grading, place: int, talk: Conversation) -> None:
     grading.add(place, one, ended=True)
 
 
-def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLRewardTransform | None) -> None:
+def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | None) -> None:
     """Refuse what sees several conversations at once where each is stored as it ends."""
     why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
     if any(form.batched for form in grader.forms):

@@ -1,6 +1,6 @@
 """Conversion of ragged rows to a padded batch.
 
-The forms of a TensorDict are handled in `rlhf_pipeline.data.trajectories`.
+The forms of a TensorDict are handled in `rlhf_pipeline.data.tensordicts`.
 """
 
 from __future__ import annotations

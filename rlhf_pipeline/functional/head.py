@@ -513,30 +513,22 @@ class FusedTokenLoss(NamedTuple):
     entropy: torch.Tensor
 
 
-def _term_gradients(
-    objective: TokenObjective,
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor | None,
-    rows: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor | None] | None,
-) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-    """Return the sums of the terms, and the gradients of their (scaled) total by log-prob and by entropy."""
+def _gradients(
+    sums: Sequence[torch.Tensor], log_probs: torch.Tensor, entropy: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of the total by log-prob and by entropy."""
     with torch.enable_grad():
-        lp = log_probs.detach().requires_grad_()
-        ent = None if entropy is None else entropy.detach().requires_grad_()
-        sums = [term.sum() for term in objective(lp, ent, *rows)]
-        if scales is None:
-            total = torch.stack(sums).sum()
-        else:
-            used = [s * g for s, g in zip(sums, scales, strict=True) if g is not None]
-            if not used:
-                return sums, None, None
-            total = torch.stack(used).sum()
-        if not total.requires_grad:
-            return sums, None, None
-        inputs = [lp] if ent is None else [lp, ent]
-        grads = torch.autograd.grad(total, inputs, allow_unused=True)
-    return [s.detach() for s in sums], grads[0], grads[1] if len(grads) > 1 else None
+        total = torch.stack(list(sums)).sum() if sums else None
+    if total is None or not total.requires_grad:
+        return None, None
+    inputs = [log_probs] if entropy is None else [log_probs, entropy]
+    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def _leaf(values: torch.Tensor) -> torch.Tensor:
+    """Return values that begin a graph of their own."""
+    return values.detach().requires_grad_()
 
 
 def _common_scale(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -583,18 +575,14 @@ class _FusedTokenLoss(torch.autograd.Function):
                     head.log_softmax_(x, t, log_probs[part], ent)
                 else:
                     head.softmax_minus_onehot_(x, t, log_probs[part])
-                given = ent if entropy_gradient else None
-                constants = [row[part] for row in rows]
-                g: torch.Tensor | None = None
-                e: torch.Tensor | None = None
-                if any(needs):
-                    sums, g, e = _term_gradients(objective, log_probs[part], given, constants, None)
-                else:
-                    sums = [term.sum() for term in objective(log_probs[part], given, *constants)]
+                lp, given = _leaf(log_probs[part]), _leaf(ent) if entropy_gradient else None
+                with torch.set_grad_enabled(any(needs)):
+                    sums = [term.sum() for term in objective(lp, given, *(row[part] for row in rows))]
                 for total, value in zip(losses, sums, strict=True):
-                    total += value
+                    total += value.detach()
                 if not any(needs):
                     continue
+                g, e = _gradients(sums, lp, given)
                 zeros = torch.zeros_like(ent)
                 g = zeros if g is None else g.to(x.dtype)
                 if keep_log:
@@ -628,7 +616,11 @@ class _FusedTokenLoss(torch.autograd.Function):
         hidden, weight, bias, targets, log_probs, entropy, *rows = ctx.saved_tensors
         del collected
         with torch.autocast(hidden.device.type, enabled=False):
-            _, g, e = _term_gradients(ctx.objective, log_probs, entropy if entropy_gradient else None, rows, term_grads)
+            lp, given = _leaf(log_probs), _leaf(entropy) if entropy_gradient else None
+            with torch.enable_grad():
+                sums = [term.sum() for term in ctx.objective(lp, given, *rows)]
+                scaled = [s * g for s, g in zip(sums, term_grads, strict=True) if g is not None]
+            g, e = _gradients(scaled, lp, given)
             out = head_backward(
                 hidden,
                 Head(weight, bias, temperature, soft_cap),

@@ -501,7 +501,9 @@ class GRPOLoss(LossModule):
         entropy = torch.zeros_like(log_probs) if entropy is None else entropy
         clipped = torch.zeros_like(log_probs)
         if self.clip_cov is not None:
-            loss, _ = self._token_loss(log_probs, rows.advantage, rows.proximal, rows.index, rows.sequences)
+            loss, _ = self._objective.loss(
+                self._tokens(log_probs, rows.advantage, rows.proximal, rows.index, rows.sequences)
+            )
             clipped = (loss.clipped_low | loss.clipped_high).to(log_probs.dtype)
         return torch.stack([log_probs.double(), rows.advantage.double(), clipped.double(), entropy.double()])
 
@@ -556,29 +558,23 @@ class GRPOLoss(LossModule):
         rows = self._gather(batch, found[0].device)
         names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
-            losses, log_probs, entropy = self._fused(found, rows, names)
+            constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
+            out = fused_token_loss(  # with the gradient computed in the forward pass
+                found.hidden,
+                found.head,
+                rows.token,
+                self._weighted_terms,
+                constants if rows.ref is None else [*constants, rows.ref],
+                terms=len(names),
+                entropy_gradient=self.entropy_bonus,
+                chunk_size=self.chunk_size,
+            )
+            losses, log_probs, entropy = dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
         else:
             log_probs, entropy = self._scores(found, rows)
             losses = self._losses(batch, rows, names, log_probs, entropy)
         fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
-
-    def _fused(
-        self, found: HeadRows, rows: TokenRows, names: list[str]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Return the losses, with the gradient computed in the forward pass."""
-        constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
-        out = fused_token_loss(
-            found.hidden,
-            found.head,
-            rows.token,
-            self._weighted_terms,
-            constants if rows.ref is None else [*constants, rows.ref],
-            terms=len(names),
-            entropy_gradient=self.entropy_bonus,
-            chunk_size=self.chunk_size,
-        )
-        return dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
 
     def _losses(
         self,
@@ -673,16 +669,16 @@ class GRPOLoss(LossModule):
         sampler = behaviour if self.kl_importance_weight else None
         return kl_loss(log_probs, other, self.kl_estimator, behaviour=sampler)
 
-    def _token_loss(
+    def _tokens(
         self,
         log_probs: torch.Tensor,
         advantage: torch.Tensor,
         proximal: torch.Tensor,
         index: torch.Tensor | None,
         sequences: int,
-    ) -> tuple[pl.TokenLoss, torch.Tensor]:
-        """Return the unweighted policy loss per token, and the log-ratio it used."""
-        tokens = PolicyTokens(
+    ) -> PolicyTokens:
+        """Return what the objective reads, with this loss's settings."""
+        return PolicyTokens(
             log_probs=log_probs,
             proximal=proximal,
             advantage=advantage,
@@ -694,7 +690,6 @@ class GRPOLoss(LossModule):
             delta=self.delta,
             sapo_tau=self.sapo_tau,
         )
-        return self._objective.loss(tokens)
 
     def _weighted_terms(
         self,
@@ -721,7 +716,7 @@ class GRPOLoss(LossModule):
         kl_weight = torch.where(known, weight, 0.0)
         if index is not None:
             index = torch.where(known, index, sequences)  # of a sequence of its own
-        loss, _ = self._token_loss(log_probs, advantage, proximal, index, sequences + 1)
+        loss, _ = self._objective.loss(self._tokens(log_probs, advantage, proximal, index, sequences + 1))
         terms = [policy_weight * loss.loss]
         if self.entropy_bonus and entropy is not None:
             terms.append(entropy * (weight * -self.entropy_coeff))
@@ -752,7 +747,9 @@ class GRPOLoss(LossModule):
         known = torch.isfinite(log_probs.detach())
         lp = torch.where(known, log_probs.detach(), rows.proximal)
         index = torch.where(known, rows.index, rows.sequences)  # a banned token is of a sequence of its own
-        loss, log_ratio = self._token_loss(lp, rows.advantage, rows.proximal, index, rows.sequences + 1)
+        loss, log_ratio = self._objective.loss(
+            self._tokens(lp, rows.advantage, rows.proximal, index, rows.sequences + 1)
+        )
         low, high = row_mean(loss.clipped_low, known), row_mean(loss.clipped_high, known)
         tokens = weight_sums(log_ratio, known)
         sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences, known)

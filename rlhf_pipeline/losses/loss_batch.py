@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
-from rlhf_pipeline.data.trajectories import leaves_of, rows_of
+from rlhf_pipeline.data.tensordicts import leaves_of, rows_of
 from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.aggregation import scorable

@@ -44,7 +44,7 @@ from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 from trajectory_store import Column
@@ -73,7 +73,7 @@ class Parts:
     buffer: TrajectoryReplayBuffer
     collector: Collector
     learner: Learner
-    kl_reward: KLRewardTransform | None
+    kl_reward: KLReward | None
     curriculum: FollowedMix | None = None
 
     def write_path_state(self) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | N
     return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)
 
 
-def _kl_reward(config: WritePath) -> KLRewardTransform | None:
+def _kl_reward(config: WritePath) -> KLReward | None:
     """Return the KL penalty, or None if the definition has none."""
     if config.kl_coef == 0:
         return None
@@ -436,4 +436,4 @@ def _kl_reward(config: WritePath) -> KLRewardTransform | None:
         controller = AdaptiveKLController(
             init_kl_coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
         )
-    return KLRewardTransform(coef=config.kl_coef, controller=controller)
+    return KLReward(coef=config.kl_coef, controller=controller)

@@ -41,7 +41,7 @@ from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, graded_turns, scores_of
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.transforms.kl_reward import KLReward
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class Gatherer:
         n, coef = batch.n_rows, self.pipeline.write.kl_coef
         if coef > 0:
             columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
-            columns |= KLRewardTransform(coef=coef).new_columns(Trajectories(n, columns), writing=False)
+            columns |= KLReward(coef=coef).new_columns(Trajectories(n, columns), writing=False)
         eps, at = torch.finfo(self.policy.head_weight.dtype).eps, np.flatnonzero(whole)
         reward = columns.get(REWARD, columns[TASK_REWARD])
         scores = scores_of(Trajectories(n, columns), reward, range(n + 1), None, eps).take(torch.from_numpy(at))

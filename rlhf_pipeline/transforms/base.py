@@ -1,6 +1,6 @@
 """Shared parts of the transforms of the write path.
 
-TensorDicts are flattened to columns on entry, and the work is done on columns. Models score ragged trajectories from
+The work is done on columns; TensorDicts are flattened on entry. Models score ragged trajectories from
 stored token ids, sorted by length, within a token budget.
 """
 
@@ -19,16 +19,8 @@ from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
 from rlhf_pipeline.data.padding import length_mask
-from rlhf_pipeline.data.trajectories import (
-    Flat,
-    Trajectories,
-    attach,
-    columns_of,
-    per_token,
-    put,
-    ragged_tokens,
-    token_level,
-)
+from rlhf_pipeline.data.tensordicts import along_one_dimension, attach, put, steps_of
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.data.upload import download, upload
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.policies.adapters import policy_of
@@ -88,8 +80,8 @@ class ColumnTransform(Transform):
             return self._fill(lazy_stack([td]), writing=writing)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
         if 0 in td.batch_size or self.is_done(td):
             return td
-        td = token_level(self.prepared(td))
-        return attach(td, self.new_columns(ragged_tokens(columns_of(td)), writing=writing))
+        td = along_one_dimension(self.prepared(td))
+        return attach(td, self.new_columns(steps_of(td), writing=writing))
 
 
 def in_environment(transform: Transform) -> bool:

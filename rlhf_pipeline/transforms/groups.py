@@ -29,12 +29,12 @@ from rlhf_pipeline.data.keys import (
     TURN_ADVANTAGES,
     Key,
 )
+from rlhf_pipeline.data.tensordicts import ROWS, whole
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
     Trajectories,
     concat,
-    copied_rows,
     last_position,
     segment_sum,
     spread,
@@ -316,6 +316,8 @@ def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[T
         steps += range(starts[id(batch)] + member.first, starts[id(batch)] + member.end)
         bounds.append(len(steps))
     if len(parts) != 1:
+        if len({ROWS in part for part in parts}) == 2:
+            parts = [whole(part) for part in parts]
         return concat(parts, steps, pool), bounds
     everything = len(steps) == num and steps == list(range(num))
     return parts[0] if everything else parts[0].select(torch.tensor(steps)), bounds
@@ -329,8 +331,7 @@ def hold(members: Sequence[Member]) -> None:
     held = Trajectories(batch.n)
     for key, column in batch.items():
         if isinstance(column, Text):
-            given = column.items
-            held[key] = Text(copied_rows(given) if given and isinstance(given[0], TensorDictBase) else given)
+            held[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
         else:
             held[key] = replace(column, values=column.values.clone())
     for member, first, end in zip(members, bounds, bounds[1:], strict=False):

@@ -35,25 +35,19 @@ from rlhf_pipeline.data.keys import (
     Key,
     column_name,
 )
-from rlhf_pipeline.data.trajectories import (
+from rlhf_pipeline.data.tensordicts import (
     ROWS,
-    Flat,
-    Text,
-    Trajectories,
     along_one_dimension,
     attach,
-    columns_from_state,
-    columns_state,
-    ends,
     holds,
     in_form_of,
     is_stack,
     some_steps_of,
     stack_of,
     stack_with,
-    td_of,
     whole,
 )
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, columns_from_state, columns_state, ends
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator, estimator_of
 from rlhf_pipeline.transforms.groups import (
@@ -475,7 +469,7 @@ class MCAdvantage(Transform):
             self._store_call.close(closed)
             return None
         done = self._finish(closed)
-        return None if done is None else td_of(done.batch)
+        return None if done is None else stack_of(done.batch)
 
     def _finish(self, closed: Sequence[Closed]) -> _Finished | None:
         """Return the trajectories of closed groups with their advantages, then those that wait in the store."""

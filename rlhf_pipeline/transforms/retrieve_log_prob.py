@@ -14,7 +14,8 @@ from torchrl.data import Composite
 
 from rlhf_pipeline.data.keys import LOG_PROBS, NUM_PROMPT_TOKENS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.data.padding import Side
-from rlhf_pipeline.data.trajectories import Flat, Trajectories, holds, per_token
+from rlhf_pipeline.data.tensordicts import holds
+from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DefinitionError, EngineError, MissingKeyError
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
 from rlhf_pipeline.transforms.base import (

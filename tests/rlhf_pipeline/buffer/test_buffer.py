@@ -22,8 +22,8 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 from tests.rlhf_pipeline.typed import ended, forked

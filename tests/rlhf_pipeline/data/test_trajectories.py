@@ -9,25 +9,19 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import (
+from rlhf_pipeline.data.tensordicts import (
     ROWS,
-    Flat,
-    Text,
     attach,
-    columns_of,
-    concat,
-    copied_rows,
     in_form_of,
     is_stack,
-    segment_sum,
     some_steps_of,
     steps_of,
-    td_of,
     trajectories_of,
-    unjagged,
     whole,
 )
+from rlhf_pipeline.data.trajectories import Flat, Text, concat, segment_sum
 from rlhf_pipeline.errors import IncompleteError
+from rlhf_pipeline.interop.torchrl.forms import td_of, unjagged
 
 
 def same(left, right):
@@ -66,7 +60,7 @@ def test_new_columns_take_the_form_of_the_batch(make_rows, to_form, form):
     lengths = steps_of(td)[keys.TOKENS].lengths
     new = {("next", "score"): Flat(torch.arange(10.0), lengths), "mark": Flat(torch.tensor([1, 2]))}
     out = attach(td, new)
-    assert "mark" not in set(columns_of(td))
+    assert "mark" not in set(steps_of(td))
     found = steps_of(out)
     assert found["next", "score"].values.tolist() == list(range(10))
     assert found["mark"].values.tolist() == [1, 2]
@@ -91,14 +85,12 @@ def test_a_narrowed_jagged_tensor_has_its_holes_closed():
 
 
 def test_a_stack_is_taken_apart_only_where_asked(make_rows):
-    """What was not asked for is in the rows, and comes out whole; parts of both kinds go together."""
+    """What was not asked for is in the rows, and comes out whole."""
     rows = make_rows([4, 5, 6])
     some = some_steps_of(lazy_stack(rows[:2]), [keys.GROUP_ID])
     assert set(some) == {ROWS, keys.GROUP_ID}
     same(whole(some), steps_of(lazy_stack(rows[:2])))
-    both = concat([some, steps_of(lazy_stack(rows[2:]))])
-    assert ROWS not in both
-    same(both, steps_of(lazy_stack(rows)))
+    same(concat([whole(some), steps_of(lazy_stack(rows[2:]))]), steps_of(lazy_stack(rows)))
 
 
 def test_rows_of_steps_that_end_in_the_middle_are_refused():
@@ -139,38 +131,3 @@ def test_the_token_is_the_second_dimension_of_nested_keys_too():
     assert columns[keys.DONE].values.tolist() == [True, True]
     assert columns[keys.REWARD].lengths.tolist() == [3, 3]
     assert td.batch_size == td["next"].batch_size == torch.Size([2, 3])
-
-
-def test_copied_rows_are_equal_and_share_nothing():
-    """Whatever the leaves are: of one kind in all rows or not, in the graph, on a batch with names, text."""
-    rows = [
-        TensorDict(
-            {
-                "ids": torch.arange(n),
-                "mixed": torch.ones(n, dtype=torch.float32 if n == 2 else torch.float64),
-                "grid": torch.ones(n, 2),
-                "inner": {"scalar": torch.tensor(float(n)), "tracked": torch.ones(1, requires_grad=True)},
-                "text": f"row {n}",
-            }
-        )
-        for n in (2, 3)
-    ]
-    for batch in (
-        rows,
-        [TensorDict({"ids": torch.arange(4)}, batch_size=[4], names=["step"])],
-        [rows[0], rows[1].select("ids")],
-    ):
-        before, copies = [row.clone() for row in batch], copied_rows(batch)
-        for row in batch:
-            for leaf in row.values(True, True):
-                if isinstance(leaf, torch.Tensor):
-                    leaf.data.zero_()
-        for copy, was in zip(copies, before, strict=True):
-            assert (copy.names, copy.batch_size, set(copy.keys(True))) == (
-                was.names,
-                was.batch_size,
-                set(was.keys(True)),
-            )
-            assert all(torch.equal(copy[key], was[key]) for key in was.keys(True, True) if key != "text")
-            assert all(copy[key].dtype == was[key].dtype for key in was.keys(True, True) if key != "text")
-            assert copy.get("text", None) == was.get("text", None)

@@ -15,6 +15,7 @@ from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import KLRewardTransform, MCAdvantage, Replay, RetrieveLogProb, TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.data.keys import ATTENTION_MASK
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange import export_store, import_files
 from rlhf_pipeline.run import choice as sources
@@ -107,7 +108,7 @@ def test_advantages_are_those_of_the_write_path(tmp_path, estimator, kl_coef):
     with TrajectoryStore.open(source) as given:
         storage = TrajectoryReplayBuffer(storage=given).trajectories
         wanted = ["tokens", "masks", "task_reward", "group_id", "num_prompt_tokens", "trajectory_id"]
-        batch = storage.read(row_ids=given.ids(), keys=["input_ids", "assistant_mask", *wanted[2:]], layout="jagged")
+        batch = storage.read(row_ids=given.ids(), keys=["input_ids", "assistant_mask", ATTENTION_MASK, *wanted[2:]])
         buffer.extend(batch.select(*wanted, strict=False))
     with gathered(pipeline, tmp_path / "own") as own:
         for name in ("advantage", "return", "degenerate"):

@@ -9,7 +9,7 @@ from tensordict import lazy_stack
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.config import WritePath
-from rlhf_pipeline.data.trajectories import columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from tests.rlhf_pipeline.small import Clock
@@ -23,7 +23,7 @@ def clock():
 
 def ids(td):
     """Which trajectories came out."""
-    return [] if td is None else columns_of(td)["trajectory_id"].values.tolist()
+    return [] if td is None else steps_of(td)["trajectory_id"].values.tolist()
 
 
 def test_all_waits_for_ever(make_rows):
@@ -48,8 +48,8 @@ def test_enough_members_after_the_timeout(make_rows, to_form, form, clock):
     out = transform.inv(to_form(make_rows([4], group_size=4, first_group=6), form))
     assert ids(out) == [0, 1]
     half = 1 / math.sqrt(2)
-    assert columns_of(out)["advantage"].values.reshape(-1).unique().tolist() == pytest.approx(
-        sorted({-half, half} | ({0.0} if columns_of(out)["advantage"].lengths is not None else set()))
+    assert steps_of(out)["advantage"].values.reshape(-1).unique().tolist() == pytest.approx(
+        sorted({-half, half} | ({0.0} if steps_of(out)["advantage"].lengths is not None else set()))
     )
     assert transform.queued_trajectories == 2
 

@@ -15,11 +15,11 @@ from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 
@@ -139,19 +139,19 @@ def test_out_keys(policy, make_rows, out_keys, expected):
     transform = KLRewardTransform(policy, 0.5, "reward", out_keys)
     out = transform.inv(lazy_stack(make_rows([4, 6], ref=False)))
     for name in expected:
-        assert ("next", name) in columns_of(out)
+        assert ("next", name) in steps_of(out)
 
 
 def test_the_penalty_is_the_documented_one(policy, make_rows):
     """`reward - coef * (log_prob - ref_log_prob)`; `coef` may be a tensor; `add_to_reward=False` only measures."""
     rows = make_rows([4, 6], ref=False, rewards=[1.0, 0.0])
-    out = columns_of(KLRewardTransform(actor=policy, coef=torch.tensor(0.25)).inv(lazy_stack(rows)))
+    out = steps_of(KLRewardTransform(actor=policy, coef=torch.tensor(0.25)).inv(lazy_stack(rows)))
     mask = torch.cat([row["masks", "all_assistant_mask"] for row in rows])
     kl = torch.cat([row["log_probs", "full"] for row in rows]) - out[keys.REF_LOG_PROBS].values
     expected = torch.where(mask, -0.25 * kl, 0.0)
     expected[3] += 1.0
     torch.testing.assert_close(out[keys.REWARD].values, expected, atol=1e-6, rtol=0)
-    measured = columns_of(KLRewardTransform(policy, add_to_reward=False).inv(lazy_stack(rows)))
+    measured = steps_of(KLRewardTransform(policy, add_to_reward=False).inv(lazy_stack(rows)))
     assert keys.REWARD not in measured
     torch.testing.assert_close(measured[keys.KL_PENALTY].values[mask], kl[mask], atol=1e-6, rtol=0)
 
@@ -161,7 +161,7 @@ def test_arguments_that_have_no_use_here(policy, make_rows):
     rows = lazy_stack(make_rows([4, 6], ref=False))
     left = KLRewardTransform(policy, action_key="response").inv(rows)
     right = KLRewardTransform(policy).inv(rows)
-    assert torch.equal(columns_of(left)[keys.REWARD].values, columns_of(right)[keys.REWARD].values)
+    assert torch.equal(steps_of(left)[keys.REWARD].values, steps_of(right)[keys.REWARD].values)
     with pytest.raises(DefinitionError, match="kl_to_ref_coeff"):
         KLRewardTransform(policy, requires_grad=True)
 
@@ -170,7 +170,7 @@ def test_a_factory_and_a_device(policy, make_rows):
     """`ref_model_factory` makes the model, `device` places it."""
     transform = KLRewardTransform(ref_model_factory=lambda: policy, device="cpu")
     assert transform.device == torch.device("cpu")
-    assert keys.REF_LOG_PROBS in columns_of(transform.inv(lazy_stack(make_rows([4], ref=False))))
+    assert keys.REF_LOG_PROBS in steps_of(transform.inv(lazy_stack(make_rows([4], ref=False))))
 
 
 # -- KLRewardTransform, for any actor ----------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_text_and_token_inputs_agree(chat_policy):
     as_text = lazy_stack([TensorDict({"text": {"full": text}}) for text in texts])
     as_tokens = lazy_stack([TensorDict({"tokens": {"full": row}}) for row in ids])
     transform = RetrieveLogProb(chat_policy, assistant_only=False)
-    left, right = (columns_of(transform.inv(td))[keys.REF_LOG_PROBS] for td in (as_text, as_tokens))
+    left, right = (steps_of(transform.inv(td))[keys.REF_LOG_PROBS] for td in (as_text, as_tokens))
     assert left.lengths.tolist() == right.lengths.tolist() == [len(row) for row in ids]
     assert torch.equal(left.values.isfinite(), right.values.isfinite())
     torch.testing.assert_close(left.values, right.values, equal_nan=True)
@@ -271,9 +271,9 @@ def test_a_model_on_another_device(make_rows, to_form, form, device):
     rows = make_rows([5, 19, 3, 40], ref=False)
     made = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "seed": 0}
     here, there = scratch_policy(alphabet, **made), scratch_policy(alphabet, **made)
-    expected = columns_of(RetrieveLogProb(here).inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
+    expected = steps_of(RetrieveLogProb(here).inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
     for transform in (RetrieveLogProb(there, device=device), KLRewardTransform(there, device=device)):
-        found = columns_of(transform.inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
+        found = steps_of(transform.inv(to_form(rows, form)))[keys.REF_LOG_PROBS].values
         assert found.device.type == "cpu"
         torch.testing.assert_close(found, expected, atol=1e-5 if device == "cuda" else 0, rtol=0, equal_nan=True)
     assert next(there.parameters()).device.type == device

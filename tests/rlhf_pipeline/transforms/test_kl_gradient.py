@@ -10,10 +10,10 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
-from rlhf_pipeline.data.trajectories import columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.functional.kl import kl_k1, kl_k2, kl_k3
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9, 0.0, -0.4], dtype=torch.float64)
@@ -56,7 +56,7 @@ def sampled(count, length, coef, transforms, rewards=REWARDS):
     )
     for transform in (*transforms, KLRewardTransform(coef=coef))[::-1]:
         td = transform.inv(td)
-    return tokens, columns_of(td)
+    return tokens, steps_of(td)
 
 
 def assert_unbiased(samples, expected):

@@ -9,10 +9,10 @@ from tensordict import lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
 
 
 class Table:
@@ -30,7 +30,7 @@ class Table:
 
 def flat(td, key):
     """Values of a column, one trajectory after the other."""
-    return columns_of(td)[key].values
+    return steps_of(td)[key].values
 
 
 def test_shaped_reward_against_a_hand_computed_reference(make_rows, to_form, form):
@@ -164,7 +164,7 @@ def test_forward_equals_inverse(make_rows, to_form, form):
 def test_measuring_only(make_rows, to_form, form):
     """`add_to_reward=False` writes the penalty and leaves the reward out."""
     out = KLRewardTransform(coef=0.5, add_to_reward=False).inv(to_form(make_rows([4]), form))
-    columns = columns_of(out)
+    columns = steps_of(out)
     assert keys.REWARD not in columns
     assert keys.KL_PENALTY in columns
     assert columns[keys.KL_COEF].values.tolist() == [0.0]
@@ -238,7 +238,7 @@ def test_keys_may_be_renamed(make_rows, to_form, form):
     transform = KLRewardTransform(coef=0.0, in_keys=["score"], out_keys=["shaped", "kl"])
     rows = make_rows([4])
     rows[0]["next", "score"] = torch.tensor(5.0)
-    columns = columns_of(transform.inv(to_form(rows, form)))
+    columns = steps_of(transform.inv(to_form(rows, form)))
     assert columns[("next", "shaped")].values.reshape(-1).tolist() == [0.0, 0.0, 0.0, 5.0]
     assert ("next", "kl") in columns
 

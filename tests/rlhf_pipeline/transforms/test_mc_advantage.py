@@ -10,9 +10,10 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import Flat, Text, columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
+from rlhf_pipeline.data.trajectories import Flat, Text
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 
 
@@ -31,7 +32,7 @@ def steps(group, rewards, key="group_id"):
 
 def scalars(td, key):
     """One value per trajectory, in order."""
-    column = columns_of(td)[key]
+    column = steps_of(td)[key]
     assert isinstance(column, Flat)
     return column.values
 
@@ -50,7 +51,7 @@ def test_complete_groups_pass_in_every_form(make_rows, to_form, form):
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([half, -half, -half, half], abs=1e-6)
     assert scalars(out, keys.RETURN).tolist() == [1.0, 0.0, 0.0, 3.0]
     assert scalars(out, keys.DEGENERATE).tolist() == [False] * 4
-    assert columns_of(out)[keys.PROMPT].plain() == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
+    assert steps_of(out)[keys.PROMPT].plain() == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
 
 
 def test_per_token_reward_is_summed_and_the_advantage_masked(make_rows, to_form, form):
@@ -60,7 +61,7 @@ def test_per_token_reward_is_summed_and_the_advantage_masked(make_rows, to_form,
     rows[1]["next", "reward"] = torch.tensor([0.0, 0.0, -0.25, -0.25, 0.25])
     out = MCAdvantage(2).inv(to_form(rows, form))
     assert scalars(out, keys.RETURN).tolist() == pytest.approx([0.5, -0.25])
-    adv = columns_of(out)[keys.ADVANTAGE]
+    adv = steps_of(out)[keys.ADVANTAGE]
     half = 1 / math.sqrt(2)
     assert adv.lengths.tolist() == [4, 5]
     assert adv.values.tolist() == pytest.approx([0, 0, half, half, 0, 0, -half, -half, -half], abs=1e-6)
@@ -78,9 +79,9 @@ def test_partial_groups_wait_and_come_out_in_order(make_rows, to_form, form):
     assert scalars(out, keys.TRAJECTORY_ID).tolist() == [3, 4, 5, 0, 1, 2]
     expected = [*reference([5.0, 5.0, 8.0]), *reference([0.0, 1.0, 2.0])]
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx(expected, abs=1e-6)
-    assert columns_of(out)[keys.TOKENS].lengths.tolist() == [7, 8, 9, 4, 5, 6]
+    assert steps_of(out)[keys.TOKENS].lengths.tolist() == [7, 8, 9, 4, 5, 6]
     assert torch.equal(
-        columns_of(out)[keys.TOKENS].values, torch.cat([rows[i]["tokens", "full"] for i in (3, 4, 5, 0, 1, 2)])
+        steps_of(out)[keys.TOKENS].values, torch.cat([rows[i]["tokens", "full"] for i in (3, 4, 5, 0, 1, 2)])
     )
     assert transform.queued_groups == 0
 
@@ -88,9 +89,9 @@ def test_partial_groups_wait_and_come_out_in_order(make_rows, to_form, form):
 def test_the_input_is_not_changed(make_rows, to_form, form):
     """The caller's TensorDict gains no key."""
     td = to_form(make_rows([4, 5]), form)
-    before = set(columns_of(td))
+    before = set(steps_of(td))
     assert MCAdvantage(2).inv(td) is not None
-    assert set(columns_of(td)) == before
+    assert set(steps_of(td)) == before
 
 
 def test_forms_may_mix_between_calls(make_rows, to_form):
@@ -101,7 +102,7 @@ def test_forms_may_mix_between_calls(make_rows, to_form):
     assert transform.inv(to_form(rows[1:2], "padded")) is None
     out = transform.inv(to_form(rows[2:], "jagged"))
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([-1.0, 0.0, 1.0])
-    assert columns_of(out)[keys.TOKENS].lengths.tolist() == [4, 5, 6]
+    assert steps_of(out)[keys.TOKENS].lengths.tolist() == [4, 5, 6]
 
 
 def test_same_identity_completes_twice_in_one_batch(make_rows, to_form, form):
@@ -158,7 +159,7 @@ def test_zero_variance(make_rows, to_form, form, policy):
     if policy == "mark":
         assert scalars(out, keys.PRIORITY).tolist() == [0.0, 0.0, 1.0, 1.0]
     else:
-        assert keys.PRIORITY not in columns_of(out)
+        assert keys.PRIORITY not in steps_of(out)
     assert transform.get_stats()["degenerate_groups"] == 1
 
 
@@ -274,7 +275,7 @@ def test_pending_trajectories_survive_state_dict(make_rows, to_form, form):
     file.seek(0)
     Compose(second).load_state_dict(torch.load(file, weights_only=True))
     assert second.queued_trajectories == 2
-    expected, got = (columns_of(t.inv(to_form(rows[2:], form))) for t in (straight, second))
+    expected, got = (steps_of(t.inv(to_form(rows[2:], form))) for t in (straight, second))
     assert set(got) == set(expected)
     for key, column in expected.items():
         if isinstance(column, Text):
@@ -409,4 +410,4 @@ def test_what_waits_is_not_the_callers(make_rows, to_form, form):
         tokens = row["tokens", "full"]
         (tokens.values() if tokens.is_nested else tokens).fill_(7)
     out = transform.inv(to_form(second, form))
-    assert columns_of(out)[keys.TOKENS].values[:4].tolist() == expected.tolist()
+    assert steps_of(out)[keys.TOKENS].values[:4].tolist() == expected.tolist()

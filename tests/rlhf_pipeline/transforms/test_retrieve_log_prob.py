@@ -10,7 +10,7 @@ from torchrl.data.llm import History
 
 from rlhf_pipeline import CausalLMPolicy, ChatHistory
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.trajectories import columns_of
+from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, qwen2, talker
@@ -54,7 +54,7 @@ def test_equals_one_by_one(policy, make_rows, to_form, form):
     """Batching by length with padding changes nothing but the last bits."""
     rows = make_rows([5, 19, 3, 40, 8, 8, 27], ref=False)
     out = RetrieveLogProb(policy, token_budget=64).inv(to_form(rows, form))
-    got = columns_of(out)[keys.REF_LOG_PROBS].values
+    got = steps_of(out)[keys.REF_LOG_PROBS].values
     torch.testing.assert_close(got.double(), one_by_one(policy, rows), atol=2e-6, rtol=0, equal_nan=True)
     assert got.dtype == torch.float32
     assert not got.requires_grad
@@ -86,7 +86,7 @@ def test_behaviour_log_probs_are_filled_where_missing(policy, make_rows, to_form
     expected = one_by_one(policy, rows)
     for row in rows:
         row.pop("log_probs")
-    out = columns_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
+    out = steps_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
     for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
         torch.testing.assert_close(out[key].values.double(), expected, atol=2e-6, rtol=0, equal_nan=True)
 
@@ -95,13 +95,13 @@ def test_existing_behaviour_log_probs_are_kept(policy, make_rows, to_form, form)
     """What the sampler reported is never replaced by a re-computation."""
     rows = make_rows([5, 9], ref=False)
     before = torch.cat([row["log_probs", "full"] for row in rows])
-    out = columns_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
+    out = steps_of(RetrieveLogProb(policy, behaviour_model=policy).inv(to_form(rows, form)))
     torch.testing.assert_close(out[keys.LOG_PROBS].values, before, equal_nan=True)
 
 
 def test_tokens_of_the_first_position_have_no_score(policy, make_rows, to_form, form):
     """Every token but the first when all are asked for."""
-    out = columns_of(RetrieveLogProb(policy, assistant_only=False).inv(to_form(make_rows([4, 6], ref=False), form)))
+    out = steps_of(RetrieveLogProb(policy, assistant_only=False).inv(to_form(make_rows([4, 6], ref=False), form)))
     scored = out[keys.REF_LOG_PROBS].values.isfinite()
     assert scored.tolist() == [False, True, True, True, False, True, True, True, True, True]
 
@@ -111,7 +111,7 @@ def test_prompt_length_stands_in_for_the_mask(policy, make_rows, to_form, form):
     rows = make_rows([5, 9], ref=False)
     expected = one_by_one(policy, rows)
     rows = [row.exclude("masks") for row in rows]
-    out = columns_of(RetrieveLogProb(policy).inv(to_form(rows, form)))
+    out = steps_of(RetrieveLogProb(policy).inv(to_form(rows, form)))
     torch.testing.assert_close(out[keys.REF_LOG_PROBS].values.double(), expected, atol=2e-6, rtol=0, equal_nan=True)
 
 
@@ -140,7 +140,7 @@ def test_older_names(policy, make_rows):
 def test_transformers_model_is_wrapped(policy, make_rows):
     """A bare causal language model is scored at temperature 1."""
     rows = make_rows([6], ref=False)
-    out = columns_of(RetrieveLogProb(policy.model).inv(lazy_stack(rows)))
+    out = steps_of(RetrieveLogProb(policy.model).inv(lazy_stack(rows)))
     torch.testing.assert_close(
         out[keys.REF_LOG_PROBS].values.double(), one_by_one(policy, rows, 1.0), atol=2e-6, rtol=0, equal_nan=True
     )

@@ -11,8 +11,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.interop.torchrl.actor_kl_reward import ActorKLRewardTransform
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform
+from rlhf_pipeline.interop.torchrl.kl_transforms import ActorKLRewardTransform, KLRewardTransform
 
 
 class IndependentNormal(Independent):

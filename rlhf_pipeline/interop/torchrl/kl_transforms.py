@@ -1,11 +1,11 @@
-"""The KL penalty for any probabilistic actor and environment, without tokens."""
+"""The KL penalty with TorchRL's arguments: for language models, and for any probabilistic actor without tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -15,11 +15,12 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
-from rlhf_pipeline.data.keys import Key
+from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
-from rlhf_pipeline.errors import DefinitionError, MissingKeyError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.transforms.base import declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import KLController
-from rlhf_pipeline.transforms.kl_reward import KLRewardTransform, constant_controller, refuse_arguments
+from rlhf_pipeline.transforms.kl_reward import KLKeys, KLReward, constant_controller
 
 
 def is_actor(model: object) -> bool:
@@ -29,6 +30,145 @@ def is_actor(model: object) -> bool:
     return isinstance(model, (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)) or (
         isinstance(model, nn.Module) and callable(getattr(model, "get_dist", None)) and hasattr(model, "in_keys")
     )
+
+
+class KLRewardTransform(KLReward):
+    """`KLReward` with TorchRL's names and arguments, also as a forward transform and in an environment.
+
+    The result has the form of the batch.
+
+    Passing a `ProbabilisticTensorDictModule` gives the general form for any actor and environment,
+    `ActorKLRewardTransform`.
+
+    Args:
+        ref_model: the reference; needed only where the batch has no reference log-probs.
+        coef: weight of the penalty.
+        in_keys: the reward, in `next` unless a full key is given. Per token, or one per trajectory. Where missing,
+            `task_reward` is used.
+        out_keys: the reward, and optionally the penalty and the reference log-probs.
+        actor: the older name of `ref_model`.
+        ref_model_factory: a function that returns the reference.
+        log_prob_key: behaviour log-probs.
+        ref_log_prob_key: reference log-probs, used if present.
+        add_to_reward: False leaves the reward as it is and only measures.
+        assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
+        controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
+            trajectory. Overrides `coef`.
+        action_key: for the general form; ignored here, where the actions are the token ids.
+        tokenizer: no effect, as in TorchRL: token ids are scored as they are.
+        padding_side: no effect: the result has the form of the batch.
+        requires_grad: for the general form; here the reference is scored without gradient, so True is refused.
+        device: where to run the reference; None leaves it where it is.
+        **unknown: refused, with a reason for TorchRL's arguments; `use_ray_service=False` is accepted.
+        token_budget: padded tokens of one forward pass of the reference.
+
+    Raises:
+        DefinitionError: if the arguments contradict each other.
+
+    >>> import torch
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> nan = float("nan")
+    >>> row = TensorDict({
+    ...     "tokens": {"full": torch.tensor([5, 6, 7])},
+    ...     "masks": {"all_assistant_mask": torch.tensor([False, True, True])},
+    ...     "log_probs": {"full": torch.tensor([nan, -1.0, -2.0])},
+    ...     "next": {"ref_log_probs": {"full": torch.tensor([nan, -1.5, -1.0])}},
+    ...     "task_reward": torch.tensor(1.0),
+    ... })
+    >>> transform = KLRewardTransform(coef=0.5)
+    >>> transform.inv(lazy_stack([row]))[0]["next", "reward"]
+    tensor([ 0.0000, -0.2500,  1.5000])
+    >>> round(transform.stats["k1"], 6)
+    -0.25
+    """
+
+    def __new__(cls, ref_model: Any = None, *args: Any, actor: Any = None, **kwargs: Any) -> Self:
+        """Choose the form for this kind of reference."""
+        del args, kwargs
+        of_actor = cls is KLRewardTransform and is_actor(ref_model if ref_model is not None else actor)
+        found: Any = ActorKLRewardTransform if of_actor else cls
+        return super().__new__(found)
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        coef: float | Tensor = 1.0,
+        in_keys: Key | Sequence[Key] | None = None,
+        out_keys: Key | Sequence[Key] | None = None,
+        log_prob_key: Key = LOG_PROBS,
+        action_key: Key | None = None,
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
+        *,
+        actor: Any = None,
+        ref_model_factory: Callable[[], Any] | None = None,
+        ref_log_prob_key: Key = REF_LOG_PROBS,
+        assistant_only: bool = True,
+        controller: KLController | None = None,
+        requires_grad: bool = False,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+        token_budget: int = 16_384,
+        **unknown: Any,
+    ) -> None:
+        del action_key, tokenizer, padding_side
+        refuse_arguments(KLRewardTransform, unknown)
+        if requires_grad:
+            raise DefinitionError(
+                "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
+                "reference of a language model is scored without gradient, because the penalty is part of the reward. "
+                "Leave it out, or put a KL term into the loss with GRPOLoss(kl_to_ref_coeff=...)."
+            )
+        models = [m for m in (ref_model, actor) if m is not None]
+        if len(models) + (ref_model_factory is not None) > 1:
+            raise DefinitionError("pass one of ref_model, actor and ref_model_factory, not several.")
+        reward_keys = _as_keys(in_keys, [REWARD])
+        names = _as_keys(out_keys, reward_keys)
+        if len(reward_keys) != 1 or len(names) not in (1, 2, 3):
+            raise DefinitionError(f"one reward key and up to three out keys; got {in_keys!r} and {out_keys!r}.")
+        names += [KL_PENALTY, ref_log_prob_key][len(names) - 1 :]
+        if ref_model_factory is not None:
+            models = [ref_model_factory()]
+        super().__init__(
+            coef,
+            controller=controller,
+            reference=models[0] if models else None,
+            keys=KLKeys(
+                reward=reward_keys[0],
+                shaped=names[0],
+                penalty=names[1],
+                log_probs=log_prob_key,
+                ref_log_probs=ref_log_prob_key,
+                scored=names[2],
+            ),
+            add_to_reward=add_to_reward,
+            assistant_only=assistant_only,
+            token_budget=token_budget,
+            device=device,
+        )
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        whole = tensordict.clone(recurse=False).set("next", next_tensordict)
+        return self._fill(whole, writing=False).get("next")
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for key in self._observed:
+            if tensordict_reset.get(key, None) is None:
+                tensordict_reset.set(key, torch.zeros(*tensordict_reset.batch_size, 1))
+        return tensordict_reset
+
+    @property
+    def _observed(self) -> list[Key]:
+        """Return the keys, besides the reward, that the transform adds to a step of an environment."""
+        shaped = self.keys.shaped != self.keys.reward and self.add_to_reward
+        found = [self.keys.penalty, *([self.keys.scored] if self.ref_model is not None else [])]
+        return [in_next(key) for key in (*found, *([self.keys.shaped] if shaped else []))]
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Declare the keys added to a step of an environment: reward, penalty and reference log-probs per token."""
+        shaped = self.add_to_reward and self.keys.shaped == self.keys.reward
+        rewards = [in_next(self.keys.reward)] if shaped else []
+        return declare_per_token(output_spec, self._observed, rewards)
 
 
 class ActorKLRewardTransform(KLRewardTransform):
@@ -212,3 +352,31 @@ def _sampled(model: nn.Module) -> list[Any]:
     modules = [m for m in model.modules() if isinstance(m, ProbabilisticTensorDictModule)]
     names = [key for m in modules for key in m.out_keys]
     return [key for key in names if key not in [k for m in modules for k in (getattr(m, "log_prob_keys", None) or [])]]
+
+
+_REASONS = {
+    "use_ray_service": "the reference runs where the transform does; to score in another process, write from there.",
+    "actor_name": "there is no Ray actor.",
+    "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) puts a KL term into the loss.",
+}
+_HARMLESS = {"use_ray_service": (False,)}
+
+
+def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
+    """Refuse arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
+    known = set(kind.__init__.__annotations__) - {"unknown", "return"}
+    refuse_unknown("KLRewardTransform", unknown, known, _REASONS, _HARMLESS)
+
+
+def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:
+    """Return a list of full keys; a plain name means a key in `next`."""
+    if keys is None:
+        return list(default)
+    one = isinstance(keys, str) or (isinstance(keys, tuple) and keys[:1] == ("next",))
+    out: list[Key] = []
+    for key in [cast(Key, keys)] if one else cast("Sequence[Key]", keys):
+        if key == TASK_REWARD or (isinstance(key, tuple) and key[0] == "next"):
+            out.append(key)
+        else:
+            out.append(("next", key) if isinstance(key, str) else ("next", *key))
+    return out

@@ -1,0 +1,394 @@
+"""TensorDicts of trajectories: lazy stacks to columns and back.
+
+A lazy stack has one TensorDict with ragged leaves per trajectory. `rlhf_pipeline.interop.torchrl.forms` reads and fills
+the other forms, padded, jagged or dense; it registers itself here when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
+
+from rlhf_pipeline.data.keys import ATTENTION_MASK, Key
+from rlhf_pipeline.data.padding import under_mask
+from rlhf_pipeline.data.trajectories import (
+    NUMPY_DTYPES,
+    RAGGED_KEYS,
+    Flat,
+    Text,
+    Trajectories,
+    merge_steps,
+    ragged_tokens,
+    segment_sum,
+)
+from rlhf_pipeline.data.upload import upload
+from rlhf_pipeline.errors import DataError
+
+T = TypeVar("T", bound=TensorDict)
+
+_NO_BATCH = torch.Size([])
+
+ROWS: Key = ("", "rows")
+"""Key of a column of whole TensorDicts, one per trajectory: the rows of a lazy stack that were not flattened."""
+
+
+# -- other forms, registered from above -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """How TensorDicts are read and filled that are no lazy stack `[n]`.
+
+    Attributes:
+        columns: `[n]` to columns without padding.
+        rows: of any other batch size, to one dimension: `[n]`.
+        attach: returns a copy of a TensorDict `[n]` with columns set in its form.
+        like: `(td, batch)`: returns other trajectories in the form of a TensorDict `[n]`.
+    """
+
+    columns: Callable[[TensorDictBase], Trajectories]
+    rows: Callable[[TensorDictBase], TensorDictBase]
+    attach: Callable[[TensorDictBase, Mapping[Key, Flat]], TensorDictBase]
+    like: Callable[[TensorDictBase, Trajectories], TensorDictBase]
+
+
+_registered: list[Forms] = []
+
+
+def register_forms(forms: Forms) -> None:
+    """Accept other forms than lazy stacks wherever trajectories are accepted."""
+    _registered[:] = [forms]
+
+
+def _forms(td: TensorDictBase) -> Forms:
+    if not _registered:
+        raise DataError(
+            f"a {type(td).__name__} of batch size {tuple(td.batch_size)} is no lazy stack of trajectories: pass "
+            "tensordict.lazy_stack(rows), or import rlhf_pipeline.interop.torchrl.forms, which accepts other forms."
+        )
+    return _registered[0]
+
+
+def is_stack(td: object) -> bool:
+    """Return whether `td` is a lazy stack along its only batch dimension."""
+    return isinstance(td, LazyStackedTensorDict) and td.batch_dims == 1 and td.stack_dim == 0
+
+
+def rows_of(td: Any) -> list[TensorDictBase]:
+    """Return the TensorDicts of a lazy stack, not copied."""
+    return td.tensordicts
+
+
+def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
+    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension.
+
+    Raises:
+        IncompleteError: a row of steps ends within a trajectory.
+    """
+    if td.batch_dims == 0:
+        return lazy_stack([td])  # pyright: ignore[reportReturnType]
+    return td if td.batch_dims == 1 else _forms(td).rows(td)
+
+
+def steps_of(td: TensorDictBase) -> Trajectories:
+    """Return one row per step or trajectory, with lengths on every token column, without padding.
+
+    Raises:
+        DataError: if the trajectories do not have the same keys, or a leaf's shapes do not match.
+    """
+    td = along_one_dimension(td)
+    columns = _from_rows(rows_of(td)) if is_stack(td) else _forms(td).columns(td)
+    for column in columns.values():
+        # The store and the bookkeeping of groups and lengths are on the CPU.
+        if isinstance(column, Flat) and column.values.is_cuda:
+            column.values = column.values.cpu()
+            column.lengths = None if column.lengths is None else column.lengths.cpu()
+    mask = columns.pop(ATTENTION_MASK, None)
+    if isinstance(mask, Flat) and mask.lengths is not None and not bool(mask.values.all()):
+        _strip(columns, mask.values.to(torch.bool), mask.lengths)
+    return ragged_tokens(columns)
+
+
+def trajectories_of(td: TensorDictBase) -> Trajectories:
+    """Return one row per trajectory, from any form; steps are merged.
+
+    Raises:
+        IncompleteError: if the last trajectory is not complete.
+    """
+    return merge_steps(steps_of(td))
+
+
+def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
+    """Like `steps_of`, but flatten only some keys of a lazy stack, and keep its rows under `ROWS`.
+
+    This saves work for code that needs a few columns and returns the rows. `whole` flattens the rest on demand.
+    """
+    td = along_one_dimension(td)
+    if not is_stack(td) or not len(rows := rows_of(td)):
+        return steps_of(td)
+    out, shared = Trajectories(len(rows), {ROWS: Text(list(rows))}), dict[tuple[int, ...], Tensor]()
+    for key in keys:
+        leaves = leaves_of(rows, key)
+        if leaves is not None:
+            out[key] = flatten_leaves(key, leaves, shared)
+    mask = leaves_of(rows, ATTENTION_MASK)
+    if mask is not None or any(isinstance(column, Flat) and column.values.is_cuda for column in out.values()):
+        return steps_of(td)  # padded rows, or rows on a device
+    return ragged_tokens(out)
+
+
+def whole(batch: Trajectories) -> Trajectories:
+    """Return all columns of a batch, flattening the rows under `ROWS` if there are any."""
+    rows = batch.get(ROWS)
+    if not isinstance(rows, Text):
+        return batch
+    return Trajectories(batch.n, steps_of(lazy_stack(rows.items)) | {k: c for k, c in batch.items() if k != ROWS})  # pyright: ignore[reportArgumentType]
+
+
+def _from_rows(rows: Sequence[Any]) -> Trajectories:
+    out = Trajectories(len(rows))
+    shared: dict[tuple[int, ...], Tensor] = {}
+    for key, leaves in _transpose(rows, ()):
+        out[key] = flatten_leaves(key, leaves, shared)
+    return out
+
+
+def _transpose(rows: Sequence[Any], prefix: tuple[str, ...]) -> Iterator[tuple[Key, list[Any]]]:
+    """Yield each key with its leaf of every row, from each row's dict instead of one `get` per leaf."""
+    # `items()` of a TensorDict checks its entries; its dict gives the same ten times faster.
+    plain = set(map(type, rows)) == {TensorDict}
+    entries: list[dict[str, Any]] = [row._tensordict for row in rows] if plain else [entries_of(row) for row in rows]
+    # Rows have the same keys, in any order, if all have as many keys as the first and each of its keys.
+    if sum(map(len, entries)) != len(entries[0]) * len(entries):
+        _check_same_keys(entries, prefix)
+    for name, leaf in entries[0].items():
+        try:
+            leaves = list(map(itemgetter(name), entries))
+        except KeyError:
+            _check_same_keys(entries, prefix)
+            raise
+        kind = type(leaf)
+        if kind is Tensor or (kind is not TensorDict and _is_leaf(leaf)):
+            yield ((*prefix, name) if prefix else name), leaves
+        else:
+            yield from _transpose(leaves, (*prefix, name))
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, NonTensorData, NonTensorStack)) or not is_tensor_collection(leaf)
+
+
+def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...]) -> None:
+    for i, entry in enumerate(entries):
+        if entry.keys() != entries[0].keys():
+            odd = sorted(map(str, entry.keys() ^ entries[0].keys()))
+            names = ", ".join(repr((*prefix, name)) if prefix else repr(name) for name in odd)
+            raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not hold the same keys: {names}")
+
+
+def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
+    """Build one column from a leaf of each row; `shared` lets columns of equal lengths share them."""
+    first = column[0]
+    if not isinstance(first, Tensor):
+        return Text(column)
+    if first.ndim == 0:
+        return Flat(_stacked(column))
+    if first.ndim == 1:
+        try:
+            # In one dimension the number of elements is the length, and five times faster to read.
+            sizes = tuple(map(Tensor.numel, column))
+            if key not in RAGGED_KEYS and sizes.count(sizes[0]) == len(sizes):
+                return Flat(_stacked(column).unsqueeze(1) if sizes[0] == 1 else torch.stack(column))
+            lengths = None if shared is None else shared.get(sizes)
+            if lengths is None:
+                lengths = torch.from_numpy(np.array(sizes))
+                if shared is not None:
+                    shared[sizes] = lengths
+            return Flat(torch.cat(column), lengths)
+        except (RuntimeError, TypeError):  # not all one-dimensional: the general way
+            pass
+    shapes = [leaf.shape for leaf in column]
+    if key not in RAGGED_KEYS and shapes.count(first.shape) == len(shapes):
+        return Flat(torch.stack(column))
+    if all(shape[1:] == first.shape[1:] and len(shape) == first.ndim for shape in shapes):
+        return Flat(torch.cat(column), torch.tensor([shape[0] for shape in shapes]))
+    counts = torch.tensor([leaf.numel() for leaf in column])
+    return Flat(torch.cat([leaf.reshape(-1) for leaf in column]), counts, shapes)
+
+
+def _stacked(column: list[Tensor]) -> Tensor:
+    """Return one element of each row, `[n]`; going through Python numbers is faster than `torch.stack`."""
+    dtype = NUMPY_DTYPES.get(column[0].dtype)
+    items = list(map(Tensor.item, column)) if dtype is not None and column[0].is_cpu else []
+    return torch.from_numpy(np.array(items, dtype)) if len(set(map(type, items))) == 1 else torch.stack(column).view(-1)
+
+
+def _strip(columns: Trajectories, keep: Tensor, padded: Tensor) -> None:
+    lengths = segment_sum(keep, padded).to(torch.int64)
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is None:
+            continue
+        if torch.equal(column.lengths, padded):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
+    """Return one leaf of every row, or None if any row lacks it."""
+    found: Sequence[Any] = rows
+    for name in (key,) if isinstance(key, str) else key:
+        if set(map(type, found)) == {TensorDict}:
+            try:
+                found = [row._tensordict[name] for row in found]
+            except KeyError:
+                return None
+        else:
+            found = [row.get(name, None) if is_tensor_collection(row) else None for row in found]
+            if any(leaf is None for leaf in found):
+                return None
+    return list(found)
+
+
+def holds(td: TensorDictBase, key: Key) -> bool:
+    """Return whether all trajectories of a TensorDict `[n]` have a key."""
+    return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
+
+
+def entries_of(row: Any) -> dict[str, Any]:
+    """Return the top-level entries of a TensorDict or tensorclass; do not change them."""
+    return row._tensordict if type(row) is TensorDict else dict(row.items())
+
+
+def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """Return a shallow copy of `td` (`[n]`) with these columns set, each in the form of the batch."""
+    if not columns:
+        return td
+    return stack_with(rows_of(td), columns) if is_stack(td) else _forms(td).attach(td, columns)
+
+
+def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """Return a lazy stack of shallow copies of the TensorDicts, with these columns set."""
+    masks = leaves_of(rows, ATTENTION_MASK)
+    split = [_padded_rows(column, masks) for column in columns.values()]
+    news = (dict(zip(columns, leaves, strict=True)) for leaves in zip(*split, strict=True))
+    return lazy_stack([with_leaves(row, new) for row, new in zip(rows, news, strict=True)])  # pyright: ignore[reportReturnType]
+
+
+def _padded_rows(column: Flat, masks: list[Any] | None) -> list[Tensor]:
+    """Return the rows of a column, padding each again as its attention mask has it."""
+    rows = column.rows()
+    if masks is None or column.lengths is None:
+        return rows
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        if isinstance(mask, Tensor) and mask.ndim == 1 and mask.numel() != row.shape[0] == int(mask.sum()):
+            rows[i] = under_mask(mask.to(torch.bool), row)
+    return rows
+
+
+def with_leaves(td: Any, new: Mapping[Key, Tensor]) -> TensorDictBase:
+    """Return a copy with new leaves; all other leaves, and containers without a new leaf, are shared.
+
+    `clone(recurse=False)` copies stacks of strings item by item, which costs more than all the rest.
+    """
+    if type(td) is not TensorDict:
+        out = td.clone(recurse=False)
+        for key, leaf in new.items():
+            out.set(key, leaf)
+        return out
+    items = dict(entries_of(td))
+    nested: dict[str, dict[Key, Tensor]] = {}
+    for key, leaf in new.items():
+        if isinstance(key, str) or len(key) == 1:
+            items[key if isinstance(key, str) else key[0]] = leaf
+        else:
+            nested.setdefault(key[0], {})[key[1:]] = leaf
+    for name, inner in nested.items():
+        items[name] = with_leaves(items.get(name, TensorDict(batch_size=td.batch_size)), inner)
+    # The leaves belong to a TensorDict of the same batch size, so nothing needs checking again.
+    return unchecked(items, td.batch_size)
+
+
+def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
+    """Set in `td` the leaves that `attach` added or changed in `filled`, and return `td`.
+
+    If `attach` had to change the form of the batch, return `filled` and leave `td` unchanged.
+    """
+    if filled is td or filled.batch_size != td.batch_size or is_stack(td) != is_stack(filled):
+        return filled
+    return td.update(filled)
+
+
+def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
+    """Return a TensorDict `[m]` of other trajectories in the form of `td`."""
+    return stack_of(batch) if is_stack(td) or td.batch_dims != 1 else _forms(td).like(td, batch)
+
+
+def stack_of(columns: Trajectories) -> TensorDictBase:
+    """Return a lazy stack `[n]`, one TensorDict per row."""
+    trees: list[dict[str, Any]] = [{} for _ in range(columns.n)]
+    texts: list[tuple[Key, Text]] = []
+    for key, column in columns.items():
+        if isinstance(column, Text):
+            texts.append((key, column))
+            continue
+        for tree, leaf in zip(trees, column.rows(), strict=True):
+            plant(tree, key, leaf)
+    rows = [unchecked_tree(tree, _NO_BATCH) for tree in trees]
+    for key, column in texts:
+        for row, item in zip(rows, column.items, strict=True):
+            row.set(key, item)
+    return lazy_stack(rows)  # pyright: ignore[reportReturnType]
+
+
+def text_stack(items: Sequence[Any]) -> Any:
+    """Return a NonTensorStack of one object per row, wrapped or not."""
+    stack: Any = NonTensorStack
+    return stack(*items)
+
+
+def plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
+    """Set a leaf of a tree of dicts."""
+    names = key if isinstance(key, tuple) else (key,)
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = leaf
+
+
+def unchecked(
+    items: dict[str, Any], batch_size: torch.Size, *, device: torch.device | None = None, kind: type[T] = TensorDict
+) -> T:
+    """Build a TensorDict, without checks, from leaves and inner TensorDicts known to have this batch size.
+
+    Args:
+        items: the entries by name.
+        batch_size: of all entries.
+        device: of all entries, if it is to be recorded.
+        kind: TensorDict, or a class derived from it.
+    """
+    return kind._new_unsafe(items, batch_size=batch_size, device=device)
+
+
+def unchecked_tree(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    """Return the TensorDict of a tree made by `plant`, whose leaves have this batch size."""
+    items = {name: unchecked_tree(leaf, batch_size) if type(leaf) is dict else leaf for name, leaf in tree.items()}
+    return unchecked(items, batch_size)
+
+
+def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
+    """Move a batch that was read; its leaves go to a GPU in one copy that the host does not wait for.
+
+    >>> batch = TensorDict({"a": torch.arange(3)}, batch_size=[3])
+    >>> on_device(batch, torch.device("cpu")) is batch
+    True
+    """
+    if device.type != "cuda":
+        return batch if device.type == "cpu" else batch.to(device)
+    there = iter(upload([leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor)], device))
+    return batch.apply(lambda _: next(there), device=device)
