@@ -160,7 +160,7 @@ class SlotMap:
             ids = ids[:n]
         self._count += n if in_turn else 0
         self._chosen |= not in_turn
-        if not (in_turn and self._follow(store, mark)):
+        if not (in_turn and self._catch_up(store, mark)):
             self._place(slots, ids)
         return True
 
@@ -214,10 +214,10 @@ class SlotMap:
         else:
             slots[in_turn] = self.expected(n)
         self._count += n + len(later)
-        if not self._follow(store, mark):
+        if not self._catch_up(store, mark):
             self._place(slots, ids)
 
-    def _follow(self, store: TrajectoryStore, mark: int) -> bool:
+    def _catch_up(self, store: TrajectoryStore, mark: int) -> bool:
         """Share the store's array of ids if slots are the order of arrival: it is the largest thing in memory."""
         if self._chosen or self._had_aside or self.max_size < UNBOUNDED or len(ids := store.ids()) != mark:
             return False

@@ -188,13 +188,13 @@ class TokenPlaces:
         first: int64, the flat index of each row's first token, which has no penalty: no token precedes it.
         last: int64 `[B]`, the flat index of each row's last assistant token, or of its last token if there is none.
         other: int64, the flat indices of the real tokens that are not the assistant's.
-        said: turns one value per row, `[B]`, into an array with that value at the assistant's tokens, and 0 elsewhere.
+        at_assistant: turns one value per row, `[B]`, into an array with it at the assistant's tokens, and 0 elsewhere.
     """
 
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
     other: npt.NDArray[np.int64]
-    said: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    at_assistant: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
 def derive(
@@ -249,7 +249,7 @@ def derive(
     if spread_advantage and np.isnan(flat[ADVANTAGE]).all():
         del flat[ADVANTAGE]  # no advantage was computed
     elif spread_advantage:
-        flat[ADVANTAGE] = places.said(flat[ADVANTAGE])
+        flat[ADVANTAGE] = places.at_assistant(flat[ADVANTAGE])
 
 
 def _give_turns_theirs(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -> None:
@@ -287,7 +287,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     if other is None:
         other = np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask)
 
-    def said(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def at_assistant(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if head is None:
             return np.where(mask, values[:, None], _FLOAT.type(0.0))
         runs = np.empty((len(lengths), 3), np.int64)  # per row: prompt, response, padding
@@ -302,7 +302,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     if not mask[np.arange(len(last)), last].all():
         back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
         last = np.where(mask.any(1), mask.shape[1] - 1 - back, last)
-    return TokenPlaces(starts, starts + last, other, said)
+    return TokenPlaces(starts, starts + last, other, at_assistant)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -172,7 +172,7 @@ def _resumed(args: argparse.Namespace) -> Run:
     folder = RunFolder(out)
     folder.check_free_or_recorded(resume=True)
     command = _command(args, named, out=out if args.out or named is None else None)
-    supervised = _supervisor(args, folder.said("supervisor"))
+    supervised = _supervisor(args, folder.heartbeat_of("supervisor"))
     return _recorded(args, out, named, "--resume --out", _overrides(args), command=command, supervised=supervised)
 
 

@@ -36,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.processes.weights import reopen
 
     if several.is_follower():
-        return several.follow(args)
+        return several.join_in(args)
     run = asked_run(args)
     reopen(RunFolder(run.run_dir))
     return conduct(run, "learner", args=args)

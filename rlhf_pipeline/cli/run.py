@@ -97,7 +97,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.cli.process import conduct
 
     if several.is_follower():
-        return several.follow(args)
+        return several.join_in(args)
     run = asked_run(args)
     processes = run.supervised
     if processes is None:

@@ -53,7 +53,7 @@ def joined(run: Run) -> Run:
     return dataclasses.replace(run, device=device)
 
 
-def follow(args: argparse.Namespace) -> int:
+def join_in(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.cli.process import import_torch
@@ -84,7 +84,7 @@ def follow(args: argparse.Namespace) -> int:
         plan = receive()
         overrides = tuple((str(path), str(text)) for path, text in plan["overrides"])
         pipeline = definitions.find(plan["definition"]).pipeline(overrides)
-        build.follow(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
+        build.take_part(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
     return 0
 
 

@@ -56,7 +56,7 @@ class Sampled:
         return [{"role": "user", "content": self.prompt.text}] if given is None else [dict(one) for one in given]
 
     @property
-    def said(self) -> list[dict[str, Any]]:
+    def completed_messages(self) -> list[dict[str, Any]]:
         """The completion as messages."""
         if self.conversation is not None:
             return [dict(one) for one in self.conversation[self.num_asked :]]
@@ -70,7 +70,7 @@ def _chat(one: Sampled) -> bool:
 _ONE: Final[dict[str, Callable[[Sampled], Any]]] = {
     "prompt": lambda one: one.prompt.text,
     "completion": lambda one: one.completion,
-    "messages": lambda one: one.asked + one.said,
+    "messages": lambda one: one.asked + one.completed_messages,
     "answer": lambda one: one.prompt.answer,
     "meta": lambda one: one.prompt.meta,
     "token_ids": lambda one: list(one.token_ids),
@@ -88,7 +88,7 @@ _VERL: Final[dict[str, Callable[[Sampled], Any]]] = {
 }
 _MANY: Final[dict[str, Callable[[Sampled], Any]]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
-    "completions": lambda one: one.said if _chat(one) else one.completion,
+    "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
     "completion_ids": lambda one: list(one.token_ids),
     "solution_strs": _VERL["solution_str"],
     "ground_truths": _VERL["ground_truth"],

@@ -129,7 +129,7 @@ def trajectories_of(td: TensorDictBase) -> Trajectories:
 def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
     """Like `steps_of`, but flatten only some keys of a lazy stack, and keep its rows under `ROWS`.
 
-    This saves work for code that needs a few columns and returns the rows. `whole` flattens the rest on demand.
+    This saves work for code that needs a few columns and returns the rows; `with_all_columns` flattens the rest.
     """
     td = along_one_dimension(td)
     if not is_stack(td) or not len(rows := rows_of(td)):
@@ -145,7 +145,7 @@ def some_steps_of(td: TensorDictBase, keys: Iterable[Key]) -> Trajectories:
     return ragged_tokens(out)
 
 
-def whole(batch: Trajectories) -> Trajectories:
+def with_all_columns(batch: Trajectories) -> Trajectories:
     """Return all columns of a batch, flattening the rows under `ROWS` if there are any."""
     rows = batch.get(ROWS)
     if not isinstance(rows, Text):

@@ -190,7 +190,7 @@ class View:
             return []
         found = []
         for file in sorted(self.run.processes.glob("*.json")):
-            said = self.run.said(file.stem)
+            said = self.run.heartbeat_of(file.stem)
             if said:
                 alive = self.run.is_alive(file.stem)
                 found.append({**said, "name": file.stem, "seen": said.get("time"), "alive": alive})
@@ -314,7 +314,7 @@ class View:
         tokens = num_completion_tokens(stored.store, ids)
         trusted = stored.scalars("reward_trusted", ids)
 
-        def value(name: str, row: int, of: Callable[[Any], Any] = _whole) -> Any:
+        def value(name: str, row: int, of: Callable[[Any], Any] = _whole_number) -> Any:
             column = numbers[name]
             return None if column is None else of(column[row])
 
@@ -727,7 +727,7 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _whole(value: Any) -> int | None:
+def _whole_number(value: Any) -> int | None:
     return None if value < 0 else int(value)
 
 

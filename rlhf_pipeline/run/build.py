@@ -139,7 +139,7 @@ def _sharded(
     return trained, shards
 
 
-def follow(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> None:
+def take_part(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -> None:
     """Take part in the steps of a group's first process, which runs the pipeline, until it is done or has failed."""
     from rlhf_pipeline.learner.group import receive
 

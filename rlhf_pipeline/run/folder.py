@@ -254,9 +254,9 @@ class RunFolder:
         if self.mirror is not None:
             self.mirror.keep(path.relative_to(self.path).as_posix())
 
-    def said(self, name: str) -> dict[str, Any]:
+    def heartbeat_of(self, name: str) -> dict[str, Any]:
         """Return the last report of a process of the run about itself; empty if there is none."""
-        return read_heartbeat(self.processes, name) if self.mirror is None else self.mirror.said(name)
+        return read_heartbeat(self.processes, name) if self.mirror is None else self.mirror.heartbeat_of(name)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process of this name is working on the run."""
@@ -649,7 +649,7 @@ class RunFolder:
     def in_use_since(self) -> float | None:
         """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
         if self.is_alive(_OWNER):
-            return self.said(_OWNER).get("started", 0.0)
+            return self.heartbeat_of(_OWNER).get("started", 0.0)
         try:
             with (self.path / filenames.LOCK).open(encoding="utf-8") as file:
                 return None if try_lock(file, shared=True) else os.fstat(file.fileno()).st_mtime

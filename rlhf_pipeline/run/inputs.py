@@ -236,7 +236,7 @@ def _prompt_files(path: str) -> list[Path]:
 
 
 def _together(files: Sequence[Path]) -> str:
-    whole = [_whole(file) for file in files]
+    whole = [_digest_of(file) for file in files]
     return whole[0] if len(whole) == 1 else hashlib.sha256("".join(whole).encode()).hexdigest()
 
 
@@ -276,13 +276,13 @@ def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def model_folder(folder: Path) -> dict[str, Any]:
     """Return the record of a model folder; see `describe_inputs`."""
-    found = {name: _whole(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
+    found = {name: _digest_of(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
     for pattern in _WEIGHTS:
         found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}
     return found
 
 
-def _whole(file: Path) -> str:
+def _digest_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

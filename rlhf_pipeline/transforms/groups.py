@@ -29,7 +29,7 @@ from rlhf_pipeline.data.keys import (
     TURN_ADVANTAGES,
     Key,
 )
-from rlhf_pipeline.data.tensordicts import ROWS, whole
+from rlhf_pipeline.data.tensordicts import ROWS, with_all_columns
 from rlhf_pipeline.data.trajectories import (
     Flat,
     Text,
@@ -317,7 +317,7 @@ def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[T
         bounds.append(len(steps))
     if len(parts) != 1:
         if len({ROWS in part for part in parts}) == 2:
-            parts = [whole(part) for part in parts]
+            parts = [with_all_columns(part) for part in parts]
         return concat(parts, steps, pool), bounds
     everything = len(steps) == num and steps == list(range(num))
     return parts[0] if everything else parts[0].select(torch.tensor(steps)), bounds

@@ -45,7 +45,7 @@ from rlhf_pipeline.data.tensordicts import (
     some_steps_of,
     stack_of,
     stack_with,
-    whole,
+    with_all_columns,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, columns_from_state, columns_state, ends
 from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
@@ -612,7 +612,7 @@ class MCAdvantage(Transform):
             for waiting in queue.waiting.values():
                 for members in (list(found) for _, found in groupby(waiting, lambda member: id(member.batch))):
                     (batch, bounds), since = gather(members), [member.since for member in members]
-                    chunks.append({"bounds": bounds, "columns": columns_state(whole(batch)), "since": since})
+                    chunks.append({"bounds": bounds, "columns": columns_state(with_all_columns(batch)), "since": since})
             failed, late = ([[group, num] for group, num in of.items()] for of in (queue.failed, queue.late))
             return {"chunks": chunks, "failed": failed, "late": late, "stats": dict(self._stats)}
 
@@ -657,7 +657,7 @@ class MCAdvantage(Transform):
     def _steps(self, member: Member, key: Key | None = None) -> Trajectories:
         """Return the steps of a waiting trajectory; with only this key if a store holds them."""
         if self.rows is None:
-            return whole(gather([member])[0])
+            return with_all_columns(gather([member])[0])
         name, names = None if key is None else self.rows.column_of(key), self.rows.store.schema.names
         return self.rows.columns(names if key is None else [name] if name else [], np.array([member.row]))
 
@@ -740,7 +740,7 @@ class _Finished:
     @property
     def batch(self) -> Trajectories:
         """Both together."""
-        return Trajectories(self.source.n, whole(self.source) | self.columns)
+        return Trajectories(self.source.n, with_all_columns(self.source) | self.columns)
 
 
 def _ratio(over: float, under: float) -> float:

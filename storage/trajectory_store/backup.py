@@ -48,12 +48,12 @@ def copy_folder(source: Path, target: Path, first: State) -> None:
     journal = Journal(FolderBucket(source, durable=False), first)
     for _ in range(_ROUNDS):
         began = time.time()
-        journal.follow()
+        journal.catch_up()
         if journal.top > journal.state.number:  # the copy would lack what only this one names
             raise CorruptionError(journal.problems[-1])
         with contextlib.suppress(FileNotFoundError):  # an upkeep has removed a segment: the next round has its heir
             _copy_round(source, building, journal.state, unchanged_before)
-            if not journal.follow() and journal.top == journal.state.number:
+            if not journal.catch_up() and journal.top == journal.state.number:
                 break
         unchanged_before = began - _CLOCK_S
     else:

@@ -92,7 +92,7 @@ class Catalog:
             ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
         """
         with self.lock:
-            self.medium.bucket.beside(self.journal.follow, self._read_commits)
+            self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
                 self._take_state()
@@ -147,7 +147,7 @@ class Catalog:
             new = [e for e in state.entries if e.ordinal not in self._known and self._may_open(e)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
-            if not new or not self.journal.follow():
+            if not new or not self.journal.catch_up():
                 break
         for entry in new:
             found = opened[entry.ordinal]

@@ -56,7 +56,7 @@ continued = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend) 
 """The CRC32C of what a first one is of, followed by further bytes."""
 
 
-def whole(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
+def checked_int(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
     """Check an integer from a JSON document, and return it.
 
     Raises:
@@ -87,7 +87,7 @@ def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
     """Check integers by name: exactly these names, each from 0 to its limit; raise as `whole` does."""
     if set(found) != set(most):
         raise ValueError(f"{list(found)} are not {list(most)}")
-    return {name: whole(found[name], limit) for name, limit in most.items()}
+    return {name: checked_int(found[name], limit) for name, limit in most.items()}
 
 
 # Metadata
@@ -199,16 +199,16 @@ class SegmentMeta:
         try:
             meta = cls(
                 schema=Schema.from_json(attributes["schema"]),
-                rows_cap=whole(attributes["rows_cap"], ROW_MASK),
-                elems_cap={k: whole(v, _MOST_ELEMENTS) for k, v in attributes["elems_cap"].items()},
+                rows_cap=checked_int(attributes["rows_cap"], ROW_MASK),
+                elems_cap={k: checked_int(v, _MOST_ELEMENTS) for k, v in attributes["elems_cap"].items()},
                 kind=attributes["kind"],
                 merged=bool(attributes["merged"]),
                 durability=str(attributes["durability"]),
                 preallocated=bool(attributes["preallocated"]),
-                salt=whole(attributes["salt"], MAX_SALT),
+                salt=checked_int(attributes["salt"], MAX_SALT),
                 writer=str(attributes["writer"]),
                 boot_id=str(attributes["boot_id"]),
-                created_ns=whole(attributes["created_ns"]),
+                created_ns=checked_int(attributes["created_ns"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise CorruptionError(f"{where} is damaged: an attribute is missing or wrong ({error}).") from None

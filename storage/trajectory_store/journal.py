@@ -29,10 +29,10 @@ from trajectory_store.format import (
     MAX_SALT,
     Kind,
     array_json,
+    checked_int,
     crc32c,
     segment_name,
     time_after,
-    whole,
 )
 from trajectory_store.schema import Schema
 
@@ -154,18 +154,18 @@ def _parse(raw: bytes, number: int) -> State | None:
         if raw[:9] + raw[-1:] != b"%08x \n" % crc32c(line):
             return None
         body: Any = json.loads(line)
-        following = whole(body["next_ordinal"], MAX_ORDINAL + 1)
+        following = checked_int(body["next_ordinal"], MAX_ORDINAL + 1)
         claim = body["claim"]
         return State(
-            number=whole(body["number"], number, number),
+            number=checked_int(body["number"], number, number),
             nonce=str(body["nonce"]),
             previous=str(body["previous"]),
             store=str(body["store"]),
-            time_ns=whole(body["time_ns"]),
+            time_ns=checked_int(body["time_ns"]),
             next_ordinal=following,
-            rows_gone=whole(body["rows_gone"]),
+            rows_gone=checked_int(body["rows_gone"]),
             entries=tuple(_parse_entry(fields, following) for fields in body["segments"]),
-            claim=None if claim is None else (str(claim[0]), whole(claim[1])),
+            claim=None if claim is None else (str(claim[0]), checked_int(claim[1])),
             schema=Schema.from_json(body["schema"]),
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -176,10 +176,12 @@ def _parse_entry(fields: Any, following: int) -> Entry:
     ordinal, kind, salt, merged, rows, owners, lost = fields
     if kind not in KINDS or type(merged) is not bool:
         raise ValueError(kind, merged)
-    runs = tuple((whole(first, last), whole(last, following - 1)) for first, last in owners)
-    rows = None if rows is None else whole(rows)
-    lost = None if lost is None else tuple((whole(first, last), whole(last, MAX_CRC)) for first, last in lost)
-    return Entry(whole(ordinal, following - 1), kind, whole(salt, MAX_SALT), merged, rows, runs, lost)
+    runs = tuple((checked_int(first, last), checked_int(last, following - 1)) for first, last in owners)
+    rows = None if rows is None else checked_int(rows)
+    lost = (
+        None if lost is None else tuple((checked_int(first, last), checked_int(last, MAX_CRC)) for first, last in lost)
+    )
+    return Entry(checked_int(ordinal, following - 1), kind, checked_int(salt, MAX_SALT), merged, rows, runs, lost)
 
 
 def record_keys(number: int) -> tuple[str, str]:
@@ -231,7 +233,7 @@ class Journal:
         self.top = -1
         self._stamp: int | None = None
         self.problems: list[str] = []
-        if not self.follow():
+        if not self.catch_up():
             if not set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
                 self.state = first  # the creator was killed, or is slower than this process
                 return
@@ -240,7 +242,7 @@ class Journal:
                 "Restore the folder from a copy; the segments themselves may be whole."
             )
 
-    def follow(self) -> bool:
+    def catch_up(self) -> bool:
         """Read the newest record if it is newer than `state`; return whether it is."""
         stamp = self._bucket.stamp(record_keys(self.top + 1)[0])
         if stamp is not None and stamp == self._stamp:
@@ -314,7 +316,7 @@ class Journal:
             UnsyncedError: the record counts, and its copy could not be written.
         """
         while True:
-            if not self.follow() and self.top < 0:
+            if not self.catch_up() and self.top < 0:
                 put_first(self._bucket, self.state)
                 continue
             before = self.state
@@ -363,7 +365,7 @@ class Journal:
             found = "" if there is None else there.nonce
         except CorruptionError as error:
             there, found = before, "" if "another store" in str(error) else before.nonce
-        if there is None and self.follow():
+        if there is None and self.catch_up():
             return False
         if found != before.nonce:
             raise WriteFailedError(

@@ -197,7 +197,7 @@ class TrajectoryStore(StoreReads):
                     _remember(store._catalog)
                 record_losses(store._catalog)
                 if mine:  # a newer record than the opened one may name what was merged since
-                    store._catalog.journal.follow()
+                    store._catalog.journal.catch_up()
                     store._catalog.journal.put_copy()
                     medium.sweep(store._catalog.journal.state)
         return store
@@ -518,7 +518,7 @@ class TrajectoryStore(StoreReads):
 
 def _remember(catalog: Catalog) -> None:
     """Name the segments again that lost or damaged records of the catalog named, before anything removes them."""
-    catalog.journal.follow()
+    catalog.journal.catch_up()
     lost = [entry for entry in catalog.medium.forgotten(catalog.journal.state) if not entry.merged]
     for entry in lost:  # what a merged one was made of is still named
         catalog.journal.change(lambda state, entry=entry: state.with_entry(entry))

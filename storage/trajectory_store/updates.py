@@ -69,12 +69,12 @@ class Later:
         self._news: list[tuple[Int64Array, Int64Array]] = []
         self._waiting: News = (_NONE, _NONE, _NONE)
         self._generation = -1
-        self.follow()
+        self.catch_up()
 
     def __bool__(self) -> bool:
         return bool(self._address)
 
-    def follow(self) -> bool:
+    def catch_up(self) -> bool:
         """Read the new updates; return False if segments are gone, so that all must be read again."""
         generation, segments = self._catalog.generation, self._catalog.updates
         if generation == self._generation:
@@ -242,6 +242,6 @@ def later_of(catalog: Catalog, column: Column) -> Later | None:
         return None
     with catalog.lock:
         found = catalog.kept.get(column.name)
-        if found is None or not found.follow():
+        if found is None or not found.catch_up():
             found = catalog.kept[column.name] = Later(catalog, column)
         return found if found else None

@@ -69,7 +69,7 @@ def _check_once(catalog: Catalog, path: Path | str, ids: Int64Array | None) -> V
         report.problem(problem)
     for entry in medium.forgotten(catalog.state):
         report.problem(f"{entry.name} holds commits, and no record of the catalog names it: records are missing")
-    catalog.journal.follow()
+    catalog.journal.catch_up()
     newest = max(report.catalog_numbers, default=0)
     last = catalog.journal.state.number
     if newest > last:

@@ -31,11 +31,11 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
         case ["runs", run, what]:
             return _of_run(_view(views, run), what, query)
         case ["runs", run, "trajectories", name]:
-            return _view(views, run).trajectory(_whole(name), first=_first(query, "first", 0))
+            return _view(views, run).trajectory(_number(name), first=_first(query, "first", 0))
         case ["runs", run, "groups", name]:
-            return _view(views, run).group(_whole(name))
+            return _view(views, run).group(_number(name))
         case ["runs", run, "steps", name]:
-            return _view(views, run).step(_whole(name))
+            return _view(views, run).step(_number(name))
         case ["runs", run, "lists", name]:
             return _view(views, run).list(name)
     raise MissingKeyError(f"there is nothing at {path}.")
@@ -90,7 +90,7 @@ def _first(query: Query, name: str, default: int) -> int:
     return int(text)
 
 
-def _whole(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise MissingKeyError(f"there is nothing with the number {text[:20]}.")
     return int(text)

@@ -44,7 +44,7 @@ class Look(NamedTuple):
     pid: int
     node: str
     code: int | None
-    said: dict[str, Any]
+    heartbeat: dict[str, Any]
     log: bytes
     """The end of its stderr, once it has ended."""
 
@@ -120,8 +120,8 @@ class Placed:
         if self.pid is None:
             logger.info("%s: process %d on node %s", self._name, look.pid, look.node)
         self.pid = look.pid
-        if look.said:
-            write_heartbeat(self._log.with_name(f"{self._name}.json"), look.said)
+        if look.heartbeat:
+            write_heartbeat(self._log.with_name(f"{self._name}.json"), look.heartbeat)
         if look.log:
             with self._log.open("ab") as file:
                 file.write(look.log)

@@ -191,7 +191,7 @@ class Supervisor:
         return self._published_end() or "interrupted"
 
     def _tick(self) -> None:
-        self._follow()
+        self._watch_run()
         for child in self.children.values():
             if child.start_if_due():
                 continue
@@ -250,7 +250,7 @@ class Supervisor:
                 child.send(number)
         deadline = time.monotonic() + self.config.stop_timeout_s
         while any(child.lives for child in self.children.values()) and time.monotonic() < deadline:
-            self._follow()
+            self._watch_run()
             for child in self.children.values():
                 child.kill_if_hung()
                 ended = child.take_exit()
@@ -258,7 +258,7 @@ class Supervisor:
                     logger.info("%s: %s", child.name, ended.how)
             self.heartbeat.beat("stopping", step=self.metrics.rows.last_step)
             time.sleep(_TICK_S / 2)
-        self._follow()
+        self._watch_run()
 
     def _finished(self) -> Literal["target", "steps"] | None:
         """Return why the run has ended, once its learner has left; None while it goes on."""
@@ -269,7 +269,7 @@ class Supervisor:
         finished: Any = published.finished if published is not None else None
         return finished
 
-    def _follow(self) -> None:
+    def _watch_run(self) -> None:
         """Report the start and the steps that the learner has written since the last call."""
         said = self.children["learner"].heartbeat()
         if not self._has_begun and "num_parameters" in said:

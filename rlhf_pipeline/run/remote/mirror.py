@@ -248,7 +248,7 @@ class Mirror:
         """Return the names whose leases are being renewed."""
         return self.leases.living()
 
-    def said(self, name: str) -> dict[str, Any]:
+    def heartbeat_of(self, name: str) -> dict[str, Any]:
         """Return the last report in the lease of a process; empty if there is none."""
         for key in (f"{filenames.PROCESSES}/{name}.lease", f"{filenames.PROCESSES}/{name}.json"):
             raw = self.bucket.get(key)

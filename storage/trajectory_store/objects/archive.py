@@ -26,11 +26,11 @@ from trajectory_store.format import (
     MAX_CRC,
     ArraySpec,
     SegmentMeta,
+    checked_int,
     crc32c,
     per_name,
     read_attributes,
     spec_json,
-    whole,
 )
 
 BLOCK = 64
@@ -182,18 +182,18 @@ class Commit:
         caps = {axis: meta.elems_cap[axis] for axis in meta.schema.axes}
         try:
             names = meta.array_names if attributes["n_rows"] else ()
-            rows_end = whole(attributes["rows_end"], meta.rows_cap)
+            rows_end = checked_int(attributes["rows_end"], meta.rows_cap)
             ends = per_name(attributes["ends"], caps)
             commit = cls(
-                ordinal=whole(attributes["ordinal"]),
-                seq=whole(attributes["seq"]),
-                salt=whole(attributes["salt"]),
-                time_ns=whole(attributes["time_ns"]),
-                n_rows=whole(attributes["n_rows"], rows_end),
+                ordinal=checked_int(attributes["ordinal"]),
+                seq=checked_int(attributes["seq"]),
+                salt=checked_int(attributes["salt"]),
+                time_ns=checked_int(attributes["time_ns"]),
+                n_rows=checked_int(attributes["n_rows"], rows_end),
                 rows_end=rows_end,
                 starts=per_name(attributes["starts"], ends),
                 ends=ends,
-                catalog=whole(attributes["catalog"]),
+                catalog=checked_int(attributes["catalog"]),
                 sealed=bool(attributes["sealed"]),
                 synced=bool(attributes["synced"]),
                 crc=per_name(attributes["crc"], dict.fromkeys(names, MAX_CRC)),
@@ -212,8 +212,8 @@ class Commit:
 
 def _row_before(row: Any, most_rows: int, ends: Mapping[str, int]) -> tuple[int, ...]:
     n_rows, time_ns, *edges = row
-    inside = (whole(edge, end) for edge, end in zip(edges, ends.values(), strict=True))
-    return whole(n_rows, most_rows, 1), whole(time_ns), *inside
+    inside = (checked_int(edge, end) for edge, end in zip(edges, ends.values(), strict=True))
+    return checked_int(n_rows, most_rows, 1), checked_int(time_ns), *inside
 
 
 def commit_key(name: str, seq: int) -> str:

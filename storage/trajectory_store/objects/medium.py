@@ -20,6 +20,7 @@ from trajectory_store.format import (
     KEY,
     ArraySpec,
     SegmentMeta,
+    checked_int,
     crc32c,
     group_json,
     ordinal_of,
@@ -27,7 +28,6 @@ from trajectory_store.format import (
     read_attributes,
     segment_name,
     spec_json,
-    whole,
 )
 from trajectory_store.journal import Entry, State
 from trajectory_store.medium import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
@@ -365,7 +365,7 @@ class ObjectMedium(Medium):
 def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
     """Refuse a merged segment whose metadata cannot be right."""
     try:
-        whole(sealed["rows"], meta.rows_cap)
+        checked_int(sealed["rows"], meta.rows_cap)
         per_name(sealed["ends"], meta.elems_cap)
         for spec in meta.arrays():
             if len(bytes.fromhex(sealed["crc"][spec.name])) != 4 * -(-spec.capacity // CHUNK):

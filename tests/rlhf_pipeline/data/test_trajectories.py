@@ -17,7 +17,7 @@ from rlhf_pipeline.data.tensordicts import (
     some_steps_of,
     steps_of,
     trajectories_of,
-    whole,
+    with_all_columns,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, concat, segment_sum
 from rlhf_pipeline.errors import IncompleteError
@@ -89,8 +89,8 @@ def test_a_stack_is_taken_apart_only_where_asked(make_rows):
     rows = make_rows([4, 5, 6])
     some = some_steps_of(lazy_stack(rows[:2]), [keys.GROUP_ID])
     assert set(some) == {ROWS, keys.GROUP_ID}
-    same(whole(some), steps_of(lazy_stack(rows[:2])))
-    same(concat([whole(some), steps_of(lazy_stack(rows[2:]))]), steps_of(lazy_stack(rows)))
+    same(with_all_columns(some), steps_of(lazy_stack(rows[:2])))
+    same(concat([with_all_columns(some), steps_of(lazy_stack(rows[2:]))]), steps_of(lazy_stack(rows)))
 
 
 def test_rows_of_steps_that_end_in_the_middle_are_refused():
