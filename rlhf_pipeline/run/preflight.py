@@ -55,16 +55,21 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
             f"Choose a folder that can be written: {option} OTHER_FOLDER"
         ) from error
     if not held:
-        raise RunStorageError(f"a second holder got a lock in {there}. Choose a local disk: {option} OTHER_FOLDER")
+        raise RunStorageError(
+            f"{there} cannot lock a file so that another process sees it, and a run is written by one process alone. "
+            f"Choose a local disk: {option} OTHER_FOLDER"
+        )
 
 
 def _keeps_others_out(path: Path) -> bool:
     with path.open("rb") as first, path.open("rb") as second:
-        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # some file systems of a network have no locks
+            return False
     return False
 
 

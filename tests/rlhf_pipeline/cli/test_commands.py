@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -185,10 +186,16 @@ def test_doctor_folder(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where a lock keeps nobody out, no run may begin, and doctor says what the run itself would say."""
-    monkeypatch.setattr("fcntl.flock", lambda file, operation: None)
-    assert [text for ok, text in doctor._folder(tmp_path) if not ok][-1].startswith("a second holder got a lock in")
+@pytest.mark.parametrize("there", [True, False])
+def test_doctor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool):
+    """Where a lock keeps nobody out, or there are none, no run may begin, and doctor says what the run would say."""
+
+    def flock(file: object, operation: int) -> None:
+        if not there:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert next(text for ok, text in doctor._folder(tmp_path) if not ok).startswith(f"{tmp_path} cannot lock a file")
     assert list(tmp_path.iterdir()) == []
 
 
