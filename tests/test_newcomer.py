@@ -58,7 +58,7 @@ CONFIG = "rlhf_pipeline/config.py"
 SAMPLERS = f"rlhf_pipeline/{TrajectoryReplayBuffer.__module__.split('.')[1]}/samplers.py"
 ADDITIONS = {
     "estimator": {
-        CONFIG: ('Estimator = Literal["grpo",', 'Estimator = Literal["half", "grpo",'),
+        CONFIG: ('Estimator = Literal[\n    "grpo",', 'Estimator = Literal[\n    "half", "grpo",'),
         "rlhf_pipeline/functional/advantage.py": (
             '    "rloo": EstimatorEntry(_rloo),',
             '    "rloo": EstimatorEntry(_rloo),\n    "half": EstimatorEntry(lambda found: found.centred / 2),',

@@ -132,7 +132,7 @@ def _live(world: World, role: str) -> None:
     more = {} if role == "learner" else {"name": role}
     code = 1
     try:
-        work(world.pipeline, run_dir=world.place, seed=0, on_event=note, **more)
+        work(world.pipeline, run_dir=world.place, on_event=note, **more)
         code = 0
     except RunExistsError as error:
         log.write(f"{error}\n")
