@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from rlhf_pipeline.data.keys import (
     KL_PENALTY,
     LOG_PROBS,
     NUM_PROMPT_TOKENS,
+    POLICY_ROLE,
     REF_LOG_PROBS,
     RETURN,
     REWARD,
@@ -43,8 +44,6 @@ from trajectory_store import BufferPool, Schema
 from trajectory_store.reads import StoreReads
 
 _INT64, _FLOAT = np.dtype(np.int64), np.dtype(np.float32)
-_POLICY: Final = 1
-"""The role of a turn of the policy in `TURN_SPANS`."""
 _GAPS: tuple[Key, ...] = (ASSISTANT_MASK, NUM_PROMPT_TOKENS)
 """Keys that show where log-probs may be missing; with the prompt's length the mask need not be searched."""
 
@@ -255,7 +254,7 @@ def derive(
 def _give_turns_theirs(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -> None:
     """Give the tokens of each turn the turn's advantage, in place, in rows that have one for each turn."""
     spans, mask = flat[TURN_SPANS], flat[ASSISTANT_MASK]
-    row, number = np.nonzero(spans[:, :, 1] == _POLICY)
+    row, number = np.nonzero(spans[:, :, 1] == POLICY_ROLE)
     turn = np.zeros(mask.shape, np.int64)
     turn[row, spans[row, number, 0]] = 1  # where a turn begins
     turn = np.maximum(turn.cumsum(1) - 1, 0)

@@ -14,10 +14,10 @@ import torch
 from rlhf_pipeline.collectors.conversations import Conversation
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
-from rlhf_pipeline.policies.engines.turn_rows import POLICY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,9 @@ class Drawn:
         if self.turn_spans is None or self.turn_spans.lengths is None:
             return None
         roles, counts = self.turn_spans.values.numpy()[:, 1], self.turn_spans.lengths.numpy()
-        return np.bincount(np.repeat(np.arange(len(counts)), counts), roles == POLICY, len(counts)).astype(np.int64)
+        return np.bincount(np.repeat(np.arange(len(counts)), counts), roles == POLICY_ROLE, len(counts)).astype(
+            np.int64
+        )
 
 
 def drawn_completions(
@@ -129,7 +131,7 @@ def drawn_conversations(talks: Sequence[Conversation], texts: Sequence[str], *, 
     for row, begin in zip(rows, (np.cumsum(lengths) - lengths).tolist(), strict=True):
         ends = [start for start, _ in row.turn_spans[1:]] + [len(row.ids)]
         for (start, role), end in zip(row.turn_spans, ends, strict=True):
-            assistant[begin + start : begin + end] = role == POLICY
+            assistant[begin + start : begin + end] = role == POLICY_ROLE
     place = np.arange(len(rows))
     versioned = all(row.version_spans for row in rows)
     return Drawn(

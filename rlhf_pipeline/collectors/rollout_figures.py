@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.collectors.grading import BROKEN
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
@@ -94,4 +95,4 @@ def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: S
 def _turns(store: TrajectoryStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return how many turns of the policy each stored conversation has, int64 [n]."""
     spans = store.read(rows, ["turn_spans"])["turn_spans"]
-    return np.array([int((np.asarray(one)[:, 1] == 1).sum()) for one in spans], np.int64)
+    return np.array([int((np.asarray(one)[:, 1] == POLICY_ROLE).sum()) for one in spans], np.int64)

@@ -36,6 +36,8 @@ one version sampled the whole trajectory."""
 TURN_SPANS: Final[Key] = "turn_spans"
 """Turns of a conversation, `[n, 2]`: the place of a span's first token in the row, and 1 for a turn of the policy or
 0 for a reply. Empty for a trajectory of one turn."""
+REPLY_ROLE, POLICY_ROLE = 0, 1
+"""The roles in `TURN_SPANS`."""
 TURN_REWARDS: Final[Key] = "turn_rewards"
 """One per turn of the policy, for estimators that compare turns; their sum is the reward of the trajectory."""
 TURN_ADVANTAGES: Final[Key] = "turn_advantages"

@@ -501,9 +501,12 @@ class Learner:
             numbers = range(len(batches))
             for number in numbers if self.shards is None else self.shards.share(numbers):
                 batch = _NOTHING if number is None else self._micro_batch(plan, batches[number])
-                call = partial(self._total_and_output, batch)
                 with torch.set_grad_enabled(learns):
-                    total, output = call() if self.shards is None else self.shards.run(call)
+                    if self.shards is None:
+                        output = self.loss(batch)
+                        total = output.total_loss()
+                    else:
+                        total, output = self.shards.run(partial(self._total_and_output, batch))
                 if learns:
                     total.backward()
                 if number is not None:

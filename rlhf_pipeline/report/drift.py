@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.words import count
 
-_POLICY = 1
 _NEEDED = ("turn_spans", "assistant_mask", "log_probs", "num_prompt_tokens")
 _EXAMPLES = 8
 
@@ -41,7 +41,7 @@ def turns_problem(
     starts, roles = spans[:, 0], spans[:, 1]
     if starts[0] != num_prompt or (np.diff(starts) <= 0).any() or starts[-1] > len(mask):
         return f"its turns begin at {starts.tolist()}, in a row of {len(mask)} tokens with a prompt of {num_prompt}"
-    sampled = np.repeat(np.append(0, roles), np.diff(np.concatenate([[0], starts, [len(mask)]]))) == _POLICY
+    sampled = np.repeat(np.append(0, roles), np.diff(np.concatenate([[0], starts, [len(mask)]]))) == POLICY_ROLE
     if (wrong := np.flatnonzero(sampled != mask)).size:
         whose, said = ("a turn of the policy", "not ") if sampled[wrong[0]] else ("the prompt or a reply", "")
         return f"token {wrong[0]} is one of {whose}, and the mask says that it was {said}sampled"

@@ -40,7 +40,7 @@ from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sour
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
 from rlhf_pipeline.transforms.base import score
-from rlhf_pipeline.transforms.groups import graded_groups, graded_turns, scores_of
+from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 
@@ -325,16 +325,24 @@ class Gatherer:
         eps, at = torch.finfo(self.policy.head_weight.dtype).eps, np.flatnonzero(whole)
         reward = columns.get(REWARD, columns[TASK_REWARD])
         scores = scores_of(Trajectories(n, columns), reward, range(n + 1), None, eps).take(torch.from_numpy(at))
-        how = self.pipeline.write
-        found = graded_groups(scores, torch.from_numpy(codes[at].astype(np.int64)), how.estimator, None)
-        if (name := column_name(TURN_ADVANTAGES)) in schema:
-            counts = batch.lengths[str(schema[name].axis)]
-            if estimator_of(how.estimator).by_turn:
-                rewards = torch.from_numpy(np.array(values[column_name(TURN_REWARDS)])).split(counts.tolist())
-                found = graded_turns(found, [rewards[row] for row in at.tolist()], how.turn_discount)
+        how, rewards, name = self.pipeline.write, None, column_name(TURN_ADVANTAGES)
+        counts = batch.lengths[str(schema[name].axis)] if name in schema else np.zeros(n, np.int64)
+        if estimator_of(how.estimator).by_turn:
+            each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), counts.cumsum()[:-1])
+            rewards = [each[row].tolist() for row in at.tolist()]
+        found = graded_groups(
+            scores,
+            torch.from_numpy(codes[at].astype(np.int64)),
+            how.estimator,
+            None,
+            turns=rewards,
+            turn_discount=how.turn_discount,
+        )
+        if name in schema:
             turns = np.array(values[name])
-            each = torch.cat(found.turns) if found.turns else np.repeat(found.advantages, counts[at])
-            turns[np.repeat(whole, counts)] = each
+            turns[np.repeat(whole, counts)] = (
+                np.repeat(found.advantages, counts[at]) if found.turns is None else torch.cat(found.turns)
+            )
             batch.put(schema[name], turns, whole)
         for name, new in (
             ("advantage", found.advantages.numpy()),

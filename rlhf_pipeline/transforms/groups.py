@@ -113,6 +113,7 @@ class GroupRules:
         timeout_s: seconds until a group is overdue; None for never.
         batch_groups: groups that close together; None if each closes alone.
         bounds: leave out groups whose mean return is not strictly inside; None for none.
+        by_turn: whether the estimator compares turns.
     """
 
     size: int
@@ -125,6 +126,7 @@ class GroupRules:
     trajectory_return: str | None
     advantage_key: Key
     verbose: bool
+    by_turn: bool
     turn_discount: float
 
 
@@ -248,7 +250,14 @@ class GroupQueue:
             stats[f"{kind}_trajectories"] += len(group.members)
         if rules.batch_groups is not None:
             batches = torch.tensor([batch_of(member.group, rules.batch_groups) for member in members])
-        graded = graded_members(members, codes, rules, batches)
+        graded = graded_groups(
+            scores,
+            codes,
+            rules.estimator,
+            batches,
+            turns=[member.turns for member in members] if rules.by_turn else None,
+            turn_discount=rules.turn_discount,
+        )
         flat = len(set(codes[graded.degenerate].tolist()))
         dropped = flat if rules.zero_variance == "drop" else 0
         if rules.verbose:
@@ -445,9 +454,7 @@ class Graded(NamedTuple):
         """Append trajectories that have no advantage yet; their returns are exact, so all become float64."""
         returns = MemberScores.of(waits).returns
         nan = torch.full_like(returns, torch.nan)
-        turns = None
-        if waits[0].turns:
-            turns = [*(self.turns or []), *(torch.full_like(one, torch.nan) for one in turns_of(waits))]
+        turns = self.turns and [*self.turns, *(torch.full((len(member.turns),), torch.nan) for member in waits)]
         return Graded(
             torch.cat([self.advantages, nan]),
             torch.cat([self.degenerate, nan.isfinite()]),
@@ -457,13 +464,14 @@ class Graded(NamedTuple):
         )
 
 
-def turns_of(members: Sequence[Member]) -> list[Tensor]:
-    """Return the rewards of the turns of each member, float32."""
-    return [torch.tensor(member.turns, dtype=torch.float32) for member in members]
-
-
 def graded_groups(
-    scores: MemberScores, codes: Tensor, estimator: str | EstimatorFunction, batches: Tensor | None
+    scores: MemberScores,
+    codes: Tensor,
+    estimator: str | EstimatorFunction,
+    batches: Tensor | None,
+    *,
+    turns: Sequence[Sequence[float]] | None = None,
+    turn_discount: float = 1.0,
 ) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
 
@@ -472,6 +480,8 @@ def graded_groups(
         codes: int64 `[n]`, the group of each trajectory.
         estimator: one of `functional.advantage.ESTIMATORS`, or a function.
         batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
+        turns: the rewards of each trajectory's turns, for an estimator that compares turns.
+        turn_discount: see `functional.advantage.turn_advantage`.
     """
     finite = scores.returns.isfinite()
     if batches is None and bool(finite.all()):
@@ -485,38 +495,26 @@ def graded_groups(
         advantages[part], degenerate[part] = group_advantage(
             returns, codes[part], estimator, lengths=lengths, **penalised
         )
-    return Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
+    graded = Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
+    return graded if turns is None else _of_turns(graded, turns, turn_discount)
 
 
-def graded_members(members: Sequence[Member], codes: Tensor, rules: GroupRules, batches: Tensor | None) -> Graded:
-    """Return the advantages of members of whole groups, and of their turns if these are compared."""
-    graded = graded_groups(MemberScores.of(members), codes, rules.estimator, batches)
-    return graded_turns(graded, turns_of(members), rules.turn_discount) if members and members[0].turns else graded
-
-
-def graded_turns(graded: Graded, rewards: Sequence[Tensor], discount: float) -> Graded:
-    """Give each turn of whole groups its advantage, and each trajectory that of its turn furthest from 0.
-
-    Args:
-        graded: the groups; trajectories whose return is not finite are ignored.
-        rewards: float32, of the turns of each trajectory.
-        discount: see `functional.advantage.turn_advantage`.
-    """
-    counts, finite = torch.tensor([len(one) for one in rewards]), graded.returns.isfinite()
-    found = turn_advantage(
-        torch.cat([*rewards])[spread(finite, counts)].double(),
-        graded.codes[finite],
-        counts[finite],
-        discount=discount,
+def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: float) -> Graded:
+    """Give each turn its advantage, and each trajectory that of its turn furthest from 0; one without turns is one."""
+    finite = graded.returns.isfinite()
+    each = [[*given] or [value] for given, value in zip(rewards, graded.returns.tolist(), strict=True)]
+    counts = torch.tensor([len(one) for one in each])
+    flat, learned = torch.tensor([value for one in each for value in one], dtype=torch.float64), spread(finite, counts)
+    found = turn_advantage(flat[learned], graded.codes[finite], counts[finite], discount=discount)
+    flat = torch.zeros_like(flat)
+    flat[learned] = found.advantages
+    turns = flat.float().split(counts.tolist())
+    varied = spread(graded.codes[finite], counts[finite])[~found.degenerate]
+    return graded._replace(
+        advantages=torch.stack([one[one.abs().argmax()] for one in turns]).double(),
+        degenerate=~finite | ~torch.isin(graded.codes, varied),
+        turns=[one[: len(given)] for one, given in zip(turns, rewards, strict=True)],
     )
-    flat = torch.zeros(int(counts.sum()), dtype=torch.float64)
-    flat[spread(finite, counts)] = found.advantages
-    turns = [one.float() for one in flat.split(counts.tolist())]
-    furthest = [float(one[one.abs().argmax()]) if len(one) else 0.0 for one in turns]
-    advantages = torch.tensor(furthest, dtype=torch.float64)
-    varied = graded.codes[finite].repeat_interleave(counts[finite])[~found.degenerate]
-    degenerate = ~finite | ~torch.isin(graded.codes, varied)
-    return graded._replace(advantages=advantages, degenerate=degenerate, turns=turns)
 
 
 def new_columns(

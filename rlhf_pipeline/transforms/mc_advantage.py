@@ -56,8 +56,9 @@ from rlhf_pipeline.transforms.groups import (
     GroupQueue,
     GroupRules,
     Member,
+    MemberScores,
     gather,
-    graded_members,
+    graded_groups,
     group_ids,
     hashable,
     hold,
@@ -225,7 +226,8 @@ class MCAdvantage(Transform):
             trajectory_return=trajectory_return,
             advantage_key=advantage_key,
             verbose=verbose,
-            turn_discount=turn_discount,
+            by_turn=self.by_turn,
+            turn_discount=self.turn_discount,
         )
         self._stats: dict[str, float] = {}
         self.reset_stats()
@@ -348,7 +350,10 @@ class MCAdvantage(Transform):
         batch = some_steps_of(tensordict, self._needed(tensordict))
         members, seen = self._members(batch, 0.0), dict[Hashable, int]()
         codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
-        graded = graded_members(members, codes, self._rules, None)
+        turns = [member.turns for member in members] if self.by_turn else None
+        graded = graded_groups(
+            MemberScores.of(members), codes, self.estimator, None, turns=turns, turn_discount=self.turn_discount
+        )
         bounds = [*(member.first for member in members), batch.n]
         return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
 
@@ -385,7 +390,7 @@ class MCAdvantage(Transform):
         return members
 
     def _give_turns(self, members: Sequence[Member], turns: Flat | Text | None) -> None:
-        """Give members the rewards of their turns; one without any has one turn."""
+        """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
                 f"estimator {self.estimator!r} compares turns, and the batch has no {TURN_REWARDS!r}, a number for "
@@ -394,7 +399,7 @@ class MCAdvantage(Transform):
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
         for member in members:
             steps = [rows[step].reshape(-1) for step in range(member.first, member.end)]
-            member.turns = torch.cat(steps).tolist() or [member.scores[0]]
+            member.turns = torch.cat(steps).tolist()
 
     def _reward_key(self, batch: Trajectories) -> Key:
         return self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
@@ -740,7 +745,8 @@ class _Finished:
     @property
     def batch(self) -> Trajectories:
         """Both together."""
-        return Trajectories(self.source.n, with_all_columns(self.source) | self.columns)
+        source = with_all_columns(self.source) if ROWS in self.source else self.source
+        return Trajectories(source.n, source | self.columns)
 
 
 def _ratio(over: float, under: float) -> float:

@@ -131,7 +131,7 @@ class WaitingRows:
         if self.by_turn:
             turns = self.store.read_ragged(column_name(TURN_REWARDS), rows)
             for member, values in zip(members, np.split(turns.values, np.cumsum(turns.lengths)[:-1]), strict=True):
-                member.turns = values.tolist() or [member.scores[0]]
+                member.turns = values.tolist()
 
     def check_new(self, members: Sequence[Member]) -> None:
         """Look for members that begin groups among the newest rows of the store.

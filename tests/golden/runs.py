@@ -24,8 +24,6 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline import (
-    Collect,
-    Collector,
     GRPOLoss,
     KLRewardTransform,
     Learn,
@@ -40,11 +38,10 @@ from rlhf_pipeline import (
     override,
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
-from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.run.retake import plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
-from tests.rlhf_pipeline.small import Calculator, Sums, collect, learn, talker
+from tests.rlhf_pipeline.small import collect, learn, sums_collector, talker
 from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
@@ -252,15 +249,7 @@ def multi_turn(folder: Path) -> Digest:
         ledger=None,
         seed=0,
     )
-    collector = Collector(
-        policy=policy,
-        prompts=Sums(),
-        reward=environment_reward,
-        buffer=buffer,
-        config=Collect(prompts_per_rollout=2, group_size=8, max_turns=3, max_new_tokens=8),
-        seed=3,
-        environment=Calculator,
-    )
+    collector = sums_collector(policy, buffer, group_size=8)
     metrics = []
     for step in range(1, 4):
         collector.collect(step, policy_version=step - 1)

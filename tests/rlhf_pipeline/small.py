@@ -17,6 +17,7 @@ from rlhf_pipeline import (
     Buffer,
     CausalLMPolicy,
     Collect,
+    Collector,
     CopyDigits,
     Learn,
     Pipeline,
@@ -24,6 +25,7 @@ from rlhf_pipeline import (
     Replay,
     Step,
     TinyPolicy,
+    TrajectoryReplayBuffer,
     Turn,
     WritePath,
     scratch_policy,
@@ -31,7 +33,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.config_text import override_all
-from rlhf_pipeline.data.rewards import RewardFunction
+from rlhf_pipeline.data.rewards import RewardFunction, environment_reward
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.processes import collect as collectors
@@ -268,6 +270,19 @@ class Sums:
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return one of them."""
         return Prompt(text=("1+2", "3+1")[cursor % 2])
+
+
+def sums_collector(policy: CausalLMPolicy, buffer: TrajectoryReplayBuffer, *, group_size: int) -> Collector:
+    """A collector of conversations with the calculator, two groups in a rollout."""
+    return Collector(
+        policy=policy,
+        prompts=Sums(),
+        reward=environment_reward,
+        buffer=buffer,
+        config=Collect(prompts_per_rollout=2, group_size=group_size, max_turns=3, max_new_tokens=8),
+        seed=3,
+        environment=Calculator,
+    )
 
 
 class Clock:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from rlhf_pipeline.data.keys import POLICY_ROLE, REPLY_ROLE
 from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
 
 LONG_REPLY: Final = 16
 """A longer reply is computed in one pass with the whole row; a shorter one token by token beside the other rows."""
-REPLY, POLICY = 0, 1
 """Roles in `TurnRow.turn_spans`."""
 _TURN: Final = 1 << 40
 """Keeps the random streams of turns apart, where each turn is a request of its own."""
@@ -32,7 +32,7 @@ class TurnRow:
         most: the most tokens of the row.
         log_probs: of each token, in nats at the sampling temperature; NaN where the policy did not sample it.
         log_mass: of truncated sampling, of each token; 0 where the policy did not sample it. Else empty.
-        turn_spans: first token and role (`POLICY` or `REPLY`) of each turn and reply after the prompt.
+        turn_spans: first token and role (`POLICY_ROLE` or `REPLY_ROLE`) of each turn and reply after the prompt.
         version_spans: first token and version of each stretch that one version sampled; empty if it is unknown.
         aborted: the row was cut short.
     """
@@ -71,12 +71,12 @@ class TurnRow:
     def reply(self, tokens: Sequence[int]) -> None:
         """Append a reply, and begin the next turn of the policy."""
         if tokens:
-            self.turn_spans.append((len(self.ids), REPLY))
+            self.turn_spans.append((len(self.ids), REPLY_ROLE))
         self.ids += tokens
         self.log_probs += [math.nan] * len(tokens)
         if self.log_mass:
             self.log_mass += [0.0] * len(tokens)
-        self.turn_spans.append((len(self.ids), POLICY))
+        self.turn_spans.append((len(self.ids), POLICY_ROLE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
         for _ in range(request.group_size):
             ids = [int(token) for token in prompt]
             row = TurnRow(ids, len(ids), row_tokens, [math.nan] * len(ids), mass * len(ids))
-            row.turn_spans.append((len(ids), POLICY))
+            row.turn_spans.append((len(ids), POLICY_ROLE))
             rows.append(row)
     return rows
 

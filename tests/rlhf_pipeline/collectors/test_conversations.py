@@ -20,7 +20,6 @@ from torchrl.envs import Compose
 from rlhf_pipeline import (
     CausalLMPolicy,
     Collect,
-    Collector,
     FrozenLake,
     GRPOLoss,
     KLRewardTransform,
@@ -38,11 +37,10 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.drawn import drawn_conversations
-from rlhf_pipeline.data.rewards import environment_reward
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.policies.engines.turn_rows import POLICY
-from tests.rlhf_pipeline.small import Calculator, Sums, talker
+from tests.rlhf_pipeline.small import sums_collector, talker
 
 LIMITS: dict[str, Any] = {"group_size": 4, "max_new_tokens": 2, "max_turns": 6, "max_row_tokens": 60, "num_slots": 16}
 
@@ -95,7 +93,7 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
         assert torch.equal(sampled.isfinite(), said[0])
         torch.testing.assert_close(sampled[said[0]], scored[said[0]], rtol=0, atol=1e-5)
         # The row is the prompt, then turn and reply by turns, as the messages say.
-        spans = [*row.turn_spans, (len(row.ids), POLICY)]
+        spans = [*row.turn_spans, (len(row.ids), POLICY_ROLE)]
         texts = [
             policy.tokenizer.decode(row.ids[a:b], skip_special_tokens=True)
             for (a, _), (b, _) in itertools.pairwise(spans)
@@ -300,15 +298,7 @@ def test_the_write_path_and_the_loss(tmp_path):
         storage=TrajectoryStorage(tmp_path / "store", extra=[TURNS]),
         transform=Compose(MCAdvantage(16), KLRewardTransform(coef=0.1), RetrieveLogProb(reference)),
     )
-    collector = Collector(
-        policy=policy,
-        prompts=Sums(),
-        reward=environment_reward,
-        buffer=buffer,
-        config=Collect(prompts_per_rollout=2, group_size=16, max_turns=3, max_new_tokens=8),
-        seed=3,
-        environment=Calculator,
-    )
+    collector = sums_collector(policy, buffer, group_size=16)
     assert collector.collect(0, policy_version=0).num_trajectories == 32
     rows, batch = buffer.store.read(buffer.store.ids()), buffer.read(buffer.store.ids())
     assert max(map(len, rows["turn_spans"])) > 1

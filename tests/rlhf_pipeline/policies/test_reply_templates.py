@@ -23,10 +23,11 @@ from rlhf_pipeline import (
     scratch_policy,
 )
 from rlhf_pipeline.buffer.trajectory_schema import FAILURES, TURNS
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt, encode_reply, rewrites_history
-from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, POLICY
+from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY
 
 FAMILIES: dict[str, tuple[str, tuple[str, str]]] = {
     "qwen2_5": ("<|im_start|> <|im_end|>", ("<|im_end|>", "<|im_end|>")),
@@ -141,20 +142,20 @@ def test_stored_conversations_are_those_of_the_model(architecture, name, make_mo
     ended = set()
     for i, ids in enumerate(row.tolist() for row in rows["input_ids"]):
         messages: list[dict[str, str]] = [{"role": "user", "content": f"What is {i // 3}+2?"}]
-        cuts = [*rows["turn_spans"][i].tolist(), (len(ids), POLICY)]
+        cuts = [*rows["turn_spans"][i].tolist(), (len(ids), POLICY_ROLE)]
         parts = [(role, ids[start:end]) for (start, role), (end, _) in itertools.pairwise(cuts)]
         assert ids[: cuts[0][0]] == encode_prompt(tokenizer, messages)
         heard = json.loads(rows["meta"][i])["info"]["heard"]
-        assert [part for role, part in parts if role == POLICY] == heard
+        assert [part for role, part in parts if role == POLICY_ROLE] == heard
         assert len(heard) == 3
-        for number, reply in enumerate(part for role, part in parts if role != POLICY):
+        for number, reply in enumerate(part for role, part in parts if role != POLICY_ROLE):
             messages += [{"role": "assistant", "content": "TURN"}, {"role": "user", "content": Asks.SAID[1 - number]}]
             shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             tail, text = shown.rpartition("TURN")[2], tokenizer.decode(reply)
             last = heard[number][-1]
             ended.add(last in ends)
             assert tail in ((text, tokenizer.decode([last]) + text) if last in ends else (text,))
-        mask = np.concatenate([[False] * cuts[0][0], *([role == POLICY] * len(part) for role, part in parts)])
+        mask = np.concatenate([[False] * cuts[0][0], *([role == POLICY_ROLE] * len(part) for role, part in parts)])
         assert rows["assistant_mask"][i].tolist() == mask.tolist()
         assert np.isfinite(rows["log_probs"][i]).tolist() == mask.tolist()
         np.testing.assert_allclose(rows["log_probs"][i][mask], oracle(model, ids)[mask], rtol=0, atol=1e-5)

@@ -12,8 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from rlhf_pipeline import (
-    Collect,
-    Collector,
     GRPOLoss,
     Learn,
     Learner,
@@ -25,11 +23,10 @@ from rlhf_pipeline import (
     definitions,
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURN_FIGURES, TURNS, trajectory_schema
-from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.advantage import turn_advantage
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import Calculator, Sums, talker
+from tests.rlhf_pipeline.small import sums_collector, talker
 from trajectory_store import TrajectoryStore
 
 ROOT2 = 1 / math.sqrt(2)
@@ -114,6 +111,22 @@ def test_a_group_has_spread_if_any_turn_has(tmp_path):
     assert [float(row["advantage"].reshape(-1)[-1]) for row in out.unbind(0)] == pytest.approx([-ROOT2, ROOT2, 0.0])
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_trajectory_without_rewards_of_turns_is_one_turn(tmp_path, apart):
+    """Its return is compared with the first turns of the others, at once and where members wait in a store."""
+    schema, rows = trajectory_schema([TURNS, *TURN_FIGURES]), [*batch().unbind(0)]
+    rows[2]["turn_rewards"] = torch.zeros(0)
+    buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "store", schema=schema), transform=transform())
+    for part in (rows[:1], rows[1:]) if apart else (rows,):
+        buffer.extend(TensorDict.lazy_stack(part))
+    found = buffer.store.read(buffer.store.ids())
+    assert [one.tolist() for one in found["turn_advantages"]] == [
+        pytest.approx(one, abs=1e-6) for one in [*WANT[:2], []]
+    ]
+    assert found["advantage"].tolist() == pytest.approx([max(want, key=abs) for want in WANT], abs=1e-6)
+    buffer.trajectories.close()
+
+
 def test_what_does_not_fit_is_refused():
     """A batch without rewards of turns, a discount out of range, and a penalty in the reward of the whole."""
     with pytest.raises(MissingKeyError, match="compares turns, and the batch has no 'turn_rewards'"):
@@ -172,15 +185,7 @@ def test_the_loss_has_the_advantage_of_each_turn(tmp_path):
         storage=TrajectoryStorage(tmp_path / "store", extra=[TURNS, *TURN_FIGURES]),
         transform=MCAdvantage(8, estimator="turn_grpo"),
     )
-    Collector(
-        policy=policy,
-        prompts=Sums(),
-        reward=environment_reward,
-        buffer=buffer,
-        config=Collect(prompts_per_rollout=2, group_size=8, max_turns=3, max_new_tokens=8),
-        seed=3,
-        environment=Calculator,
-    ).collect(0, policy_version=0)
+    sums_collector(policy, buffer, group_size=8).collect(0, policy_version=0)
     rows = buffer.store.read(buffer.store.ids())
     assert any(len({*np.round(one, 6).tolist()}) > 1 for one in rows["turn_advantages"])
     total, num = 0.0, 0
