@@ -28,7 +28,7 @@ from rlhf_pipeline.data.rewards import (
     no_reward,
     rewards_of,
 )
-from rlhf_pipeline.environments.environment import maker_of
+from rlhf_pipeline.environments.tools import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal[

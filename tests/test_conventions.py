@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import rlhf_pipeline
 import trajectory_store
@@ -188,3 +189,35 @@ def test_paths_in_commands_are_typed_by_one_function():
         bare += [f"{file.name}: {name}" for name in found if name not in ready]
     assert quoting == {"errors.py"}
     assert bare == []
+
+
+def test_no_module_needs_one_that_needs_it():
+    """Imports make no circle, those inside functions included; what only annotations need does not count."""
+    needs: dict[str, set[str]] = {_module(path): set() for path in _trees()}
+    for path, tree in _trees().items():
+        annotations = {
+            node for test in ast.walk(tree) if _is_for_annotations(test) for one in test.body for node in ast.walk(one)
+        }
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in annotations):
+            named = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+            needs[_module(path)] |= named & needs.keys() - {_module(path), "rlhf_pipeline"}
+    reached, before = {name: set(above) for name, above in needs.items()}, {}
+    while reached != before:
+        reached, before = (
+            {name: above.union(*(reached[one] for one in above)) for name, above in reached.items()},
+            reached,
+        )
+    circles = {
+        name: sorted(one for one in above if name in reached[one])
+        for name, above in needs.items()
+        if name in reached[name]
+    }
+    assert not circles, circles
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _is_for_annotations(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

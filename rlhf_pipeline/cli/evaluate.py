@@ -58,7 +58,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Evaluate, and print the figures and what to look at next."""
-    from rlhf_pipeline.cli.process import import_torch, view_of_stdout
+    from rlhf_pipeline.cli.process import view_of_stdout
+    from rlhf_pipeline.cli.several import import_torch
     from rlhf_pipeline.report.words import count, evaluation_words
     from rlhf_pipeline.run.evaluation_rows import evaluation_store
     from rlhf_pipeline.run.events import EvaluationDone

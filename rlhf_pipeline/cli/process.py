@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 from rlhf_pipeline.cli import several
 from rlhf_pipeline.cli.output import can_draw, warn
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.errors import DefinitionError, RewardError, RunExistsError, RunStorageError
-from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
+from rlhf_pipeline.report.words import duration
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
-from rlhf_pipeline.run.processes.launch import PLACE, Launcher, is_one_of_several
+from rlhf_pipeline.run.processes.launch import Launcher
 from rlhf_pipeline.run.signals import STOPPING
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ def conduct(
     """
     from rlhf_pipeline.cli.closing import finish
     from rlhf_pipeline.run.folder import is_run
+    from rlhf_pipeline.run.start import start
     from trajectory_store import StoreError
 
     alone, began, seen = run.supervised is None, time.perf_counter(), list[int]()
@@ -63,7 +63,7 @@ def conduct(
 
     def work() -> RunFinished | CollectorFinished:
         if alone:
-            import_torch(run.device)
+            several.import_torch(run.device)
             from rlhf_pipeline import definitions  # help does without
             from rlhf_pipeline.run.processes.collect import collect
 
@@ -72,7 +72,7 @@ def conduct(
             if run.joins == "collect":
                 return collect(run, name=args.name, parent=parent, on_event=view)
         with launching as launch:
-            return several.joined(run).start(parent=parent, launch=launch, on_event=view)
+            return start(several.joined(run), parent=parent, launch=launch, on_event=view)
 
     try:
         with signals_seen(seen):
@@ -108,42 +108,6 @@ def view_of_stdout(log_name: str = filenames.LOG) -> RunView:
 def stopped_code(seen: list[int]) -> int:
     """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (seen[-1] if seen else signal.SIGINT)
-
-
-def import_torch(device: str) -> None:
-    """Import torch and check the device, before any folder is made.
-
-    Raises:
-        DefinitionError: torch sees no such device.
-    """
-    # torch logs warnings about libraries' use of its internals, which the user of a command cannot act on.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    import torch
-
-    kind, _, index = device.partition(":")
-    if device == "cuda" and PLACE in os.environ and not is_one_of_several():
-        _take_a_gpu(int(os.environ[PLACE]), torch.cuda.device_count())
-    if kind == "cuda":
-        found = torch.cuda.device_count()
-        if int(index or 0) >= found:
-            seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
-            raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
-        if index:
-            torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
-
-
-def _take_a_gpu(place: int, found: int) -> None:
-    """Let this process see one GPU alone: a supervisor's processes take them in turn.
-
-    Other libraries, such as vLLM, then use it as well. CUDA reads the variable when it is first used.
-    """
-    if found < 2:
-        return
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = named.split(",")[:found] if named else [str(number) for number in range(found)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen[place % found]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
-    from rlhf_pipeline.cli.process import import_torch
+    from rlhf_pipeline.cli.several import import_torch
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
     from rlhf_pipeline.run.preflight import check_device

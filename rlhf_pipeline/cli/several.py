@@ -14,7 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.run.processes.launch import is_one_of_several
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.words import count
+from rlhf_pipeline.run.processes.launch import PLACE, is_one_of_several
 from rlhf_pipeline.run.signals import STOPPING, StopRequest
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ def joined(run: Run) -> Run:
 def join_in(args: argparse.Namespace) -> int:
     """Follow the first process until it stops."""
     from rlhf_pipeline import definitions
-    from rlhf_pipeline.cli.process import import_torch
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.heartbeat import Heartbeat
@@ -86,6 +87,42 @@ def join_in(args: argparse.Namespace) -> int:
         pipeline = definitions.find(plan["definition"]).pipeline(overrides)
         build.take_part(pipeline, run_dir=address_of(plan["out"]), seed=plan["seed"], device=device)
     return 0
+
+
+def import_torch(device: str) -> None:
+    """Import torch and check the device, before any folder is made.
+
+    Raises:
+        DefinitionError: torch sees no such device.
+    """
+    # torch logs warnings about libraries' use of its internals, which the user of a command cannot act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    import torch
+
+    kind, _, index = device.partition(":")
+    if device == "cuda" and PLACE in os.environ and not is_one_of_several():
+        _take_a_gpu(int(os.environ[PLACE]), torch.cuda.device_count())
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if int(index or 0) >= found:
+            seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
+            raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
+        if index:
+            torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
+
+
+def _take_a_gpu(place: int, found: int) -> None:
+    """Let this process see one GPU alone: a supervisor's processes take them in turn.
+
+    Other libraries, such as vLLM, then use it as well. CUDA reads the variable when it is first used.
+    """
+    if found < 2:
+        return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = named.split(",")[:found] if named else [str(number) for number in range(found)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen[place % found]
 
 
 def leave() -> None:

@@ -26,9 +26,9 @@ from rlhf_pipeline.environments.environment import (
     Turn,
     checked,
     checked_rewards,
-    maker_of,
     tools_of,
 )
+from rlhf_pipeline.environments.tools import maker_of
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.chat import decode_completion, encode_prompt, encode_reply, encode_text
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh

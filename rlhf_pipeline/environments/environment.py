@@ -18,14 +18,12 @@ token for token. One with effects outside itself says so with a class attribute,
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.errors import DefinitionError
 
 Message = Mapping[str, Any]
 
@@ -106,31 +104,6 @@ class Failure:
     kind: str
     """`timeout` or `tool_error`."""
     error: str
-
-
-def maker_of(environment: Callable[[], Any]) -> Callable[[], Environment]:
-    """Return what makes one environment per conversation.
-
-    Args:
-        environment: a class with `reset` and `step`, or anything that returns such an object when it is called without
-            arguments; or a class in TRL's form, whose public methods are tools.
-
-    Raises:
-        DefinitionError: it is none of these.
-    """
-    if not callable(environment):
-        raise DefinitionError(
-            f"environment is {type(environment).__name__}; give the class itself, or a function that returns a new "
-            "environment for each conversation."
-        )
-    if inspect.isclass(environment) and not hasattr(environment, "step"):
-        from rlhf_pipeline.environments.tools import MethodTools
-
-        return MethodTools(environment)
-    needed = [name for name in ("reset", "step") if not hasattr(environment, name)]
-    if inspect.isclass(environment) and needed:
-        raise DefinitionError(f"the environment {environment.__name__} has no method {needed[0]}.")
-    return cast("Callable[[], Environment]", environment)
 
 
 def has_effects(environment: Callable[[], Any] | None) -> bool:

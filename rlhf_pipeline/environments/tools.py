@@ -13,10 +13,10 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.environments.environment import Step, Turn, checked_rewards
+from rlhf_pipeline.environments.environment import Environment, Step, Turn, checked_rewards
 from rlhf_pipeline.errors import DefinitionError
 
 TOLD: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -192,3 +192,26 @@ async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def maker_of(environment: Callable[[], Any]) -> Callable[[], Environment]:
+    """Return what makes one environment per conversation.
+
+    Args:
+        environment: a class with `reset` and `step`, or anything that returns such an object when it is called without
+            arguments; or a class in TRL's form, whose public methods are tools.
+
+    Raises:
+        DefinitionError: it is none of these.
+    """
+    if not callable(environment):
+        raise DefinitionError(
+            f"environment is {type(environment).__name__}; give the class itself, or a function that returns a new "
+            "environment for each conversation."
+        )
+    if inspect.isclass(environment) and not hasattr(environment, "step"):
+        return MethodTools(environment)
+    needed = [name for name in ("reset", "step") if not hasattr(environment, name)]
+    if inspect.isclass(environment) and needed:
+        raise DefinitionError(f"the environment {environment.__name__} has no method {needed[0]}.")
+    return cast("Callable[[], Environment]", environment)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange.recorder import TrajectoryRecorder, weighted
+from rlhf_pipeline.exchange._values import weighted
 from rlhf_pipeline.policies.model_parts import evaluated
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
 
 _log = logging.getLogger("rlhf_pipeline")
 _SAMPLES, _GRADES, _SCORES = (

@@ -165,3 +165,14 @@ def _filled(column: Column, beside: Sequence[str], row: Mapping[str, Any]) -> np
     """Return what stands for a ragged column in a row that lacks it: as long as the columns that it lies beside."""
     length = next((len(row[name]) for name in beside if name in row), 0)
     return np.full((length, *column.shape), column.fill_value, column.np_dtype)
+
+
+def weighted(scores: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
+
+    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
+    [2.0, nan]
+    """
+    total = np.nansum(scores * weights, axis=1)
+    total[np.isnan(scores).all(axis=1)] = np.nan
+    return total

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._values import batch_of
+from rlhf_pipeline.exchange._values import batch_of, weighted
 from rlhf_pipeline.exchange.encoder import Encoder
 from rlhf_pipeline.exchange.fields import Messages, RawRollout, Row, as_int, values_of
 from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
@@ -382,14 +381,3 @@ def _alone(store: Path) -> Iterator[None]:
     with (store / _LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def weighted(scores: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
-
-    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
-    [2.0, nan]
-    """
-    total = np.nansum(scores * weights, axis=1)
-    total[np.isnan(scores).all(axis=1)] = np.nan
-    return total

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.group import collect_files
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
-from rlhf_pipeline.learner.state import (
+from rlhf_pipeline.learner.optimizer_state import (
     RNG,
     SHARDS,
     load_groups,

@@ -15,11 +15,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -29,16 +27,16 @@ from torch import Tensor
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
+from rlhf_pipeline.learner.optimizer_state import (
+    RNG,
+    SHARDS,
+    load_optimizer,
+    optimizer_tensors,
+    read_groups,
+    write_groups,
+)
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.policies.weight_files import copy_into, load_weights, named_write_errors
-
-SHARDS: Final = "shards"
-"""The folder that several processes write together."""
-
-RNG: Final = "rng/torch"
-"""The name of the state of torch's random generator among the tensors."""
-_MASTER: Final = "master"
-_GROUPS: Final = "optimizer.json"
+from rlhf_pipeline.policies.weight_files import load_weights, named_write_errors
 
 
 def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
@@ -79,7 +77,7 @@ def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer)
     """
     groups = read_groups(folder)  # fails before anything is changed
     if (folder / SHARDS).is_dir():
-        from rlhf_pipeline.learner.sharded_state import read_shards
+        from rlhf_pipeline.learner.sharded_state import read_shards  # imports torch.distributed.checkpoint
 
         read_shards(folder, policy.model, optimizer, groups)
         return
@@ -119,35 +117,6 @@ def _named_read_errors(folder: Path) -> Iterator[None]:
         raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
 
 
-def optimizer_groups(optimizer: PolicyOptimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer, with parameters by name."""
-    name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.inner.param_groups
-    ]
-
-
-def write_groups(folder: Path, optimizer: PolicyOptimizer) -> None:
-    """Write the parameter groups of an optimizer."""
-    groups = optimizer_groups(optimizer)
-    (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
-
-
-def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """Return what `write_groups` wrote.
-
-    Raises:
-        DataError: it is missing or not JSON.
-    """
-    try:
-        groups = json.loads((folder / _GROUPS).read_bytes())
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{folder} is damaged: {_GROUPS}: {error}. Run `rlhf-pipeline verify` on its run.") from error
-    return groups
-
-
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
     """Return the tensors that `write_tensors` wrote under a name, or None if there are none.
 
@@ -161,110 +130,3 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
         return load_file(file)
     except SafetensorError as error:
         raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
-
-
-def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as `name/moment`.
-
-    Moments in a tensor subclass (8 bits) are split into parts: `name/moment/part`. Master weights are `name/master`.
-    """
-    name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
-    tensors: dict[str, Tensor] = {}
-    for tensor, values in optimizer.inner.state.items():
-        for key, value in values.items():
-            tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
-    return tensors | {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
-
-
-def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
-    """Return a value of an optimizer's state as plain tensors by name."""
-    if not isinstance(value, Tensor):
-        return {name: torch.tensor(value)}
-    flatten: Any = getattr(value, "__tensor_flatten__", None)
-    if flatten is None or hasattr(value, "placements"):  # a shard stays a shard
-        return {name: value.detach().contiguous()}
-    found: dict[str, Tensor] = {}
-    for part in flatten()[0]:
-        found |= plain_tensors(f"{name}/{part}", getattr(value, part))
-    return found
-
-
-def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Restore what `optimizer_tensors` and `optimizer_groups` returned.
-
-    Raises:
-        DataError: the optimizer steps other tensors, or is of another kind.
-    """
-    load_groups(optimizer.inner, groups)
-    _load_masters(optimizer, tensors)
-    _fill_state(optimizer, tensors)
-
-
-def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Load the options of an optimizer's parameter groups.
-
-    Raises:
-        DataError: the groups hold other numbers of parameters.
-    """
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        names = saved.pop("params")
-        if len(names) != len(group["params"]):
-            raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
-        for key, value in saved.items():  # JSON has turned tuples into lists and tensors into numbers
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
-
-
-@torch.no_grad()
-def _load_masters(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
-    optimizer.copy_from_parameters()  # a checkpoint without masters
-    for key in [key for key in tensors if key.endswith(f"/{_MASTER}")]:
-        value, name = tensors.pop(key), key.removesuffix(f"/{_MASTER}")
-        # A parameter that is float32 now takes the master's exact value instead of the rounded weight.
-        copy_into(optimizer.stepped[name], value)
-
-
-def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: str = "") -> None:
-    """Create moments of the optimizer's own form, to be loaded into, for the tensors that have saved moments.
-
-    Args:
-        optimizer: its current state is dropped.
-        saved: the saved names; a moment's is `PREFIX` and `name/moment`.
-        prefix: the prefix of the optimizer's names.
-    """
-    state = optimizer.inner.state
-    state.clear()
-    if any(name.startswith(prefix) for name in saved):
-        with torch.enable_grad():
-            optimizer.make_state()
-    for name, tensor in optimizer.stepped.items():
-        if not any(key.startswith(f"{prefix}{name}/") for key in saved):
-            state.pop(tensor, None)  # never had a gradient
-
-
-@torch.no_grad()
-def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
-    """Load moments into a state of the optimizer's own form."""
-    wanted = set(tensors)
-    make_state_for(optimizer, wanted)
-    for name, tensor in optimizer.stepped.items():
-        values = optimizer.inner.state.get(tensor, {})
-        for moment, value in list(values.items()):
-            for key, part in plain_tensors(f"{name}/{moment}", value).items():
-                if key not in tensors or tensors[key].shape != part.shape:
-                    raise DataError(
-                        f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved under "
-                        "another learn.optimizer. Resume with the recorded one."
-                    )
-                if isinstance(value, Tensor):
-                    copy_into(part, tensors[key])
-                else:
-                    values[moment] = type(value)(tensors[key].item())
-                wanted.discard(key)
-    if wanted:
-        raise DataError(
-            f"the checkpoint's optimizer has {sorted(wanted)[0]}, which this one does not: it was saved under another "
-            "learn.optimizer. Resume with the recorded one."
-        )

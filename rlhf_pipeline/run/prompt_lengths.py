@@ -19,7 +19,8 @@ from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import ChosenPrompts, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
-from rlhf_pipeline.environments.environment import maker_of, tools_of
+from rlhf_pipeline.environments.environment import tools_of
+from rlhf_pipeline.environments.tools import maker_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_any, rewrites_history
 from rlhf_pipeline.policies.token_policy import TokenPolicy

@@ -1,4 +1,4 @@
-"""One run: what it is, all that is wrong with it, and its start. Nothing here imports torch before the start."""
+"""One run: what it is, and all that is wrong with it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_pipeline.config import PretrainedPolicy
 from rlhf_pipeline.errors import DefinitionError, PipelineError
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
+from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.preflight import (
@@ -21,7 +21,7 @@ from rlhf_pipeline.run.preflight import (
     check_stores,
     check_writable,
 )
-from rlhf_pipeline.run.processes.launch import Launcher, is_one_of_several
+from rlhf_pipeline.run.processes.launch import is_one_of_several
 from trajectory_store import StoreError
 
 if TYPE_CHECKING:
@@ -71,32 +71,6 @@ class Run(Setup):
             problems[0].args = ("\n".join(map(str, problems)),)
             raise problems[0]
         return self
-
-    def start(
-        self, *, parent: int | None = None, launch: Launcher | None = None, on_event: EventHandler = ignore_events
-    ) -> RunFinished:
-        """Run to the end, or until a signal asks to stop; see `run.start.run`.
-
-        Args:
-            parent: also stop when this process, which started us, is gone.
-            launch: starts the processes of a supervisor; None starts them on this machine.
-            on_event: receives the start, every step, notices and the end.
-        """
-        if self.supervised is not None:
-            from rlhf_pipeline.run.processes.supervise import supervise
-
-            return supervise(self, self.supervised, launch=launch, on_event=on_event)
-        if self.joins == "learn":
-            from rlhf_pipeline.run.processes.learn import learn
-
-            return learn(self, parent=parent, on_event=on_event)
-        if self.pipeline.replay is not None:
-            from rlhf_pipeline.run.replay_stores import replay_stores
-
-            return replay_stores(self, self.pipeline.replay, on_event=on_event)
-        from rlhf_pipeline.run.start import collect_and_learn
-
-        return collect_and_learn(self, parent=parent, on_event=on_event)
 
     @contextmanager
     def begun(self, folder: RunFolder, on_event: EventHandler) -> Iterator[None]:

@@ -1,22 +1,14 @@
-"""One run in one process: check, build the definition's objects, take steps, save, resume."""
+"""One run: the ways to do it, each of which imports torch only when it is taken."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.build import build_parts, checked_models
-from rlhf_pipeline.run.engines import chosen_engine
-from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
-from rlhf_pipeline.run.loop import Loop
-from rlhf_pipeline.run.prompt_lengths import sampling_notices
+from rlhf_pipeline.run.processes.launch import Launcher
 from rlhf_pipeline.run.run import Run
-from rlhf_pipeline.run.signals import stop_on_signals
-from rlhf_pipeline.run.sources import MadeHere
 
 
 def run(
@@ -68,27 +60,32 @@ def run(
         definition=definition,
         overrides=overrides,
     )
-    return asked.checked().start(parent=parent, on_event=on_event)
+    return start(asked.checked(), parent=parent, on_event=on_event)
 
 
-def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
-    """Do the work of `run` for a definition that samples."""
-    started, folder, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
-    models = checked_models(asked, folder, on_event)
-    with (
-        asked.begun(folder, on_event),
-        chosen_engine(pipeline, models.policy, run=folder, device=asked.device) as hand_over,
-        build_parts(pipeline, models, run=folder, seed=asked.seed, hand_over=hand_over) as parts,
-        open_evaluator(
-            pipeline, models.policy, run=folder, seed=asked.seed, on_event=on_event, hand_over=hand_over
-        ) as evaluator,
-        stop_on_signals(parent) as stop,
-    ):
-        for notice in sampling_notices(pipeline, models.policy):
-            tell(on_event, notice)
-        source = MadeHere(pipeline, parts, on_event)
-        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started)
-        loop.restore()
-        finished = loop.finished(loop.run(), len(parts.buffer.store))
-    on_event(finished)
-    return finished
+def start(
+    asked: Run, *, parent: int | None = None, launch: Launcher | None = None, on_event: EventHandler = ignore_events
+) -> RunFinished:
+    """Do a run to the end, or until a signal asks to stop; see `run.start.run`.
+
+    Args:
+        asked: the run, checked.
+        parent: also stop when this process, which started us, is gone.
+        launch: starts the processes of a supervisor; None starts them on this machine.
+        on_event: receives the start, every step, notices and the end.
+    """
+    if asked.supervised is not None:
+        from rlhf_pipeline.run.processes.supervise import supervise
+
+        return supervise(asked, asked.supervised, launch=launch, on_event=on_event)
+    if asked.joins == "learn":
+        from rlhf_pipeline.run.processes.learn import learn
+
+        return learn(asked, parent=parent, on_event=on_event)
+    if asked.pipeline.replay is not None:
+        from rlhf_pipeline.run.replay_stores import replay_stores
+
+        return replay_stores(asked, asked.pipeline.replay, on_event=on_event)
+    from rlhf_pipeline.run.alone import collect_and_learn
+
+    return collect_and_learn(asked, parent=parent, on_event=on_event)

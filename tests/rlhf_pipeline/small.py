@@ -39,7 +39,7 @@ from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RunFinishe
 from rlhf_pipeline.run.processes import collect as collectors
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
 from rlhf_pipeline.run.run import Run
-from rlhf_pipeline.run.start import run
+from rlhf_pipeline.run.start import run, start
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 VOCABULARY = 13
@@ -79,7 +79,7 @@ def learn(
     pipeline: Pipeline, *, run_dir: Address, parent: int | None = None, on_event: EventHandler = ignore_events
 ) -> RunFinished:
     """The learner of a run of several processes."""
-    return Run(pipeline=pipeline, run_dir=run_dir, joins="learn").start(parent=parent, on_event=on_event)
+    return start(Run(pipeline=pipeline, run_dir=run_dir, joins="learn"), parent=parent, on_event=on_event)
 
 
 def collect(pipeline: Pipeline, *, run_dir: Address, **given: Any) -> CollectorFinished:

@@ -9,7 +9,7 @@ from torch import nn
 from rlhf_pipeline import Learn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
-from rlhf_pipeline.learner.state import load_optimizer, optimizer_groups, optimizer_tensors
+from rlhf_pipeline.learner.optimizer_state import load_optimizer, optimizer_groups, optimizer_tensors
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Sequential:

@@ -1,0 +1,39 @@
+"""A run in one process that samples: build the definition's objects, take steps, save, resume."""
+
+from __future__ import annotations
+
+import time
+
+from rlhf_pipeline.run.build import build_parts, checked_models
+from rlhf_pipeline.run.engines import chosen_engine
+from rlhf_pipeline.run.evaluation import open_evaluator
+from rlhf_pipeline.run.events import EventHandler, RunFinished
+from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.loop import Loop
+from rlhf_pipeline.run.prompt_lengths import sampling_notices
+from rlhf_pipeline.run.run import Run
+from rlhf_pipeline.run.signals import stop_on_signals
+from rlhf_pipeline.run.sources import MadeHere
+
+
+def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
+    """Do the work of `run` for a definition that samples."""
+    started, folder, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
+    models = checked_models(asked, folder, on_event)
+    with (
+        asked.begun(folder, on_event),
+        chosen_engine(pipeline, models.policy, run=folder, device=asked.device) as hand_over,
+        build_parts(pipeline, models, run=folder, seed=asked.seed, hand_over=hand_over) as parts,
+        open_evaluator(
+            pipeline, models.policy, run=folder, seed=asked.seed, on_event=on_event, hand_over=hand_over
+        ) as evaluator,
+        stop_on_signals(parent) as stop,
+    ):
+        for notice in sampling_notices(pipeline, models.policy):
+            tell(on_event, notice)
+        source = MadeHere(pipeline, parts, on_event)
+        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started)
+        loop.restore()
+        finished = loop.finished(loop.run(), len(parts.buffer.store))
+    on_event(finished)
+    return finished
