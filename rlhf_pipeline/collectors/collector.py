@@ -150,6 +150,7 @@ class Collector:
                 seed=seed,
                 as_chat=prompts.as_chat,
                 template=template_options(prompts),
+                rewards=self.grader.rewards,
             )
         self.keeps_each = (
             environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from rlhf_pipeline.collectors.calls import Caller
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import describe_error
+from rlhf_pipeline.data.rewards import Reward, describe_error, environment_reward, of_turn
 from rlhf_pipeline.environments.environment import (
     Environment,
     Failure,
@@ -58,7 +58,7 @@ class Conversation:
         finish_reason: `stop` (the environment said so), `length` (no room for more), `turns` (the limit of turns) or
             `failed`.
         rewards: of the environment, summed by name.
-        turn_rewards: the sum of each turn's rewards.
+        turn_rewards: what each turn adds to the reward, see `of_turn`.
         info: what the environment wants stored.
         failure: why its reward is not to be trusted, or None.
         row: its tokens, once it is over.
@@ -98,6 +98,7 @@ class Conversations:
         seed: the run's seed.
         as_chat: text goes through the chat template, where the tokenizer has one.
         template: arguments of the chat template.
+        rewards: of the definition, which weight the environment's.
 
     Raises:
         DefinitionError: the environment is none; or it has tools, and nothing says how the model writes calls.
@@ -113,7 +114,9 @@ class Conversations:
         seed: int,
         as_chat: bool,
         template: Mapping[str, Any],
+        rewards: Sequence[Reward] = (Reward(environment_reward),),
     ) -> None:
+        self.rewards = rewards
         self.make = maker_of(environment)
         self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
@@ -335,7 +338,7 @@ class Conversations:
             json.dumps(dict(step.info))
             for name, value in gains.items():
                 talk.rewards[name] = talk.rewards.get(name, 0.0) + value
-            talk.turn_rewards.append(sum(gains.values()))
+            talk.turn_rewards.append(of_turn(self.rewards, gains))
             talk.info.update(step.info)
             if step.done:
                 talk.finish_reason = "stop"
@@ -394,9 +397,11 @@ class Conversations:
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
-                for name, value in checked_rewards(outcome or {}).items():
+                gains = checked_rewards(outcome or {})
+                for name, value in gains.items():
                     talk.rewards[name] = talk.rewards.get(name, 0.0) + value
-                    talk.turn_rewards[-1:] = [sum(talk.turn_rewards[-1:]) + value]
+                if gains:
+                    talk.turn_rewards[-1:] = [sum(talk.turn_rewards[-1:]) + of_turn(self.rewards, gains)]
             except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded
                 talk.fail(error)
         for place in places:

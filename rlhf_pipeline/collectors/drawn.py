@@ -259,7 +259,7 @@ def trajectories(
 def turn_rewards(drawn: Drawn, grades: Sequence[Grade]) -> Flat:
     """Return the rewards of the turns of conversations, float32, with a count per row.
 
-    They are the environment's. What a trajectory's reward has beside them counts at its last turn.
+    They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.
     """
     rows = list[list[float]]()
     for meta, grade in zip(drawn.metas, grades, strict=True):

@@ -316,6 +316,19 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     return tuple(named)
 
 
+def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
+    """Return what an environment's rewards of one turn add to the reward of the conversation, weighted and selected.
+
+    A function of one's own that reads them counts at the last turn, as it is called once.
+
+    >>> of_turn(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), {"reached": 1.0, "far": 9.0})
+    0.5
+    """
+    every = sum(one.weight for one in rewards if one.function is environment_reward)
+    named = {one.function.name: one.weight for one in rewards if isinstance(one.function, EnvironmentReward)}
+    return sum(value * (every + named.get(name, 0.0)) for name, value in gains.items())
+
+
 def has_columns(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> bool:
     """Return whether the rewards have columns of their own; one plain function has `task_reward` alone."""
     return isinstance(reward, (Reward, list, tuple))
