@@ -195,10 +195,6 @@ class EngineRollout:
             support_log_mass=None if self.sampled_log_mass is None else self.sampled_log_mass[sampled],
         )
 
-    def step(self) -> bool:
-        """Sample one or more tokens for every live and every new completion; False when none is left."""
-        raise NotImplementedError
-
     def emit(
         self,
         rows: Int64Array,

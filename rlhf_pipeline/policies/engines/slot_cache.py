@@ -185,32 +185,22 @@ class SlotCache(Cache):
         self.column = self.lead
         self.low = self.lead
 
-    def begin(self, longest: int, *, rows: int, to_come: int) -> None:
+    def begin(self, longest: int, *, rows: int, to_come: int, widest: int = 0) -> None:
         """Make sure that the shared column is free. Call this before rows are inserted.
 
         Args:
             longest: tokens of the longest live row; 0 when none is live.
             rows: the number of live rows.
             to_come: the number of rows still to be inserted.
+            widest: the columns of the rows to insert now, which may be longer than any before.
         """
+        self.lead = max(self.lead, widest)
         if longest == 0:
             self.column = self.lead
         if not to_come:
             self.lead = 0
-        if self.column >= self.num_columns:
+        if self.column >= self.num_columns or self.column < widest:
             self._relayout(longest, min(self.num_slots, rows + to_come))
-
-    def widen(self, width: int, longest: int, *, most_rows: int) -> None:
-        """Make room for rows that may be longer than any before, before they are inserted; call it before `begin`.
-
-        Args:
-            width: the columns of the rows to insert.
-            longest: tokens of the longest live row; 0 when none is live.
-            most_rows: the most rows that will be live at once.
-        """
-        self.lead = max(self.lead, width)
-        if longest and self.column < width:
-            self._relayout(longest, most_rows)
 
     def _relayout(self, longest: int, most_rows: int) -> None:
         """Move the live window to the front, into wider buffers if it fills most of the current ones."""

@@ -171,62 +171,71 @@ class RaggedRun(EngineRollout):
             longest_completion=int(self.limits.max()),
             device=self.device,
         )
-        # Per live slot: its completion, the tokens in its cache, the tokens it has sampled.
+        # Per live slot: its row, and the tokens in its cache.
         self.live = np.zeros(0, dtype=np.int64)
         self.stored = np.zeros(0, dtype=np.int64)
-        self.sampled = np.zeros(0, dtype=np.int64)
         self.hidden: Tensor | None = None
+        self.waiting = 0
+        """Rows that have left their slot and come back."""
 
     @property
     def to_come(self) -> int:
-        """The most rows that have not begun."""
+        """The most rows that have not begun, or come back."""
         return self.count - self.next
 
     def step(self) -> bool:
-        """Sample one token for every live and every new completion; False when none is left."""
+        """Give every live and every new row its next token; False when none is left."""
+        self.come_back()
         old = len(self.live)
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
-        rows, sampled, hidden = self.live, self.sampled, self.hidden
-        if len(new):
-            self.admit(new)
-            pieces = [] if hidden is None else [hidden]
-            for batch, _, source in self.places_of(self.prompt_of[new]):
-                pieces.append(batch.hidden[self.upload(source)])
-            hidden = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            rows = np.concatenate((rows, new))
-            sampled = np.concatenate((sampled, np.zeros_like(new)))
-        if hidden is None:
-            return False
-        tokens, log_probs, log_mass = self._sample(hidden, rows, sampled)
-        sampled = sampled + 1
-        self.emit(rows, tokens, log_probs, log_mass)
-        stopped = self.is_end[tokens]
-        if self.stops is not None:
-            stopped = stopped | self.at_stop(rows)
-        done = stopped | (sampled >= self.limits[rows])
-        if done.any():
-            self.stopped[rows[stopped]] = True
-            self.unreported += rows[done].tolist()
+        rows = np.concatenate((self.live, new))
+        stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
+        tokens, leaves = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        if len(rows):
+            tokens, leaves = self.next_tokens(self._hidden_of(new), rows, stored)
         # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
         changed = self.give_way()
         if self.must_end():
-            return self.cut(rows[~done])
-        if done.all():
-            if changed:
-                self.forget()
-            self.live = self.stored = self.sampled = np.zeros(0, dtype=np.int64)
-            self.hidden = None
-            return self.next < self.count
-        if len(new) or done.any():
-            source = self._place(old, new, done)
-            rows, sampled, tokens = rows[source], sampled[source], tokens[source]
-        self.live, self.sampled = rows, sampled
+            return self.cut(rows[~leaves])
         if changed:
             self.forget()
+        if leaves.all():
+            self.live = self.stored = np.zeros(0, dtype=np.int64)
+            self.hidden = None
+            return self.next < self.count or self.waiting > 0
+        if len(new) or leaves.any():
+            source = self._place(old, new, leaves, stored)
+            rows, tokens = rows[source], tokens[source]
+        self.live = rows
+        if changed:
             self._fill_again()
         self._forward(tokens)
         self.report()
         return True
+
+    def _hidden_of(self, new: Int64Array) -> Tensor:
+        """Return the last hidden state of each live row, then of these new ones."""
+        pieces = [] if self.hidden is None else [self.hidden]
+        if len(new):
+            self.admit(new)
+            pieces += [b.hidden[self.upload(source)] for b, _, source in self.places_of(self.prompt_of[new])]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def come_back(self) -> None:
+        """Queue the rows that come back: completions never do."""
+
+    def next_tokens(
+        self, hidden: Tensor, rows: Int64Array, stored: Int64Array
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return the next token of each row, and which rows leave their slots."""
+        sampled = self.num_sampled[rows]
+        tokens, log_probs, log_mass = self._sample(hidden, rows, sampled)
+        self.emit(rows, tokens, log_probs, log_mass)
+        stopped = self.is_end[tokens] | self.at_stop(rows)
+        leaves = stopped | (sampled + 1 >= self.limits[rows])
+        self.stopped[rows[stopped]] = True
+        self.unreported += rows[leaves].tolist()
+        return tokens, leaves
 
     def _fill_again(self) -> None:
         """Recompute the caches of the live rows, so that their next tokens depend on the current weights only.
@@ -256,7 +265,7 @@ class RaggedRun(EngineRollout):
         floats = found[1:].astype(np.float32)
         return found[0].astype(np.int64), floats[0], None if log_mass is None else floats[1]
 
-    def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_]) -> Int64Array:
+    def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_], stored: Int64Array) -> Int64Array:
         """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed; return each slot's row.
 
         The `old` rows that hold slots now come first, then `new`, the completions without one; `done` tells of all of
@@ -271,17 +280,21 @@ class RaggedRun(EngineRollout):
         holes = np.flatnonzero(slot_row < 0)
         slot_row[holes] = homeless
         movers = int((homeless < old).sum())
-        kept = self.stored[going[going < old]]
+        kept = stored[going[going < old]]
         longest = int(kept.max()) if len(kept) else 0
         if movers:
             self.cache.move(self.upload(homeless[:movers]), self.upload(holes[:movers]), longest)
         starting, slots = new[homeless[movers:] - old], holes[movers:]
-        self.cache.begin(longest, rows=total - len(starting), to_come=len(starting) + self.to_come)
         owners = self.prompt_of[starting]
-        for batch, mine, at in self.places_of(owners):
+        found = self.places_of(owners)
+        widest = max(
+            (pair[0].shape[2] for batch, _, _ in found for pair in batch.states if pair is not None), default=0
+        )
+        to_come = len(starting) + self.to_come
+        self.cache.begin(longest, rows=total - len(starting), to_come=to_come, widest=widest)
+        for batch, mine, at in found:
             lengths = self.upload(self.prompt_lengths[owners[mine]])
             self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(at), lengths)
-        stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
         self.stored = stored[slot_row]
         return slot_row
 
@@ -325,8 +338,6 @@ class _Turns(RaggedRun):
         self.turn_rows = begin_rows(request, most)
         self.stays = list(range(self.count))
         """The conversation of each stay."""
-        self.waiting = 0
-        """Conversations that wait for their partner."""
 
     @property
     def to_come(self) -> int:
@@ -337,67 +348,29 @@ class _Turns(RaggedRun):
         """Return the first tokens of the conversation of a stay."""
         return self.turn_rows[self.stays[completion]].ids[:length]
 
-    def step(self) -> bool:
-        """Give every live conversation one token; False when none is left."""
-        self._come_back()
-        old = len(self.live)
-        new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
-        rows, stored, hidden = self.live, self.stored, self.hidden
-        if len(new):
-            self.admit(new)
-            pieces = [] if hidden is None else [hidden]
-            for batch, _, source in self.places_of(self.prompt_of[new]):
-                pieces.append(batch.hidden[self.upload(source)])
-            hidden = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            rows = np.concatenate((rows, new))
-            stored = np.concatenate((stored, self.prompt_lengths[self.prompt_of[new]]))
-        if hidden is None:
-            leaves, tokens = np.zeros(0, np.bool_), np.zeros(0, np.int64)
-        else:
-            tokens, leaves = self._next_tokens(hidden, rows, stored)
-        self.out_rows.append(rows[:0])
-        changed = self.give_way()
-        if self.must_end():
-            for row in self.turn_rows:
-                row.aborted = not row.over
-            return False
-        if changed and leaves.all():
-            self.forget()
-        if leaves.all():
-            self.live = self.stored = np.zeros(0, dtype=np.int64)
-            self.hidden = None
-            return self.next < self.count or self.waiting > 0
-        if len(new) or leaves.any():
-            starting = self.places_of(self.prompt_of[new[~leaves[old:]]])
-            widths = [pair[0].shape[2] for batch, _, _ in starting for pair in batch.states if pair is not None]
-            longest = int(self.stored.max()) if old else 0
-            self.cache.widen(max(widths, default=0), longest, most_rows=min(self.num_slots, len(rows) + self.to_come))
-            source = self._place(old, new, leaves)
-            rows, tokens = rows[source], tokens[source]
-        self.live = rows
-        if changed:
-            self.forget()
-            self._fill_again()
-        self._forward(tokens)
-        return True
+    def cut(self, going: Int64Array) -> bool:
+        """Mark the conversations that are not over; return False for `step`."""
+        for row in self.turn_rows:
+            row.aborted = not row.over
+        return False
 
-    def _next_tokens(
-        self, hidden: Tensor, stays: Int64Array, stored: Int64Array
+    def next_tokens(
+        self, hidden: Tensor, rows: Int64Array, stored: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return the next token of each row, and which rows leave their slots, as their turns have ended."""
-        talks = [self.stays[stay] for stay in stays.tolist()]
-        rows = [self.turn_rows[talk] for talk in talks]
-        after_prompt = np.array([len(row.ids) - row.num_prompt for row in rows], np.int64)
-        tokens, log_probs, log_mass = self._sample(hidden, stays, after_prompt)
-        tokens, leaves = tokens.copy(), np.zeros(len(rows), np.bool_)
+        """Return the next token of each row, fed or sampled, and which rows leave, as their turns have ended."""
+        talks = [self.stays[stay] for stay in rows.tolist()]
+        those = [self.turn_rows[talk] for talk in talks]
+        after_prompt = np.array([len(row.ids) - row.num_prompt for row in those], np.int64)
+        tokens, log_probs, log_mass = self._sample(hidden, rows, after_prompt)
+        tokens, leaves = tokens.copy(), np.zeros(len(those), np.bool_)
         ended: list[EndedTurn] = []
         at_of: dict[int, int] = {}
-        for at, (row, length) in enumerate(zip(rows, stored.tolist(), strict=True)):
+        for at, (row, length) in enumerate(zip(those, stored.tolist(), strict=True)):
             if length < len(row.ids):  # a reply is fed; what was sampled here is thrown away
                 tokens[at] = row.ids[length]
                 continue
             token = int(tokens[at])
-            self.check_finite(float(log_probs[at]), len(row.ids) - row.num_prompt, int(self.prompt_of[stays[at]]))
+            self.check_finite(float(log_probs[at]), len(row.ids) - row.num_prompt, int(self.prompt_of[rows[at]]))
             row.version(len(row.ids), self.engine.version)
             row.sampled([token], [float(log_probs[at])], [] if log_mass is None else [float(log_mass[at])])
             turn = len(row.ids) - row.began
@@ -407,6 +380,7 @@ class _Turns(RaggedRun):
             if stopped or turn >= self.limits[talks[at]] or len(row.ids) >= row.most:
                 ended.append(EndedTurn(talks[at], row, stopped))
                 at_of[talks[at]] = at
+        self.out_rows.append(rows[:0])
         answers = self.partner.answer(ended) if ended else {}
         for turn in ended:
             if turn.place not in answers:
@@ -433,7 +407,7 @@ class _Turns(RaggedRun):
         self.count += 1
         return False
 
-    def _come_back(self) -> None:
+    def come_back(self) -> None:
         """Queue the conversations whose partner has answered; wait for one if there is nothing else to do."""
         if self.waiting:
             idle = not len(self.live) and self.next >= self.count
