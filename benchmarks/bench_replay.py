@@ -36,7 +36,7 @@ from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema  # noqa: E4
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY  # noqa: E402
 from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
 from rlhf_pipeline.data.trajectories import Text, Trajectories  # noqa: E402
-from rlhf_pipeline.interop.torchrl.forms import td_of  # noqa: E402
+from tests.rlhf_pipeline.forms import td_of  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
 BATCH = 64

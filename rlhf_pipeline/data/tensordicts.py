@@ -1,13 +1,8 @@
-"""TensorDicts of trajectories: lazy stacks to columns and back.
-
-A lazy stack has one TensorDict with ragged leaves per trajectory. `rlhf_pipeline.interop.torchrl.forms` reads and fills
-the other forms, padded, jagged or dense; it registers itself here when it is imported.
-"""
+"""TensorDicts of trajectories: lazy stacks, padded, jagged or dense, to columns; and columns to lazy stacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -17,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from rlhf_pipeline.data.keys import ATTENTION_MASK, Key
+from rlhf_pipeline.data.keys import ATTENTION_MASK, DONE, TOKENS, Key
 from rlhf_pipeline.data.padding import under_mask
 from rlhf_pipeline.data.trajectories import (
     NUMPY_DTYPES,
@@ -28,9 +23,10 @@ from rlhf_pipeline.data.trajectories import (
     merge_steps,
     ragged_tokens,
     segment_sum,
+    unwrap,
 )
 from rlhf_pipeline.data.upload import upload
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, IncompleteError
 
 T = TypeVar("T", bound=TensorDict)
 
@@ -38,43 +34,6 @@ _NO_BATCH = torch.Size([])
 
 ROWS: Key = ("", "rows")
 """Key of a column of whole TensorDicts, one per trajectory: the rows of a lazy stack that were not flattened."""
-
-
-# -- other forms, registered from above -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Forms:
-    """How TensorDicts are read and filled that are no lazy stack `[n]`.
-
-    Attributes:
-        columns: `[n]` to columns without padding.
-        rows: of any other batch size, to one dimension: `[n]`.
-        attach: returns a copy of a TensorDict `[n]` with columns set in its form.
-        like: `(td, batch)`: returns other trajectories in the form of a TensorDict `[n]`.
-    """
-
-    columns: Callable[[TensorDictBase], Trajectories]
-    rows: Callable[[TensorDictBase], TensorDictBase]
-    attach: Callable[[TensorDictBase, Mapping[Key, Flat]], TensorDictBase]
-    like: Callable[[TensorDictBase, Trajectories], TensorDictBase]
-
-
-_registered: list[Forms] = []
-
-
-def register_forms(forms: Forms) -> None:
-    """Accept other forms than lazy stacks wherever trajectories are accepted."""
-    _registered[:] = [forms]
-
-
-def _forms(td: TensorDictBase) -> Forms:
-    if not _registered:
-        raise DataError(
-            f"a {type(td).__name__} of batch size {tuple(td.batch_size)} is no lazy stack of trajectories: pass "
-            "tensordict.lazy_stack(rows), or import rlhf_pipeline.interop.torchrl.forms, which accepts other forms."
-        )
-    return _registered[0]
 
 
 def is_stack(td: object) -> bool:
@@ -95,7 +54,7 @@ def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
     """
     if td.batch_dims == 0:
         return lazy_stack([td])  # pyright: ignore[reportReturnType]
-    return td if td.batch_dims == 1 else _forms(td).rows(td)
+    return td if td.batch_dims == 1 else _flattened(td)
 
 
 def steps_of(td: TensorDictBase) -> Trajectories:
@@ -105,7 +64,7 @@ def steps_of(td: TensorDictBase) -> Trajectories:
         DataError: if the trajectories do not have the same keys, or a leaf's shapes do not match.
     """
     td = along_one_dimension(td)
-    columns = _from_rows(rows_of(td)) if is_stack(td) else _forms(td).columns(td)
+    columns = _from_rows(rows_of(td)) if is_stack(td) else _columns(td)
     for column in columns.values():
         # The store and the bookkeeping of groups and lengths are on the CPU.
         if isinstance(column, Flat) and column.values.is_cuda:
@@ -270,7 +229,7 @@ def attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
     """Return a shallow copy of `td` (`[n]`) with these columns set, each in the form of the batch."""
     if not columns:
         return td
-    return stack_with(rows_of(td), columns) if is_stack(td) else _forms(td).attach(td, columns)
+    return stack_with(rows_of(td), columns) if is_stack(td) else _attach(td, columns)
 
 
 def stack_with(rows: Sequence[TensorDictBase], columns: Mapping[Key, Flat]) -> TensorDictBase:
@@ -323,11 +282,6 @@ def put(td: TensorDictBase, filled: TensorDictBase) -> TensorDictBase:
     if filled is td or filled.batch_size != td.batch_size or is_stack(td) != is_stack(filled):
         return filled
     return td.update(filled)
-
-
-def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
-    """Return a TensorDict `[m]` of other trajectories in the form of `td`."""
-    return stack_of(batch) if is_stack(td) or td.batch_dims != 1 else _forms(td).like(td, batch)
 
 
 def stack_of(columns: Trajectories) -> TensorDictBase:
@@ -392,3 +346,151 @@ def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
         return batch if device.type == "cpu" else batch.to(device)
     there = iter(upload([leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor)], device))
     return batch.apply(lambda _: next(there), device=device)
+
+
+# -- padded, jagged and dense TensorDicts ---------------------------------------------------------------------
+
+
+def is_jagged(leaf: object) -> bool:
+    """Return whether `leaf` is a nested tensor of either layout; for most leaves without a dispatch."""
+    if not isinstance(leaf, Tensor):
+        return False
+    # Reading the attribute of a jagged tensor goes through two dispatchers; its own dict has the same answer.
+    return "_offsets" in leaf.__dict__ or leaf.is_nested
+
+
+def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
+    """Return values and lengths of a nested tensor of any layout, detached.
+
+    Args:
+        leaf: the nested tensor.
+        shared: lengths by the id of their offsets, so that leaves of one batch share them.
+    """
+    inner = leaf.__dict__
+    values, offsets = inner.get("_values"), inner.get("_offsets")
+    if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or inner.get("_lengths") is not None:
+        rows = list(leaf.detach().unbind())  # strided, or with gaps between the rows
+        return Flat(torch.cat(rows), torch.tensor([row.shape[0] for row in rows]))
+    lengths = None if shared is None else shared.get(id(offsets))
+    if lengths is None:
+        lengths = offsets.diff().to(torch.int64)
+        if shared is not None:
+            shared[id(offsets)] = lengths
+    return Flat(values.detach() if values.requires_grad else values, lengths)
+
+
+def _flattened(td: TensorDictBase) -> TensorDictBase:
+    """Return the trajectories, or steps, of a TensorDict of two or more dimensions along one dimension.
+
+    Raises:
+        IncompleteError: a row of steps ends within a trajectory.
+    """
+    flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
+    try:
+        tokens = flat.get(TOKENS, None)
+    except RuntimeError:  # ragged steps in a lazy stack of lazy stacks
+        tokens = None
+    if isinstance(tokens, Tensor) and tokens.ndim == 2:  # the second dimension is the token, not a step
+        return _token_level(flat, tokens)
+    rows = [list(row.unbind(0)) for row in flat.unbind(0)]
+    for i, row in enumerate(rows):
+        done = row[-1].get(DONE, None) if row else None
+        if done is not None and len(rows) > 1 and not bool(done.any()):
+            raise IncompleteError(
+                f"the last trajectory of row {i} of {len(rows)} is not complete: its last step has no {DONE!r}. Pass "
+                "whole trajectories, so that nothing is lost."
+            )
+    return lazy_stack([step for row in rows for step in row])  # pyright: ignore[reportReturnType]
+
+
+def _token_level(td: TensorDictBase, tokens: Tensor) -> TensorDictBase:
+    """View a `[n, T]` TensorDict whose second dimension is the token as a padded batch `[n]`."""
+    out = td.clone(recurse=False) if not isinstance(td, LazyStackedTensorDict) else td.contiguous()
+    for node in (out, *(leaf for leaf in out.values(True) if isinstance(leaf, TensorDictBase))):
+        node.batch_size = node.batch_size[:1]  # pyright: ignore[reportAttributeAccessIssue]  # it has a setter
+    mask = out.get(ATTENTION_MASK, None)
+    last = torch.full((out.shape[0],), tokens.shape[1] - 1) if mask is None else mask.long().sum(1) - 1
+    for key, leaf in list(out.items(True, True)):
+        if key in RAGGED_KEYS or not isinstance(leaf, Tensor) or leaf.ndim < 2:
+            continue
+        if leaf.shape[1] == tokens.shape[1]:
+            out.set(key, leaf[torch.arange(leaf.shape[0]), last.clamp_min(0)])
+    return out
+
+
+def _columns(td: TensorDictBase) -> Trajectories:
+    out = Trajectories(td.shape[0])
+    _collect(td, (), out, {})
+    mask = out.get(ATTENTION_MASK)
+    if isinstance(mask, Flat) and mask.lengths is None:
+        del out[ATTENTION_MASK]
+        _unpad(out, mask.values.to(torch.bool))
+    return out
+
+
+def _collect(td: Any, prefix: tuple[str, ...], out: Trajectories, shared: dict[int, Tensor]) -> None:
+    for name, leaf in entries_of(td).items():
+        key: Key = (*prefix, name) if prefix else name
+        if isinstance(leaf, Tensor):
+            out[key] = unjagged(leaf, shared) if is_jagged(leaf) else Flat(leaf)
+        elif isinstance(leaf, NonTensorStack):
+            out[key] = Text(list(leaf.tensordicts))
+        elif isinstance(leaf, NonTensorData) or not is_tensor_collection(leaf):
+            # One list with an item per row is also a column, far cheaper to build than a stack of wrapped strings.
+            plain = unwrap(leaf)
+            out[key] = Text(list(plain) if isinstance(plain, list) and len(plain) == out.n else [plain] * out.n)
+        elif isinstance(leaf, LazyStackedTensorDict):
+            for inner, column in steps_of(leaf).items():
+                out[(*prefix, name, *(inner if isinstance(inner, tuple) else (inner,)))] = column
+        else:
+            _collect(leaf, (*prefix, name), out, shared)
+
+
+def _unpad(columns: Trajectories, keep: Tensor) -> None:
+    lengths, width = keep.sum(1), keep.shape[1]
+    for key, column in columns.items():
+        if not isinstance(column, Flat) or column.lengths is not None or column.values.ndim < 2:
+            continue
+        if column.values.shape[1] == width and (key in RAGGED_KEYS or width > 1):
+            columns[key] = Flat(column.values[keep], lengths)
+
+
+def jagged(flat: Flat, offsets: Tensor | None = None) -> Tensor:
+    """Return a `torch.jagged` nested tensor over the values of a ragged column."""
+    if offsets is None:
+        assert flat.lengths is not None
+        offsets = torch.cat([flat.lengths.new_zeros(1), flat.lengths.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(flat.values, offsets)
+
+
+def _dense(column: Flat) -> Tensor | None:
+    """Return rows of equal length as one tensor `[n, T, ...]`; None if lengths differ."""
+    lengths = column.lengths
+    if lengths is None or column.shapes is not None or not lengths.numel() or not bool((lengths == lengths[0]).all()):
+        return None
+    return column.values.reshape(lengths.numel(), int(lengths[0]), *column.values.shape[1:])
+
+
+def _has_jagged(td: TensorDictBase) -> bool:
+    return any(is_jagged(leaf) for leaf in td.values(True, True))
+
+
+def _attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
+    """Return a shallow copy of `td` (`[n]`) with these columns set, each in the form of the batch."""
+    mask = td.get(ATTENTION_MASK, None)
+    padded = mask.to(torch.bool) if isinstance(mask, Tensor) and not is_jagged(mask) else None
+    lengths = None if padded is None else padded.sum(1)
+    dense = padded is None and not _has_jagged(td)
+    leaves: dict[Key, Tensor] = {}
+    for key, column in columns.items():
+        if column.lengths is None:
+            leaves[key] = column.values
+        elif column.shapes is not None:
+            raise DataError(f"rows of {key!r} differ in more than their length; pass a lazy stack")
+        elif padded is not None and lengths is not None and torch.equal(lengths.cpu(), column.lengths):
+            leaves[key] = under_mask(padded, column.values)
+        else:
+            leaf = _dense(column) if dense else None
+            leaves[key] = jagged(column) if leaf is None else leaf
+    device = td.device
+    return with_leaves(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})

@@ -40,7 +40,6 @@ from rlhf_pipeline.data.tensordicts import (
     along_one_dimension,
     attach,
     holds,
-    in_form_of,
     is_stack,
     some_steps_of,
     stack_of,
@@ -293,7 +292,7 @@ class MCAdvantage(Transform):
         rows = done.source.get(ROWS)
         if isinstance(rows, Text) and (is_stack(tensordict) or tensordict.batch_dims != 1):
             return stack_with(rows.items, done.columns)
-        return in_form_of(tensordict, done.batch)
+        return stack_of(done.batch)
 
     def _taken(self, batch: Trajectories | None, method: str) -> _Finished | None:
         """Take trajectories into their groups, and return those to write."""

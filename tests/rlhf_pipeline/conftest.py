@@ -9,7 +9,6 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
-import rlhf_pipeline.interop.torchrl.forms  # noqa: F401  # tests of the core use every form
 from rlhf_pipeline.data import keys
 
 

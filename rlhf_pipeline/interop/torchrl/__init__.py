@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from rlhf_pipeline.interop.torchrl import forms as forms
 from rlhf_pipeline.interop.torchrl.chat_environment import ChatEnvironment
 from rlhf_pipeline.interop.torchrl.chat_trajectories import ChatTrajectories
 from rlhf_pipeline.interop.torchrl.kl_transforms import ActorKLRewardTransform
