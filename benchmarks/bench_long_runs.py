@@ -134,9 +134,6 @@ def prolonged(source: Path, folder: Path, steps: int) -> Path:
             values |= {"ids": ids[step - 1].tolist(), "numbers": [GROUP * step - 2, GROUP * step - 1]}
             lines.write(_filled(one, values))
             records.write(_filled(other, values))
-    for file in (run.metrics_file, run.ledger_file):
-        file.with_suffix(".index").unlink()
-        StepRows(file).mend()
     _prolong_checkpoint(run, steps)
     if run.is_of_several:
         _prolong_rollouts(run, steps)

@@ -530,7 +530,7 @@ class View:
         age = self.run.config.pipeline.get("buffer", {}).get("max_staleness")
         place = None if replay or version is None else ledger.place_of(version + 1)
         last = len(ledger) if place is None or age is None else min(place + age + 2, len(ledger))
-        begin, end = ledger.entry(place or 0).start, ledger.entry(last - 1).end
+        begin, end = (ledger.start_of(ledger[0]["step"] + at) for at in (place or 0, last))
         with self.run.ledger_file.open("rb") as file:
             file.seek(begin)
             data = file.read(min(end - begin, _MOST_LEDGER_BYTES))

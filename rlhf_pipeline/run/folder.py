@@ -3,8 +3,8 @@
     config.json                  what the run was started with
     definition/, inputs/         copies of the definition's source and of the prompts, see `run.inputs`
     store/                       trajectories
-    ledger.jsonl, ledger.index   which trajectories entered which optimizer step
-    metrics.jsonl, .index        one line per step
+    ledger.jsonl                 which trajectories entered which optimizer step
+    metrics.jsonl                one line per step
     checkpoints/                 sealed folders, see `run.checkpoint`
     log.txt, logs/               the log of the package; the files of `learn.logger`
     report.html                  for people to read
@@ -377,7 +377,6 @@ class RunFolder:
         tidy(self.path)
         for file in (self.metrics_file, self.ledger_file, self.choice_table, self.recorded_ledger):
             file.unlink(missing_ok=True)
-            file.with_suffix(".index").unlink(missing_ok=True)
         self.config_file.unlink()  # last: after a kill before this, `clear` can be called again
 
     # Checks
@@ -522,6 +521,8 @@ class RunFolder:
                 yield f"{rows.path.name} ends with step {rows.last_step}, and there is a checkpoint of step {newest}"
             elif len(rows) != rows.last_step:
                 yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
+            elif rows.is_moved:
+                yield f"the last line of {rows.path.name} is not as it was written, or not where"
         if taken and not saved:
             yield f"there is no checkpoint, and {taken} steps were taken"
         if taken or newest or (saved and self.config.begun_from is None):  # a branch has a checkpoint before a store

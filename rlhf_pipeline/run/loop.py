@@ -169,7 +169,6 @@ class Loop:
         self._saved = self.progress.step
         if not is_url(self.folder.address):  # an object is checked as it is read
             self.folder.ledger.recheck()
-            self.metrics.recheck(lines=False)  # its figures teach nothing
         check_repeated(self.folder, self.learner.buffer.store, self.progress.step)
 
     def run(self) -> Reason:

@@ -1,10 +1,9 @@
-"""JSON lines on disk: whole lines, appended in one write; and one line per optimizer step with an index beside it.
+"""JSON lines on disk: whole lines, appended in one write; and one line per optimizer step.
 
-`metrics.jsonl` and `ledger.jsonl` are plain JSON lines in the order of the steps. Each has an index of 24 bytes a row
-(step, start, length, CRC32C of the line, CRC32C of these): the number of rows, any row and the last one are found in
-constant time, and a line that was cut, changed or removed is detected. The index is written after the line; rows that
-it lacks are found by reading the lines after its last one, so no reader loads more than it needs. A damaged entry
-disables the index, but loses no row. Imports no torch.
+The steps of `metrics.jsonl` and `ledger.jsonl` follow one another, so a step's line is found by bisecting the bytes of
+the file, and the last one at its end. Each line ends with a CRC32C of its place in the file and of the rest of it: a
+line that was cut or changed is detected when it is read, and lines that were removed or moved at the last line.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,44 +12,21 @@ import errno
 import json
 import math
 import os
-import struct
-from bisect import bisect_left
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, overload
+from typing import Any, BinaryIO, Final, overload
 
 import google_crc32c
 
-from rlhf_pipeline.errors import DataError, typed
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.files import sync_path
 
 Row = dict[str, Any]
 
-_FIELDS: Final = struct.Struct("<IqII")
-_ENTRY: Final = struct.Struct("<IqIII")
-"""The fields, and their CRC32C."""
-_CHUNK: Final = 1 << 20
-
-
-class RowEntry(NamedTuple):
-    """The index entry of one row."""
-
-    step: int
-    start: int
-    """Of its line, in bytes from the start of the file."""
-    length: int
-    """Of its line, including the newline."""
-    checksum: int
-    """CRC32C of its line."""
-
-    @property
-    def end(self) -> int:
-        """Where the next line starts."""
-        return self.start + self.length
-
-
-_BEFORE_ALL: Final = RowEntry(step=0, start=0, length=0, checksum=0)
-"""Stands for the last row of a file without rows."""
+_STEP: Final = re.compile(rb'\{"step": ?(\d+)[,}]')
+_SEAL: Final = re.compile(rb',"crc32c":(\d+)\}\n\Z')
+_CHUNK: Final = 1 << 13
 
 
 class StepRows(Sequence[Row]):
@@ -75,58 +51,32 @@ class StepRows(Sequence[Row]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.index_path = path.with_suffix(".index")
-        self._num_indexed = 0
-        self._later: list[RowEntry] = []
-        """Rows that the index lacks."""
-        self._torn = 0
-        self.num_passed_over = 0
-        """Entries of the index whose lines are gone or changed, at the end of the file."""
-        self._last = _BEFORE_ALL
-        """The entry of the last row."""
-        self._mended = False
+        self._first = self.last_step = self._last_start = self._end = 0
+        """The first step; the last one, 0 if there are no rows; where its line starts, and ends."""
+        self.is_torn = False
+        """Whether a kill cut the last line short; it is not among the rows."""
+        self.is_moved = False
+        """Whether the last line is not as it was written, or not where: the file was edited or damaged."""
         self.refresh()
 
     def refresh(self) -> int:
         """Read what is on disk now, and return the number of rows.
 
         Raises:
-            DataError: a line that the index lacks is not a row.
+            DataError: the first line or the last one is not a row.
         """
-        self._last, self._mended = _BEFORE_ALL, False
-        if not self.path.exists() and not self.index_path.exists():
-            self._num_indexed, self._later, self._torn, self.num_passed_over = 0, [], 0, 0
-            return 0
-        size = _size(self.path)
-        written = _size(self.index_path) // _ENTRY.size
-        known, gone = written, 0
-        while known:
-            entry = self._indexed(known - 1)
-            if entry is not None and self._holds(entry, size):
-                self._last = entry
-                break
-            known -= 1
-            gone += entry is not None
-        begin, later = self._last.end, self._later
-        if not (known == self._num_indexed and later and later[-1].end == size and later[0].start == begin):
-            self._num_indexed, self.num_passed_over = known, gone
-            self._later = list(self._scan(begin))
-        self._last = self._later[-1] if self._later else self._last
-        self._torn = size - self._last.end
+        with _opened(self.path) as file:
+            first, size = file.readline(), file.seek(0, os.SEEK_END)
+            self._end, line = _last_line(file, size)
+            self._last_start = self._end - len(line)
+            self._first, self.last_step, self.is_torn, self.is_moved = 0, 0, size > self._end, False
+            if line:
+                self._first, self.last_step = self._row(first, 0)["step"], self._row(line)["step"]
+                self.is_moved = not _holds(line, self._last_start)
         return len(self)
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether a kill cut the last line short; it is not among the rows."""
-        return self._torn > 0
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last row; 0 if there are no rows."""
-        return self._last.step
-
     def __len__(self) -> int:
-        return self._num_indexed + len(self._later)
+        return self.last_step - self._first + 1 if self._end else 0
 
     @overload
     def __getitem__(self, place: int) -> Row: ...
@@ -136,25 +86,19 @@ class StepRows(Sequence[Row]):
 
     def __getitem__(self, place: int | slice) -> Row | list[Row]:
         if isinstance(place, slice):
-            return [self[at] for at in range(*place.indices(len(self)))]
+            chosen = range(*place.indices(len(self)))
+            if chosen.step == 1 and chosen:
+                return [self._row(line) for line in self._lines(self._first + chosen[0], chosen[-1] + 1)]
+            return [self[at] for at in chosen]
         at = place + len(self) if place < 0 else place
         if not 0 <= at < len(self):
             raise IndexError(place)
-        entry = self.entry(at)
-        line = _read(self.path, entry.start, entry.length)
-        if google_crc32c.value(line) != entry.checksum:
-            raise DataError(f"{self.path}: line {at + 1} is not as it was written. {_RESTORE}")
-        return self._row(line, at)
+        return self._row(next(self._lines(self._first + at, at + 1)))
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, oldest first, with one in memory at a time."""
-        last = self._last.end
-        with _opened(self.path) as file:
-            at, place = 0, 0
-            while at < last and (line := file.readline()):
-                at += len(line)
-                yield self._row(line, place)
-                place += 1
+        for place, line in enumerate(self._lines(self._first, len(self), check=False)):
+            yield self._row(line, place)
 
     def of_step(self, step: int) -> Row | None:
         """Return the row of a step, or None."""
@@ -174,8 +118,7 @@ class StepRows(Sequence[Row]):
 
     def place_of(self, step: int) -> int | None:
         """Return the place of a step's row, or None."""
-        place = self._first_from(step)
-        return place if place < len(self) and self.entry(place).step == step else None
+        return step - self._first if self._end and self._first <= step <= self.last_step else None
 
     def spread(self, most: int) -> list[Row]:
         """Return at most this many rows, spread evenly, including the first and the last."""
@@ -183,164 +126,123 @@ class StepRows(Sequence[Row]):
             return list(self)
         return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
 
-    def entry(self, place: int) -> RowEntry:
-        """Return the entry of the row at a place, from 0.
-
-        Raises:
-            DataError: another process has removed the row.
-        """
-        found = self._indexed(place) if place < self._num_indexed else None
-        if found is None and place < self._num_indexed:
-            self._num_indexed, self._mended = 0, False  # an index with a damaged entry is not trusted
-            self._later = list(self._scan(0))
-            self._last = self._later[-1] if self._later else _BEFORE_ALL
-        if found is None:
-            if place - self._num_indexed >= len(self._later):
-                raise DataError(f"another process has removed line {place + 1} of {self.path}. Read it again.")
-            found = self._later[place - self._num_indexed]
+    def start_of(self, step: int) -> int:
+        """Return where the first line of this step or of a later one starts, in bytes."""
+        if not self._end or step > self.last_step:
+            return self._end
+        if step == self.last_step:
+            return self._last_start
+        low, before, bound, after, found, halves = 0, self._first, self._end, self.last_step, self._end, False
+        with _opened(self.path) as file:
+            while low < bound:  # the line starts at `found`, or in low..bound, and `low` is where a line starts
+                share = 0.5 if halves else min((step - before) / max(after - before, 1), 1.0)
+                middle, halves = low + int((bound - low) * share), not halves  # lines are of about one length
+                file.seek(max(middle - 1, 0))
+                start = middle + len(file.readline()) - 1 if middle else 0
+                line = file.readline() if start < found else b""
+                at = _step_of(line) if line else after
+                if line and at < step:
+                    low, before = start + len(line), at + 1
+                else:
+                    bound, after, found = middle, at, min(start, found)
         return found
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems: every line is read and compared with the index."""
-        self.refresh()  # an earlier read may have found the index damaged, and used the lines since
-        if self.num_passed_over:
-            yield (
-                f"{self.num_passed_over} lines are not as they were written, from line {self._num_indexed + 1} on: "
-                "they were cut, changed or taken out"
-            )
-        with _opened(self.path) as file, _opened(self.index_path) as index:
+        """Yield the problems: every line is read and compared with its checksum."""
+        self.refresh()
+        start, sealed = 0, False
+        with _opened(self.path) as file:
             for place in range(len(self)):
-                indexed = place < self._num_indexed
-                entry = _entry(index.read(_ENTRY.size)) if indexed else self._later[place - self._num_indexed]
-                if entry is None:
-                    yield (
-                        f"entry {place + 1} of {self.index_path.name} is damaged. Remove it, and it is made again from "
-                        f"the lines: rm {typed(self.index_path)}"
-                    )
+                line = file.readline()
+                sealed |= _SEAL.search(line) is not None
+                if not _holds(line, start, sealed=sealed):
+                    yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
                     return
-                if entry.step != place + 1:
+                if _step_of(line) != place + 1:
                     yield (
-                        f"line {place + 1} is step {entry.step}, expected step {place + 1}: lines are missing, "
+                        f"line {place + 1} is step {_step_of(line)}, expected step {place + 1}: lines are missing, "
                         "repeated or moved"
                     )
                     return
-                line = file.readline()
-                if len(line) != entry.length or google_crc32c.value(line) != entry.checksum:
-                    yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
-                    return
+                start += len(line)
 
-    def recheck(self, *, lines: bool = True) -> None:
-        """Compare the newest rows with their checksums; an index with a damaged entry is written again from the lines.
-
-        Only the writing process may call this. It looks at a bounded number of rows; `problems` looks at all.
-
-        Args:
-            lines: whether the lines are compared, too, and not only the entries of the index.
+    def recheck(self) -> None:
+        """Compare the newest rows with their checksums; `problems` looks at all.
 
         Raises:
             DataError: a line has changed since it was written.
         """
-        places, indexed = range(max(len(self) - _LOOK_BACK, 0), len(self)), self._num_indexed
-        for place in places:
-            self.entry(place)
-        if self._num_indexed < indexed:
-            self.mend()
-        for place in places if lines else ():
-            self[place]
+        for _ in self._lines(max(self.last_step - _LOOK_BACK + 1, self._first), len(self)):
+            pass
 
     def mend(self) -> None:
-        """Cut off what a kill or a power loss left at the end, and complete the index.
+        """Cut off what a kill or a power loss left at the end.
 
         Raises:
-            DataError: whole lines follow one that has changed: the file was edited or damaged.
+            DataError: the last line is not as it was written: the file was edited or damaged.
         """
-        if self._mended:
-            return
-        if self.num_passed_over and self._later:
-            raise DataError(f"{self.path}: line {self._num_indexed + 1} is not as it was written. {_RESTORE}")
-        if (self._torn or self.num_passed_over) and self.path.exists():  # a power loss may take the whole file
-            os.truncate(self.path, self._last.end)
-        if _size(self.index_path) != self._num_indexed * _ENTRY.size:
-            os.truncate(self.index_path, self._num_indexed * _ENTRY.size)
-        if self._later:
-            append_line(self.index_path, b"".join(_packed(entry) for entry in self._later))
-        self._num_indexed, self._later = len(self), []
-        self._torn = self.num_passed_over = 0
-        self._mended = True
+        if self.is_moved:
+            raise DataError(f"{self.path}: its last line is not as it was written. {_RESTORE}")
+        if self.is_torn:
+            os.truncate(self.path, self._end)
+            self.is_torn = False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the row of the next step: its line, then its entry in the index.
+        """Write the row of the next step.
 
         Raises:
             OSError: the disk is full; the file is unchanged.
         """
+        self._append(row)
+
+    def _append(self, row: Mapping[str, Any]) -> bytes:
         self.mend()
-        self._mended = False  # until both are written
-        line, start = line_of(row), self._last.end
+        step = row["step"]
+        if self._end and step != self.last_step + 1:
+            raise DataError(f"{self.path}: step {step} does not follow step {self.last_step}.")
+        content = line_of({"step": step, **row})[:-2]
+        line = b'%b,"crc32c":%d}\n' % (content, _checksum(content, self._end))
         append_line(self.path, line)
-        added = RowEntry(row["step"], start, len(line), google_crc32c.value(line))
-        try:
-            append_line(self.index_path, _packed(added))
-        except OSError:
-            os.truncate(self.path, start)  # else the next row would follow a line that the writer does not know of
-            raise
-        self._num_indexed, self._last, self._mended = self._num_indexed + 1, added, True
+        self._first, self.last_step = self._first if self._end else step, step
+        self._last_start, self._end = self._end, self._end + len(line)
+        return line
 
     def drop_from(self, step: int) -> None:
         """Remove the rows of a step and of all later ones."""
         self.mend()
-        place = self._first_from(step)
-        if place == len(self):
-            return
-        start, last = self.entry(place).start, self.entry(place - 1) if place else _BEFORE_ALL
-        self.mend()  # in case the index was found to be damaged on the way
-        os.truncate(self.path, start)
-        os.truncate(self.index_path, place * _ENTRY.size)
-        self._num_indexed, self._last = place, last
+        if self._end and step <= self.last_step:
+            os.truncate(self.path, self.start_of(step))
+            self.refresh()
 
     def sync(self) -> None:
         """Sync all rows to the disk, so that they survive a power loss."""
         sync_path(self.path)
-        sync_path(self.index_path)
 
-    def _first_from(self, step: int) -> int:
-        """Return the place of the first row of this step or a later one."""
-        if not len(self) or step > self.last_step:
-            return len(self)
-        likely = min(max(step - 1, 0), len(self) - 1)
-        if self.entry(likely).step == step:
-            return likely  # rows usually begin with step 1 and have no gaps
-        return bisect_left(range(len(self)), step, key=lambda place: self.entry(place).step)
-
-    def _indexed(self, place: int) -> RowEntry | None:
-        """Return an entry of the index, or None if it is damaged."""
-        return _entry(_read(self.index_path, place * _ENTRY.size, _ENTRY.size))
-
-    def _holds(self, entry: RowEntry, size: int) -> bool:
-        """Return whether the file has the line of an entry."""
-        if not 0 <= entry.start < entry.end <= size:
-            return False
-        return google_crc32c.value(_read(self.path, entry.start, entry.length)) == entry.checksum
-
-    def _scan(self, start: int) -> Iterator[RowEntry]:
-        """Yield entries of the whole lines from a place in the file on."""
-        if not self.path.exists():
-            return
-        place = self._num_indexed
-        with self.path.open("rb") as file:
+    def _lines(self, step: int, until: int, *, check: bool = True) -> Iterator[bytes]:
+        """Yield the lines from a step on, up to a place."""
+        start = self.start_of(step) if step > self._first else 0
+        with _opened(self.path) as file:
             file.seek(start)
-            while (line := file.readline()).endswith(b"\n"):
-                yield RowEntry(self._row(line, place)["step"], start, len(line), google_crc32c.value(line))
-                start, place = start + len(line), place + 1
+            for place in range(step - self._first, until):
+                line = file.readline()
+                if check and not (line and _step_of(line) == place + self._first and _holds(line, start)):
+                    raise DataError(f"{self.path}: line {place + 1} is not as it was written. {_RESTORE}")
+                if not line:
+                    return
+                yield line
+                start += len(line)
 
-    def _row(self, line: bytes, place: int) -> Row:
+    def _row(self, line: bytes, place: int | None = None) -> Row:
+        wrong = "this line has no whole number 'step'"
         try:
             row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                row.pop("crc32c", None)
+                return row
         except ValueError as error:
-            raise DataError(f"{self.path}:{place + 1}: this line is not JSON ({error}). {_RESTORE}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{self.path}:{place + 1}: this line has no whole number 'step'. {_RESTORE}")
-        return row
+            wrong = f"this line is not JSON ({error})"
+        number = self.path.read_bytes().count(b"\n", 0, self._end) if place is None else place + 1
+        raise DataError(f"{self.path}:{number}: {wrong}. {_RESTORE}")
 
 
 class NewRows:
@@ -354,31 +256,37 @@ class NewRows:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
     >>> rows, new = StepRows(path), NewRows(path)
-    >>> rows.append({"step": 1})
-    >>> new.read(), new.read()
-    ([{'step': 1}], [])
+    >>> rows.append({"step": 1}), new.read(), new.read()
+    (None, [{'step': 1}], [])
     """
 
     def __init__(self, rows: StepRows | Path) -> None:
         self.rows = StepRows(rows) if isinstance(rows, Path) else rows
-        self._num = len(self.rows)
-        self._checksums = [
-            self.rows.entry(place).checksum for place in range(max(self._num - _LOOK_BACK, 0), self._num)
-        ]
+        self._seen: dict[int, int] = {}
+        """Checksums of the newest lines that were returned, by step."""
+        self._last = 0
+        for _ in self._take(max(self.rows.last_step - _LOOK_BACK + 1, 1)):
+            pass
 
     def read(self) -> list[Row]:
         """Return the rows that have not been returned yet, oldest first."""
-        total = self.rows.refresh()
-        kept = min(self._num, total)
-        del self._checksums[len(self._checksums) - (self._num - kept) :]
-        while kept and self._checksums and self.rows.entry(kept - 1).checksum != self._checksums[-1]:
+        self.rows.refresh()
+        kept = min(self._last, self.rows.last_step)
+        while kept in self._seen and self._checksum(kept) != self._seen[kept]:
             kept -= 1
-            self._checksums.pop()
-        found = self.rows[kept:]
-        self._checksums += [self.rows.entry(place).checksum for place in range(kept, total)]
-        del self._checksums[:-_LOOK_BACK]
-        self._num = total
-        return found
+        return [self.rows._row(line) for line in self._take(kept + 1)]
+
+    def _take(self, step: int) -> Iterator[bytes]:
+        last = self.rows.last_step
+        for at, line in enumerate(self.rows._lines(step, len(self.rows)) if step <= last else (), step):
+            self._seen[at] = google_crc32c.value(line)
+            yield line
+        self._last = last
+        for old in [old for old in self._seen if not last - _LOOK_BACK < old <= last]:
+            del self._seen[old]
+
+    def _checksum(self, step: int) -> int:
+        return google_crc32c.value(next(self.rows._lines(step, step - self.rows._first + 1)))
 
 
 _LOOK_BACK: Final = 4096
@@ -388,33 +296,40 @@ resume compares with their checksums."""
 _RESTORE: Final = "The file was edited or damaged: restore it from a copy, or start a new run with --out OTHER_FOLDER."
 
 
-def _packed(entry: RowEntry) -> bytes:
-    return _ENTRY.pack(*entry, google_crc32c.value(_FIELDS.pack(*entry)))
+def _checksum(content: bytes, start: int) -> int:
+    return google_crc32c.extend(google_crc32c.value(start.to_bytes(8, "little")), content)
 
 
-def _entry(content: bytes) -> RowEntry | None:
-    """Return the entry that `_packed` packed, or None if it is damaged."""
-    if len(content) < _ENTRY.size:
-        return None
-    entry = RowEntry(*_FIELDS.unpack_from(content))
-    return entry if content == _packed(entry) else None
+def _holds(line: bytes, start: int, *, sealed: bool = False) -> bool:
+    """Return whether a line is as it was written, and where; one that something else wrote has no checksum."""
+    seal = _SEAL.search(line)
+    return not sealed if seal is None else int(seal[1]) == _checksum(line[: seal.start()], start)
+
+
+def _step_of(line: bytes) -> int:
+    found = _STEP.match(line)
+    if found is not None:
+        return int(found[1])
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def _last_line(file: BinaryIO, size: int) -> tuple[int, bytes]:
+    """Return the last whole line of a file, and where it ends."""
+    start, tail = size, b""
+    while start and tail.count(b"\n") < 2:
+        start, length = max(start - max(_CHUNK, len(tail)), 0), start
+        file.seek(start)
+        tail = file.read(length - start) + tail
+    whole = tail[: tail.rfind(b"\n") + 1]
+    return start + len(whole), whole[whole.rfind(b"\n", 0, -1) + 1 :]
 
 
 def _opened(path: Path) -> BinaryIO:
     """Open a file for reading; a missing one reads as empty."""
     return path.open("rb") if path.exists() else open(os.devnull, "rb")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _read(path: Path, start: int, length: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), length, start)
 
 
 def _plain(value: object) -> object:

@@ -18,7 +18,7 @@ import google_crc32c
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.remote.leases import replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
-from rlhf_pipeline.run.rows import StepRows, append_line, line_of
+from rlhf_pipeline.run.rows import StepRows, append_line
 from trajectory_store.objects.remote import ObstoreBucket
 
 BLOCK: Final = 256
@@ -165,8 +165,7 @@ class SharedRows(StepRows):
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add the row of the next step."""
-        super().append(row)
-        self._log.add(Part(lines=line_of(row), cut=None))
+        self._log.add(Part(lines=self._append(row), cut=None))
 
     def drop_from(self, step: int) -> None:
         """Remove the rows of a step and of all later ones."""
@@ -192,7 +191,6 @@ class SharedRows(StepRows):
         if any(lines):
             append_line(self.path, b"".join(lines))
             super().refresh()
-            self.mend()
 
 
 _RESTORE: Final = "Restore the run from a copy, or start a new one with --out OTHER_PLACE."

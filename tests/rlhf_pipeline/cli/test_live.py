@@ -49,7 +49,7 @@ def make(tmp_path: Path) -> Path:
     """Write the run."""
     run = write_run(tmp_path / "demo", failed=2)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for name in ("metrics.jsonl", "metrics.index"):
+    for name in ("metrics.jsonl",):
         (run / name).unlink(missing_ok=True)
     for line in lines:
         StepRows(run / "metrics.jsonl").append({**line, "time": NOW - 300 + 10 * line["step"]})
@@ -100,7 +100,7 @@ def test_colours_are_left_out_where_they_are_not_wanted(live_run: Path):
 def test_a_run_without_anything_is_drawn(live_run: Path):
     """A run that has just begun has a frame, too, and one that cannot be read keeps the last frame."""
     (live_run / "store").rename(live_run / "gone")
-    for name in ("metrics.jsonl", "metrics.index", "ledger.jsonl", "ledger.index"):
+    for name in ("metrics.jsonl", "ledger.jsonl"):
         (live_run / name).unlink(missing_ok=True)
     assert drawn(live_run, 80, 24).splitlines()[0].split() == ["demo", "step", "0/300", "reward", "-", "0", "stored"]
 

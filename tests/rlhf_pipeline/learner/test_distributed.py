@@ -71,7 +71,7 @@ def launch(
     done = [ended(child, output, 500) for child, output in zip(children, outputs, strict=True)]
     texts = [one.out for one in done]
     assert [one.code for one in done] == [0] * processes, "\n".join(texts)
-    for name in ("ledger.jsonl", "ledger.index"):
+    for name in ("ledger.jsonl",):
         store.with_name(name).unlink(missing_ok=True)
     said = [json.loads(text.strip().splitlines()[-1]) for text in texts]
     for reads in zip(*(one["reads"] for one in said), strict=True):

@@ -42,7 +42,7 @@ def says(run: Path, name: str, state: str, age: float, **fields: Any) -> None:
 def timed(run: Path, seconds: float, **figures: Any) -> None:
     """Give the rows of a run's steps times, the newest at NOW."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for name in ("metrics.jsonl", "metrics.index"):
+    for name in ("metrics.jsonl",):
         (run / name).unlink(missing_ok=True)
     for line in lines:
         StepRows(run / "metrics.jsonl").append({**line, "time": NOW - seconds * (len(lines) - line["step"]), **figures})
@@ -133,7 +133,6 @@ def test_a_finished_run_of_a_hundred_thousand_steps(tmp_path: Path):
     with TrajectoryStore.create(run / "store", Schema([Column("task_reward", "float32")])) as store:
         store.append({"task_reward": np.ones(400_000, np.float32)})
     row = {"loss": 0.1, "task_reward": 0.5, "grad_norm": 1.0, "ess": 0.9, "num_failed": 0}
-    (run / "metrics.index").unlink()
     (run / "metrics.jsonl").write_text(
         "".join(f"{json.dumps({'step': n, 'time': NOW - 100_000 + n, **row})}\n" for n in range(1, 100_000))
     )

@@ -27,6 +27,7 @@ def steps(rows: StepRows) -> list[int]:
 def test_rows_by_place_and_by_step(written):
     """The file is plain JSON lines; any row is found by its place or its step, from either end."""
     lines = [json.loads(line) for line in written.path.read_text().splitlines()]
+    assert all(line.pop("crc32c") for line in lines)
     again = StepRows(written.path)
     assert list(again) == lines
     assert (len(again), again[0], again[-1], again[1:3]) == (5, lines[0], lines[4], lines[1:3])
@@ -38,26 +39,25 @@ def test_rows_by_place_and_by_step(written):
 
 
 def test_rows_that_do_not_begin_with_step_one(tmp_path):
-    """A file that was begun later, or has gaps, is still searched by step."""
+    """A file that was begun later is searched by step, and a step that does not follow the last one is refused."""
     rows = StepRows(tmp_path / "ledger.jsonl")
-    for step in (4, 5, 9):
+    for step in (4, 5, 6):
         rows.append({"step": step})
-    found = [rows.of_step(step) for step in (1, 3, 4, 5, 6, 9, 10)]
-    assert found == [None, None, {"step": 4}, {"step": 5}, None, {"step": 9}, None]
+    found = [rows.of_step(step) for step in (1, 3, 4, 5, 6, 7)]
+    assert found == [None, None, {"step": 4}, {"step": 5}, {"step": 6}, None]
+    with pytest.raises(DataError, match="step 9 does not follow step 6"):
+        rows.append({"step": 9})
 
 
-def test_without_an_index_the_lines_are_read(written):
-    """A file that something else wrote, or whose index is gone or short, has the same rows; writing completes it."""
-    written.index_path.unlink()
+def test_lines_that_something_else_wrote(written):
+    """A line without a checksum is a row; writing goes on behind it."""
     with written.path.open("ab") as file:
         file.write(b'{"step": 6}\n')
     again = StepRows(written.path)
     assert steps(again) == [1, 2, 3, 4, 5, 6]
     again.append({"step": 7})
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
-    assert again.index_path.stat().st_size == 7 * 24
-    os.truncate(again.index_path, 3 * 24 + 5)  # a kill in the middle of an entry
-    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(again.problems()) == ["line 6 is not as it was written: it was cut, changed or moved"]
 
 
 def test_a_torn_tail_is_taken_off_before_the_next_row(written):
@@ -70,15 +70,15 @@ def test_a_torn_tail_is_taken_off_before_the_next_row(written):
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_index_that_cannot_grow_takes_the_line_back(tmp_path):
-    """The disk is full between a line and its entry: the same step goes in later, once."""
+def test_a_disk_that_is_full_takes_no_part_of_a_line(tmp_path):
+    """The same step goes in later, once."""
     rows = StepRows(tmp_path / "ledger.jsonl")
     for step in range(1, 9):
         rows.append({"step": step})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.index_path.stat().st_size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.path.stat().st_size + 9, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="no space left"):
             rows.append({"step": 9})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -90,23 +90,15 @@ def test_an_index_that_cannot_grow_takes_the_line_back(tmp_path):
         assert list(seen.problems()) == []
 
 
-def test_a_power_loss_that_takes_lines_and_leaves_their_index(written):
-    """Entries whose lines are gone, or are zeros, do not count; the next row follows the last whole line."""
-    os.truncate(written.path, written.entry(3).start)
-    os.truncate(written.path, written.entry(4).end)  # the length is there, the bytes are zeros
+def test_a_power_loss_that_takes_lines_and_leaves_their_length(written):
+    """Zeros are no row; the next row follows the last whole line."""
+    size = written.path.stat().st_size
+    os.truncate(written.path, written.start_of(4))
+    os.truncate(written.path, size)
     again = StepRows(written.path)
-    assert (len(again), again.last_step, again.num_passed_over) == (3, 3, 2)
+    assert (len(again), again.last_step, again.is_torn) == (3, 3, True)
     again.append({"step": 4})
     assert steps(StepRows(written.path)) == [1, 2, 3, 4]
-
-
-def test_a_power_loss_that_takes_the_file_and_leaves_the_index(written):
-    """Entries of a file that is gone do not count; the next row is the first."""
-    written.path.unlink()
-    again = StepRows(written.path)
-    assert (len(again), again.last_step, again.num_passed_over) == (0, 0, 5)
-    again.append({"step": 1})
-    assert steps(StepRows(written.path)) == [1]
 
 
 def test_rows_are_taken_off_from_a_step_on(written):
@@ -127,9 +119,8 @@ def test_rows_are_taken_off_from_a_step_on(written):
         lambda lines: [*lines[:1], lines[1].replace(b"0.01", b"0.02"), *lines[2:]],
         lambda lines: [*lines[:2], lines[2][:8], *lines[3:]],
         lambda lines: [lines[1], lines[0], *lines[2:]],
-        lambda lines: lines[:-2],
     ],
-    ids=["taken-out", "changed", "cut", "moved", "end-gone"],
+    ids=["taken-out", "changed", "cut", "moved"],
 )
 def test_damage_in_the_middle_is_seen_and_never_made_permanent(written, damage):
     """Each kind of change to what was written is named, and no row is added behind it."""
@@ -151,36 +142,18 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
             StepRows(path)
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_a_damaged_index_costs_no_row(written, place):
-    """Whichever byte of it was flipped, every row is found, and only what should go is taken off; `verify` says so."""
-    lines, index = written.path.read_bytes(), written.index_path.read_bytes()
-    for byte in range(24 * place, 24 * place + 24):
-        written.path.write_bytes(lines)
-        written.index_path.write_bytes(index[:byte] + bytes([index[byte] ^ 0x15]) + index[byte + 1 :])
-        again = StepRows(written.path)
-        assert [again.of_step(step) for step in range(1, 6)] == [json.loads(line) for line in lines.splitlines()]
-        assert any("metrics.index is damaged" in text for text in again.problems()) == (place < 4)
-        again = StepRows(written.path)
-        again.drop_from(4)
-        again.append({"step": 4})
-        assert steps(StepRows(written.path)) == [1, 2, 3, 4]
-    written.index_path.write_bytes(bytes(len(index)))  # a power loss left its length
-    written.path.write_bytes(lines)
-    StepRows(written.path).append({"step": 6})
-    assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_damaged_entry_is_written_again_and_a_changed_line_is_refused(written):
-    """What a resume does: the index is as it was; a digit changed in a line of the middle is an error."""
-    index = written.index_path.read_bytes()
-    written.index_path.write_bytes(index[:30] + bytes([index[30] ^ 1]) + index[31:])
-    StepRows(written.path).recheck()
-    assert written.index_path.read_bytes() == index
+def test_a_changed_line_is_refused(written):
+    """What a resume does: a digit changed in a line of the middle is an error."""
     written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))
-    StepRows(written.path).recheck(lines=False)
     with pytest.raises(DataError, match="line 2 is not as it was written"):
         StepRows(written.path).recheck()
+
+
+def test_lines_that_were_taken_out_are_seen_at_the_end(written):
+    """In constant time: the last line's checksum covers where it was."""
+    lines = written.path.read_bytes().splitlines(keepends=True)
+    written.path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    assert StepRows(written.path).is_moved
 
 
 def test_a_changed_line_is_not_given_out_as_a_row(written):
