@@ -25,7 +25,7 @@ _SAMPLES, _GRADES, _SCORES = (
 
 
 def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: bool, record_eval: bool) -> None:
-    """Record what a trainer samples: see `TrajectoryRecorder.attach`.
+    """RawRollout what a trainer samples: see `TrajectoryRecorder.attach`.
 
     Source: `GRPOTrainer._generate_and_score_completions` of TRL 1.16. It samples a batch, calls `_calculate_rewards`
     with prompts, completions and token ids, which gives the rewards of all processes, and returns padded tensors.
@@ -34,7 +34,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     if missing:
         raise DefinitionError(
             f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
-            "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
+            "RawRollout through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
     _check_server(trainer)
     if compute_log_probs and (cut := _truncated(trainer)) and not getattr(trainer, "use_vllm", False):

@@ -1,4 +1,4 @@
-"""The row of a store that a rollout becomes, with its text encoded."""
+"""The row of a store that a record becomes, with its text encoded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Encoder:
         self.chat = chat
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
-    def row(self, rollout: RawRollout, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a rollout, apart from its ids; `meta` says what was encoded, and `source`.
+    def row(self, record: RawRollout, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a record, apart from its ids; `meta` says what was encoded, and `source`.
 
         Raises:
             DataError: the text has no tokens, an unknown character or several turns, or its chat template refuses it;
@@ -39,17 +39,17 @@ class Encoder:
             DefinitionError: there is no tokenizer.
         """
         encoded: dict[str, Any] = {}
-        prompt_ids, completion_ids = rollout.prompt_ids, rollout.completion_ids
-        prompt, completion = text_of(rollout.prompt), rollout.completion
+        prompt_ids, completion_ids = record.prompt_ids, record.completion_ids
+        prompt, completion = text_of(record.prompt), record.completion
         if completion_ids is None:
             for name in ("completion_mask", "log_probs", "ref_log_probs"):
-                if getattr(rollout, name) is not None:
+                if getattr(record, name) is not None:
                     raise DataError(
                         f"there are values per token ({name}) and no token ids of the completion. Its text may be "
                         f"encoded as other tokens. Export the ids too, or leave the values out: --field {name}=none"
                     )
         if prompt_ids is None:
-            prompt_ids, templated = self._prompt(rollout)
+            prompt_ids, templated = self._prompt(record)
             encoded["prompt"] = "chat template" if templated else "text"
         if completion_ids is None:
             completion_ids = self._completion(completion)
@@ -61,27 +61,29 @@ class Encoder:
         start = len(prompt_ids)
         ids = np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(completion_ids, np.int64)])
         mask = np.zeros(len(ids), bool)
-        mask[start:] = _per_token(rollout.completion_mask, [True] * len(completion_ids), "completion_mask")
-        mask &= rollout.mask_known
+        mask[start:] = _per_token(record.completion_mask, [True] * len(completion_ids), "completion_mask")
+        mask &= record.mask_known
         row = {
             "input_ids": ids,
             "assistant_mask": mask,
-            "log_probs": _scores(rollout.log_probs, mask, start, "log_probs"),
-            "task_reward": math.nan if rollout.failure else rollout.reward,
-            "policy_version": rollout.policy_version,
+            "log_probs": _scores(record.log_probs, mask, start, "log_probs"),
+            "task_reward": math.nan if record.failure else record.reward,
+            "policy_version": record.policy_version,
             "num_prompt_tokens": start,
-            "created_at": rollout.created_at,
-            "finish_reason": rollout.finish_reason,
+            "created_at": record.created_at,
+            "finish_reason": record.finish_reason,
             "prompt": prompt,
             "completion": completion,
-            "meta": _meta(rollout, source, {"tokenizer": self.name, **encoded} if encoded else None),
+            "meta": _meta(record, source, {"tokenizer": self.name, **encoded} if encoded else None),
         }
-        if rollout.ref_log_probs is not None:
-            row["ref_log_probs"] = _scores(rollout.ref_log_probs, mask, start, "ref_log_probs")
-        if rollout.failure:
-            row |= {"failure_reason": rollout.failure, "reward_trusted": False}
-        elif rollout.advantage == rollout.advantage:
-            row["advantage"] = rollout.advantage
+        if record.ref_log_probs is not None:
+            row["ref_log_probs"] = _scores(record.ref_log_probs, mask, start, "ref_log_probs")
+        if record.evaluation:
+            row["evaluation"] = True
+        if record.failure:
+            row |= {"failure_reason": record.failure, "reward_trusted": False}
+        elif record.advantage == record.advantage:
+            row["advantage"] = record.advantage
         return row
 
     def _need(self) -> Any:
@@ -92,17 +94,17 @@ class Encoder:
             )
         return self.tokenizer
 
-    def _prompt(self, rollout: RawRollout) -> tuple[list[int], bool]:
-        key = (rollout.prompt, rollout.as_chat)
+    def _prompt(self, record: RawRollout) -> tuple[list[int], bool]:
+        key = (record.prompt, record.as_chat)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         tokenizer = self._need()
         from rlhf_pipeline.policies.chat import encode_prompt
 
-        as_chat, is_text = self.chat and rollout.as_chat, isinstance(rollout.prompt, str)
+        as_chat, is_text = self.chat and record.as_chat, isinstance(record.prompt, str)
         templated = not is_text or (as_chat and getattr(tokenizer, "chat_template", None) is not None)
         try:
-            found = encode_prompt(tokenizer, rollout.prompt, as_chat=as_chat), templated
+            found = encode_prompt(tokenizer, record.prompt, as_chat=as_chat), templated
         except DefinitionError as error:  # the template and this row do not go together
             raise DataError(str(error)) from error
         self._last = (key, found)
@@ -157,15 +159,15 @@ def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> np
     return line
 
 
-def _meta(rollout: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
+def _meta(record: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
     """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, the source."""
-    meta: dict[str, Any] = {"answer": rollout.answer, "prompt": rollout.meta, "source": source}
-    if rollout.failure and rollout.reward == rollout.reward:
-        meta["untrusted_reward"] = rollout.reward
+    meta: dict[str, Any] = {"answer": record.answer, "prompt": record.meta, "source": source}
+    if record.failure and record.reward == record.reward:
+        meta["untrusted_reward"] = record.reward
     if encoded is not None:
         meta["encoded"] = encoded
-    if not isinstance(rollout.prompt, str):
-        meta["messages"] = rollout.prompt
+    if not isinstance(record.prompt, str):
+        meta["messages"] = record.prompt
     try:
         text = json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
     except ValueError:  # NaN, which JSON does not have, becomes null
@@ -174,6 +176,6 @@ def _meta(rollout: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, 
     try:
         return check_text(text, "meta")
     except DataError:
-        for name, value in rollout.meta.items():  # name the one
+        for name, value in record.meta.items():  # name the one
             check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
         raise

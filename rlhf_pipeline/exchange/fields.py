@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from rlhf_pipeline.buffer.filters import seconds_of
 from rlhf_pipeline.data.files import field_of
@@ -24,6 +24,7 @@ NONE = "none"
 """What the user writes to leave out a target that the rows have."""
 ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
+FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
 _LAST_SECOND = 253_402_300_799
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message, beside its content, of what the policy produced."""
@@ -34,9 +35,6 @@ class RawRollout:
     """One completion of one prompt: what a file's row becomes, whichever tool wrote it.
 
     Only what the file holds is given; an empty field is unknown, and nothing takes its place.
-
-    >>> RawRollout(prompt_ids=[1, 2], completion_ids=[3], reward=1.0).finish_reason
-    ''
     """
 
     prompt: str | Messages = ""
@@ -56,11 +54,15 @@ class RawRollout:
     advantage: float = math.nan
     group: Hashable | None = None
     """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
+    one_prompt: bool = True
+    """The members of a named group have one prompt."""
+    identity: Hashable | None = None
+    """The same in every file that the tool wrote this completion to."""
+    evaluation: bool = False
     policy_version: int = 0
     finish_reason: str = ""
     failure: str = ""
-    """The kind of failure that the row says: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`. Its
-    reward is not trusted and not learned from."""
+    """One of `FAILURES`: its reward is not trusted and not learned from."""
     answer: str | None = None
     created_at: float = math.nan
     as_chat: bool = True
@@ -69,7 +71,7 @@ class RawRollout:
     """Other fields of the row, JSON-ready."""
 
 
-# -- values of fields: each function returns what a rollout has, or raises a DataError that names the field ------------
+# -- values of fields: each function returns what a record has, or raises a DataError that names the field -------------
 
 
 def shown(value: Any) -> str:
@@ -82,7 +84,6 @@ def shown(value: Any) -> str:
 
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Return True for a list of chat messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
 
 
@@ -118,9 +119,9 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
-    """Refuse messages that say more than their text: without token ids, the rest would be lost."""
+    """Refuse messages that say more than their text, or of the completion another role's: what would be lost."""
     roles = ", ".join(str(message.get("role")) for message in messages)
-    if sampled and len(messages) > 1:
+    if sampled and roles != "assistant":
         raise DataError(
             f"field '{name}' holds {len(messages)} messages ({roles}) and no token ids; which of its "
             "tokens the policy produced cannot be told from the text. Export the token ids too."
@@ -146,11 +147,6 @@ def as_prompt(value: Any, name: str) -> str | Messages:
         return value
     parts = any(isinstance(message.get("content"), list) for message in value)
     return [{**message, "content": message_text(message)} for message in value] if parts else value
-
-
-def as_text(value: Any, name: str) -> str:
-    """Return text, or what the chat messages of one completion say."""
-    return text_of(as_prompt(value, name))
 
 
 def as_number(value: Any, name: str) -> float:
@@ -221,21 +217,18 @@ def as_time(value: Any, name: str) -> float:
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """Return a list."""
     if not isinstance(value, list):
         raise DataError(f"field '{name}' must be a list, got {shown(value)}.")
     return value
 
 
 def as_ids(value: Any, name: str) -> list[int]:
-    """Return token ids: whole numbers from 0 to 2**31 - 1."""
     if not isinstance(value, list) or any(type(item) is not int or not 0 <= item < 2**31 for item in value):
         raise DataError(f"field '{name}' must be a list of token ids, got {shown(value)}.")
     return value
 
 
 def as_mask(value: Any, name: str) -> list[bool]:
-    """Return one flag per token."""
     for place, item in enumerate(as_list(value, name)):
         if item not in (0, 1):
             raise DataError(f"field '{name}' must hold 0 and 1, or false and true, got {shown(item)} at place {place}.")
@@ -256,11 +249,9 @@ def as_scores(value: Any, name: str) -> list[float | None]:
     return scores
 
 
-def as_answer(value: Any, name: str) -> str | None:
+def as_answer(value: Any, name: str) -> str:
     """Return a reference answer as text: what is not text becomes JSON."""
-    if value is None or isinstance(value, str):
-        return None if value is None else check_text(value, name)
-    return json.dumps(value, ensure_ascii=True, default=str)
+    return check_text(value, name) if isinstance(value, str) else json.dumps(value, ensure_ascii=True, default=str)
 
 
 def as_reason(value: Any, name: str) -> str:
@@ -274,7 +265,7 @@ def as_reason(value: Any, name: str) -> str:
 
 VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "prompt": as_prompt,
-    "completion": as_text,
+    "completion": lambda value, name: text_of(as_prompt(value, name)),
     "prompt_ids": as_ids,
     "completion_ids": as_ids,
     "completion_mask": as_mask,
@@ -284,14 +275,15 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "advantage": as_advantage,
     "policy_version": as_int,
     "finish_reason": as_reason,
+    "failure": lambda value, name: value if value in FAILURES else "tool_error" if value else "",
     "answer": as_answer,
     "created_at": as_time,
 }
-"""How the value of a field becomes what a rollout has under that name."""
+"""How the value of a field becomes what a record has under that name."""
 
 
 def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what is given of a rollout, checked; what stands beside other tokens than the policy's means nothing.
+    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
 
     Args:
         given: by target, with values per token of the completion; null is nothing.
@@ -319,6 +311,13 @@ def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) 
 _TERM = re.compile(r"\s*(?:(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*\*\s*)?(.+?)\s*\Z")
 
 
+class Made(NamedTuple):
+    """A value that a tool makes of a row, and how the summary names it."""
+
+    how: str
+    value: Any
+
+
 class Fields:
     """The fields of one row, as a tool reads them: what the user names with `--field` wins.
 
@@ -335,23 +334,28 @@ class Fields:
         path: Path = Path(),
         number: int = 0,
         one_turn: bool = False,
+        beside: dict[Any, Any] | None = None,
     ) -> None:
-        self.row, self.given = row, given or {}
+        self.row, self.given, self.one_turn = row, given or {}, one_turn
         self.path, self.number = path, number
         """The file, and the row's place in it."""
-        self.one_turn = one_turn
-        """The user says that completions hold no words of an environment."""
+        self.beside = beside or {}
+        """What rows of other files said of these."""
         self.used: set[str] = set()
         """The fields that were taken; the others are kept in `meta`."""
+        self.about: dict[str, str] = {}
+        """How each target was made of the row."""
 
     def of(self, row: Row) -> Fields:
         """Return the fields of another row in the place of this one."""
-        return Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn)
+        made = Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn, beside=self.beside)
+        made.about = self.about
+        return made
 
-    def made(self, values: Row) -> dict[str, Any]:
-        """Return values by target that a tool made of the row, checked; what the user names with `--field` wins."""
-        there = {name: name for name, value in values.items() if value is not None}
-        return self.of({**self.row, **values}).take(**there)
+    def number_in(self, pattern: str) -> int | None:
+        """Return the number that the path of the file tells by an expression with one group; None if it does not."""
+        found = re.findall(pattern, self.path.as_posix())
+        return int(found[-1]) if found else None
 
     def value(self, path: str) -> Any:
         """Return the value at a dotted path, which must be there.
@@ -368,20 +372,53 @@ class Fields:
             ) from None
 
     def there(self) -> str:
-        """Say which fields the row has."""
         return f"The row has: {', '.join(sorted(map(str, self.row)))}."
 
-    def take(self, **paths: str) -> dict[str, Any]:
+    def take(self, **wanted: str | Made) -> dict[str, Any]:
         """Return values by target, checked; those that the user names, too, and none that the user leaves out.
 
         Raises:
             DataError: a field is not there, or holds something else.
         """
-        wanted = {**paths, **{target: path for target, path in self.given.items() if target in VALUES}}
+        wanted |= {target: path for target, path in self.given.items() if target in VALUES}
         wanted = {target: path for target, path in wanted.items() if path != NONE}
-        found = {target: self.value(path) for target, path in wanted.items() if target != "reward"}
-        made = values_of(found, wanted)
-        return made | ({"reward": self.reward(wanted["reward"])} if "reward" in wanted else {})
+        names = {target: path if isinstance(path, str) else target for target, path in wanted.items()}
+        self.about |= {target: path if isinstance(path, str) else path.how for target, path in wanted.items()}
+        reward = self.reward(wanted.pop("reward")) if isinstance(wanted.get("reward"), str) else None
+        made = values_of(
+            {target: self.value(path) if isinstance(path, str) else path.value for target, path in wanted.items()},
+            names,
+        )
+        return made if reward is None else made | {"reward": reward}
+
+    def record(
+        self,
+        *,
+        group: Made | None = None,
+        one_turn: bool = True,
+        meta: Sequence[str] | Mapping[str, Any] | None = None,
+        flags: Mapping[str, Any] | None = None,
+        **wanted: str | Made | None,
+    ) -> RawRollout:
+        """Return the record that these fields make.
+
+        Args:
+            group: what names the group; None: rows in turn with one prompt are one.
+            one_turn: the tool writes text of one turn only. Else words of an environment may stand in the completion,
+                and its text is refused unless the user says that there are none.
+            meta: the fields that are kept beside; None: those that were not taken.
+            flags: other values of the record.
+            wanted: by target a field, or a value.
+        """
+        found = self.take(**{target: how for target, how in wanted.items() if how is not None})
+        if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
+            raise DataError(
+                "the completion may hold words of an environment (the file does not tell which words were sampled). "
+                "Export token ids with a mask, skip such rows with --skip-bad N, or say that there are none: --one-turn"
+            )
+        self.about["group"] = "rows in turn with one prompt" if group is None else group.how
+        kept = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
+        return RawRollout(**found, group=None if group is None else group.value, meta=kept, **(flags or {}))
 
     def reward(self, text: str) -> float:
         """Return the reward that a field, or a sum such as `A+0.5*B`, holds; NaN where no part has a value."""
@@ -417,3 +454,29 @@ def check_targets(given: Mapping[str, str]) -> None:
             raise DefinitionError(
                 f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, VALUES)
             )
+
+
+def cut(whole: Mapping[str, Made], *, length: int | None = None) -> dict[str, Made]:
+    """Return the targets of a sequence of tokens: the completion begins with the first token that was sampled.
+
+    Args:
+        whole: `tokens` and `completion_mask`, and values beside them, each one per token of the sequence.
+        length: the tokens that are no padding; None for all.
+
+    Raises:
+        DataError: the lists are not of one length, or hold something else.
+    """
+    sizes = {name: len(as_list(made.value, name)) for name, made in whole.items()}
+    length = sizes["tokens"] if length is None else length
+    if len({*sizes.values()}) > 1 or not 0 <= length <= sizes["tokens"]:
+        counted = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise DataError(f"values per token are not one per token: {counted}, length {length}.")
+    mask = as_mask(whole["completion_mask"].value, "completion_mask")[:length]
+    start = mask.index(True) if any(mask) else length
+    beside = {name: Made(made.how, made.value[start:length]) for name, made in whole.items() if name != "tokens"}
+    tokens = whole["tokens"]
+    return {
+        "prompt_ids": Made(tokens.how, as_ids(tokens.value, "tokens")[:start]),
+        "completion_ids": Made(tokens.how, tokens.value[start:length]),
+        **beside,
+    }

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_pipeline.buffer.trajectory_schema import FAILURES, trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
 from rlhf_pipeline.exchange.encoder import Encoder
 from rlhf_pipeline.exchange.fields import NONE, Fields, RawRollout, Row, check_targets
+from rlhf_pipeline.exchange.file_groups import FileGroups
 from rlhf_pipeline.exchange.target import NAME, There, check_columns, open_target
-from rlhf_pipeline.exchange.tool import Tool
-from rlhf_pipeline.exchange.tools import check_format, find_tool, open_instruct, tinker
+from rlhf_pipeline.exchange.tools import Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
 from trajectory_store import Schema
 
@@ -93,12 +91,12 @@ class ImportReport:
 
     @property
     def num_groups(self) -> int:
-        """Groups among the imported trajectories."""
+        """FileGroups among the imported trajectories."""
         return len(self.groups)
 
     @property
     def num_groups_with_spread(self) -> int:
-        """Groups that have two different rewards; the others teach GRPO nothing."""
+        """FileGroups that have two different rewards; the others teach GRPO nothing."""
         return sum(first is None for first in self.groups.values())
 
     @property
@@ -180,23 +178,23 @@ def import_files(
     given = dict(fields or {})
     group = given.pop("group", None) if group is None else group
     check_targets(given)
-    made = _Made(given=given, group=group, one_turn=one_turn, skip_bad=skip_bad)
+    how = _How(given=given, group=group, one_turn=one_turn, skip_bad=skip_bad)
     sources = find_dumps(files, "jsonl" if format == "jsonl" else None)
     encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
-    plan = _recognise(sources, format, made)
+    plan = _recognise(sources, format, how)
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
     if exported and len(exported) != len(plan):
         raise DefinitionError("exports of a store and other files cannot be imported in one command.")
     columns = {column.name: column for schema in exported[::-1] for column in schema}
-    schema = Schema(columns.values()) if exported else trajectory_schema(FAILURES)
     repeats = [before is not None and _repeats(item, before) for item, before in zip(plan, [None, *plan], strict=False)]
-    for item, repeated in zip(plan, repeats, strict=True):
-        if isinstance(item.reader, Tool) and not repeated:
-            _check_groups(item.source, item.reader, item.made)
+    evaluates = [
+        isinstance(item.reader, Tool) and not again and _decide(item) for item, again in zip(plan, repeats, strict=True)
+    ]
+    schema = Schema(columns.values()) if exported else trajectory_schema([*FAILURES, *[EVALUATION][: any(evaluates)]])
     _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
-        there = There(store)
+        there, seen = There(store), set[Any]()
         for item, repeated in zip(plan, repeats, strict=True):
             report.files.append(item.report)
             if on_file is not None:
@@ -209,7 +207,7 @@ def import_files(
                     there = There(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
-                rows = _converted(item, item.reader, there.begin(item.source.path), encoder)
+                rows = _converted(item, item.reader, there.begin(item.source.path), encoder, seen)
             for batch in _batches(rows, batch_rows):
                 found = there.find([where for where, _, _ in batch], [row for _, row, _ in batch])
                 new = [(row, encoded) for (_, row, encoded), old in zip(batch, found, strict=True) if not old]
@@ -226,27 +224,30 @@ def import_files(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Made:
-    """How the user says that rows become rollouts."""
+class _How:
+    """How the user says that rows become records."""
 
     given: Mapping[str, str]
     group: str | int | None
     one_turn: bool
     skip_bad: int
+    beside: dict[Any, dict[Any, float]] = field(default_factory=dict[Any, "dict[Any, float]"])
+    """What rows of other files say of these."""
 
-    def rollouts(self, source: Dump, tool: Tool, number: int, row: Row) -> Iterator[RawRollout | None]:
-        """Yield what a row holds, each group as the user names it."""
-        fields = Fields(row, self.given, path=source.path, number=number, one_turn=self.one_turn)
+    def fields(self, source: Dump, number: int, row: Row) -> Fields:
+        return Fields(row, self.given, path=source.path, number=number, one_turn=self.one_turn, beside=self.beside)
+
+    def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
+        """Yield the records of a row, in the group that the user names."""
         key = None
         if isinstance(self.group, str) and self.group != NONE and not self.group.isdecimal():
             key = ("group", str(fields.value(self.group)))
-        for rollout in tool.read(fields):
-            yield rollout if rollout is None or key is None else replace(rollout, group=key)
+        for record in tool.read(fields):
+            yield record if record is None or key is None else replace(record, group=key, one_prompt=False)
 
-    @property
-    def in_turn(self) -> int | None:
-        """How many rollouts in turn are a group, where the user says so."""
-        return int(self.group) if self.group is not None and str(self.group).isdecimal() else None
+    def groups(self) -> FileGroups:
+        in_turn = int(self.group) if self.group is not None and str(self.group).isdecimal() else None
+        return FileGroups(in_turn, checked=self.group is None or (self.group != NONE and in_turn is None))
 
 
 def _batches(rows: Rows, size: int) -> Iterator[list[tuple[str, Mapping[str, Any], bool]]]:
@@ -276,31 +277,27 @@ class _Item:
     report: FileReport
     reader: Tool | Schema
     """The columns of an export of a store need no tool."""
-    made: _Made
+    how: _How
 
 
-def _recognise(sources: Sequence[Dump], format: str, made: _Made) -> list[_Item]:
+def _recognise(sources: Sequence[Dump], format: str, how: _How) -> list[_Item]:
     plan: list[_Item] = []
     summaries: list[Dump] = []
-    rewards: tinker.Rewards = {}
     for source in sources:
         with contextlib.closing(source.rows()) as rows:
             number, row = next(rows, (0, None))
-        if row is None or open_instruct.is_metadata(row):
+        if row is None or is_metadata(row):
             continue
-        if tinker.is_summary(row):
+        if is_summary(row):
             summaries.append(source)
             continue
-        schema, mine, told = schema_of(source), made, dict[str, str]()
+        schema, mine = schema_of(source), how
         try:
             tool = find_tool(format, row, is_export=schema is not None)
-            if tool is None and made.given:
+            if tool is None and how.given:
                 raise DefinitionError("an export of a store names its own fields; leave out --field.")
             if tool is not None:
-                told = tool.first_row_tells(Fields(row, made.given))
-                mine = replace(made, given={**told, **made.given})
-                with contextlib.suppress(DataError):  # a bad row is named when its turn comes
-                    next(mine.rollouts(source, tool, number, row), None)
+                mine = replace(how, given={**tool.first_row_tells(Fields(row, how.given)), **how.given})
         except DefinitionError as error:
             raise DefinitionError(f"{source.path}: {error}") from None
         if tool is None:
@@ -308,29 +305,20 @@ def _recognise(sources: Sequence[Dump], format: str, made: _Made) -> list[_Item]
             if schema is None:
                 about = "the columns that this version knows; the export's own list of columns is not beside it"
             report = FileReport(path=source.path, format="store", about=about)
-            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(FAILURES), made=made))
+            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(FAILURES), how=how))
             continue
-        if tool is tinker.TOOL:
-            tool = replace(tool, read=partial(tinker.read_samples, rewards))
-        said = [f"{target}={path}" for target, path in made.given.items()]
-        said += [] if made.group is None else [f"group={made.group}"]
-        about = ", ".join([tool.about, *(f"{target}={path}" for target, path in told.items())])
-        about = f"{about}; as asked: {', '.join(said)}" if said else about
-        report = FileReport(path=source.path, format=tool.name, about=about, lacks=tool.lacks)
-        plan.append(_Item(source=source, report=report, reader=tool, made=mine))
+        report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
+        plan.append(_Item(source=source, report=report, reader=tool, how=mine))
     for source in summaries:
         for number, row in source.rows():
             with _naming(source, number):
-                tinker.add_reward(rewards, row)
+                add_summary(how.beside, row)
     if not plan:
         if summaries:
             raise DefinitionError(
                 f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
             )
         raise DataError(f"{', '.join(str(source.path) for source in sources)}: there are no rows to import.")
-    for item in plan:
-        if item.report.format == "tinker":
-            item.report.about += f", reward=total_reward of {sum(map(len, rewards.values())):,} summaries"
     return plan
 
 
@@ -351,28 +339,34 @@ def _repeats(item: _Item, before: _Item) -> bool:
     return True
 
 
-def _check_groups(source: Dump, tool: Tool, made: _Made) -> None:
-    """Refuse a file whose trajectories are each a group of one: GRPO learns nothing from it, and would not say so."""
-    if made.group == NONE:
-        return
-    groups, graded = _Groups(made.in_turn), 0
+def _decide(item: _Item) -> bool:
+    """Read a file once before anything is stored: its groups, its summary, and whether it holds evaluations."""
+    source, tool, how = item.source, item.reader, item.how
+    assert isinstance(tool, Tool)
+    groups, about, evaluates = how.groups(), {}, False
     with contextlib.closing(source.rows(on_bad=lambda error: None)) as rows, contextlib.suppress(DataError):
         for number, row in rows:
+            fields = how.fields(source, number, row)
             try:
-                for rollout in made.rollouts(source, tool, number, row):
-                    if rollout is not None:
-                        groups.number(rollout, number)
-                        graded += math.isfinite(rollout.reward)
-            except (DataError, DefinitionError):
+                for record in how.records(fields, tool):
+                    about = about or fields.about
+                    if record is not None:
+                        evaluates |= record.evaluation
+                        groups.number(record, number)
+            except DataError:
                 continue  # named when its turn comes
-            if groups.num < groups.num_members:
-                return
-    if graded > 1:
-        raise DefinitionError(
-            f"{source.path}: each of its {groups.num_members:,} trajectories is a group of its own, so none has "
-            "another to be better than, and GRPO learns nothing. Name the field that tells groups apart: --group FIELD "
-            "(of the prompt, as a dotted path), or how many in turn are one: --group 8. Or keep them so: --group none"
-        )
+            except DefinitionError as error:
+                if not groups.num_members:
+                    raise DefinitionError(f"{source.path}: {error}") from None
+                if str(error).startswith("the rows of one prompt"):
+                    raise DefinitionError(f"{source.where(number)}: {error}") from None
+    try:
+        groups.check()
+    except DefinitionError as error:
+        raise DefinitionError(f"{source.path}: {error}") from None
+    about |= how.given | ({} if how.group is None else {"group": str(how.group)})
+    item.report.about = ", ".join(path if path == target else f"{target}={path}" for target, path in about.items())
+    return evaluates
 
 
 @contextlib.contextmanager
@@ -396,10 +390,10 @@ def _exported(source: Dump, schema: Schema) -> Rows:
         yield source.where(number), made, False
 
 
-def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder) -> Rows:
+def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, seen: set[Any]) -> Rows:
     """Yield the rows of another tool's file; their ids follow from their places in it, counted from `base`."""
-    source, report, how = item.source, item.report, item.made
-    groups, place = _Groups(how.in_turn), base
+    source, report, how = item.source, item.report, item.how
+    groups, place = how.groups(), base
 
     def bad(error: DataError) -> None:
         if len(report.bad) >= how.skip_bad:
@@ -408,25 +402,27 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder) -> Rows:
 
     for number, given in source.rows(on_bad=bad):
         rows: list[tuple[Mapping[str, Any], bool]] = []
-        left_out = 0
+        left_out, before = 0, place
         try:
             with _naming(source, number):
-                for rollout in how.rollouts(source, tool, number, given):
-                    if rollout is None:
+                for record in how.records(how.fields(source, number, given), tool):
+                    if record is None:
                         left_out += 1
                         continue
                     said = {"file": str(source.path), "row": number, "format": report.format}
-                    encoded = rollout.prompt_ids is None or rollout.completion_ids is None
-                    row = encoder.row(rollout, said)
-                    rows.append(
-                        (row | {NAME: place + len(rows), "group_id": base + groups.number(rollout, number)}, encoded)
-                    )
+                    encoded = record.prompt_ids is None or record.completion_ids is None
+                    row = encoder.row(record, said) | {NAME: place, "group_id": base + groups.number(record, number)}
+                    place += 1
+                    if record.identity is not None and record.identity in seen:
+                        left_out += 1  # the tool wrote it to an earlier file, too
+                        continue
+                    seen.add(record.identity)
+                    rows.append((row, encoded))
         except DataError as error:
             bad(error)
-            place += 1  # so that a row that is mended later does not move the others
+            place = before + 1  # so that a row that is mended later does not move the others
             continue
         report.num_left_out += left_out
-        place += len(rows)
         for row, encoded in rows:
             yield source.where(number), row, encoded
 
@@ -434,34 +430,5 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder) -> Rows:
 def _check_first(item: _Item, encoder: Encoder) -> None:
     """Raise what is wrong with the first rows, such as a field that none has, before a store is made for them."""
     if isinstance(item.reader, Tool):
-        next(_converted(replace(item, report=replace(item.report, bad=[])), item.reader, 0, encoder), None)
-
-
-class _Groups:
-    """Numbers the groups of a file."""
-
-    def __init__(self, in_turn: int | None) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._last: Any = None
-        self._in_turn = in_turn
-        self.num_members = 0
-
-    @property
-    def num(self) -> int:
-        """The number of groups so far."""
-        return len(self._numbers)
-
-    def number(self, rollout: RawRollout, row: int) -> int:
-        """Return the number of a rollout's group; `row` is its row in the file."""
-        key = rollout.group
-        if self._in_turn is not None:
-            key = ("in turn", self.num_members // self._in_turn)
-        elif key is None:  # rows in turn with one prompt: called after the first of them
-            prompt = rollout.prompt if rollout.prompt_ids is None else rollout.prompt_ids
-            if self._last is None or self._last[:2] != (rollout.policy_version, prompt):
-                self._last = (rollout.policy_version, prompt, row)
-            key = self._last
-        self.num_members += 1
-        # A digest, so that the groups of a file cost little memory whatever names them.
-        digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return self._numbers.setdefault(digest, len(self._numbers))
+        first = replace(item, report=replace(item.report, bad=[]))
+        next(_converted(first, item.reader, 0, encoder, set()), None)

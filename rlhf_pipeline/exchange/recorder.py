@@ -320,7 +320,7 @@ class TrajectoryRecorder:
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """Record everything that a TRL trainer samples from now on, without changing its numbers.
+        """RawRollout everything that a TRL trainer samples from now on, without changing its numbers.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.

@@ -1,30 +1,657 @@
-"""The tools whose dumps `import` reads, one module each: what its current writer writes, and nothing like it."""
+"""The tools whose dumps `import` reads: of each what its current writer writes, and nothing like it.
+
+A tool is a function from a row to records. Its docstring names the writer and what the fields mean; what the summary
+says of it is made of the fields that the function takes.
+"""
 
 from __future__ import annotations
 
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import Row
-from rlhf_pipeline.exchange.tool import Tool
-from rlhf_pipeline.exchange.tools import (
-    episodes,
-    gsm8k_solutions,
-    nemo_rl,
-    open_instruct,
-    openrlhf,
-    plain_rows,
-    skyrl,
-    slime,
-    tinker,
-    token_exports,
-    trl_table,
-    verl,
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from rlhf_pipeline.exchange.fields import (
+    NONE,
+    VALUES,
+    Fields,
+    Made,
+    RawRollout,
+    Row,
+    as_ids,
+    as_int,
+    as_list,
+    as_mask,
+    as_number,
+    as_reward,
+    cut,
+    is_messages,
+    message_text,
+    part_of,
+    shown,
 )
 
-TOOLS: tuple[Tool, ...] = (
-    *(trl_table.TOOL, verl.TOOL, slime.TOOL, *episodes.TOOLS, token_exports.TOOL, open_instruct.TOOL, skyrl.TOOL),
-    *(nemo_rl.TOOL, openrlhf.TOOL, tinker.TOOL, gsm8k_solutions.TOOL),
+RawRollouts = Iterator[RawRollout | None]
+"""None for a part of a row that has nothing that a policy sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """One kind of file that one writer of a tool makes, from the tool's own source.
+
+    >>> find_tool("auto", dict.fromkeys(["input", "output", "gts", "score", "step"], 1)).name
+    'verl'
+    """
+
+    name: str
+    summary: str
+    """What it is, in a few words."""
+    signature: frozenset[str]
+    """Fields that the writer puts into every row, and all of which must be there."""
+    lacks: tuple[str, ...] = ()
+    """What the file does not hold."""
+    read: Callable[[Fields], RawRollouts]
+    also: Callable[[Row], bool] = lambda row: True
+    """A further condition on a row."""
+    first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
+    """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
+    repeated_but: str = ""
+    """The tool may write the rows of one file again into the next, and then only this field differs."""
+
+    def matches(self, row: Row) -> bool:
+        """Return True if a row is of this kind."""
+        return self.signature <= row.keys() and self.also(row)
+
+
+_TOOLS: list[Tool] = []
+NO_TOKENS = "token ids (the text is encoded by --tokenizer, and may have other tokens than were sampled)"
+NO_END = "the end token and why a completion ended"
+NO_SCORES = "log-probs"
+
+
+def tool(name: str, summary: str, fields: str, *lacks: str, **more: Any) -> Callable[[Any], Any]:
+    def add(read: Callable[[Fields], RawRollouts]) -> Callable[[Fields], RawRollouts]:
+        made = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
+        _TOOLS.append(made)
+        return read
+
+    return add
+
+
+# -- TRL, verl, slime --------------------------------------------------------------------------------------------------
+
+_TRL = ("step", "prompt", "completion", "advantage")
+
+
+def _rewards_of_trl(row: Fields) -> dict[str, str]:
+    """Return the one column of numbers that may be the reward, unless the user names it."""
+    if "reward" in row.given:
+        return {}
+    values = {name: value for name, value in row.row.items() if name not in _TRL}
+    numbers = [name for name, value in values.items() if value is None or isinstance(value, (bool, int, float))]
+    if len(numbers) > 1:
+        raise DefinitionError(
+            f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Name one or a sum, "
+            f"with the training's weights: --field reward={numbers[0]} or --field reward={numbers[0]}+0.5*{numbers[1]}"
+        )
+    if not numbers:
+        raise DefinitionError(f"no column of rewards. {row.there()} Name it: --field reward=NAME")
+    return {"reward": numbers[0]}
+
+
+@tool(
+    *("trl", "the completions table of TRL's GRPOTrainer", " ".join(_TRL)),
+    *(NO_TOKENS, NO_END, NO_SCORES, "the weights of the reward functions"),
+    also=lambda row: [*row][:3] == ["step", "prompt", "completion"] and [*row][-1] == "advantage",
+    first_row_tells=_rewards_of_trl,
+    repeated_but="step",
 )
-ROWS = plain_rows.TOOL
+def trl(row: Fields) -> RawRollouts:
+    """TRL 1.16: the completions table of `GRPOTrainer(log_completions=True)`, `completions/completions_STEP.parquet`.
+
+    Writer: `GRPOTrainer.log` in `trl/trainer/grpo_trainer.py`. Columns in this order: `step`, counted from 1; `prompt`
+    and `completion`, text or messages; one column per reward function, called after it; those of `log_extra`;
+    `advantage`. The weights of the functions are not written, nor which columns are rewards. Completions are decoded
+    without special tokens. Rows of one prompt stand in turn. Each log writes the last generation, also where several
+    steps are taken on it. A completion that no function could score has NaN in all of them.
+    """
+    version = Made("step-1", max(as_int(row.value("step"), "step") - 1, 0))
+    yield row.record(
+        prompt="prompt",
+        completion="completion",
+        advantage="advantage",
+        policy_version=version,
+        flags={"as_chat": False},
+    )
+
+
+@tool(
+    *("verl", "verl's rollout_data_dir dumps", "input output gts score step", NO_TOKENS),
+    *("special tokens: verl leaves out the chat markup of prompts", NO_END, NO_SCORES),
+)
+def verl(row: Fields) -> RawRollouts:
+    """verl 0.9.1: `trainer.rollout_data_dir/STEP.jsonl`, of both trainers.
+
+    Writer: `_write_generations` in `verl/trainer/ppo/ray_trainer.py` (`RayPPOTrainer`) and in
+    `verl/trainer/ppo/v1/trainer_base.py` (`trainer.use_v1`). Fields of both: `input` and `output`, the prompt and the
+    response decoded without special tokens, with the words of tools where there are some; `gts`, the ground truth;
+    `score`, the sum of the token scores; `step`, counted from 1. `RayPPOTrainer` adds what the reward function gave and
+    `request_id`, in the order of balanced batches, without any id of the prompt: a group is the rows of a step with one
+    prompt. The v1 trainer adds `uid`, the key `PROMPT_SESSION_OUTPUT` of each sample: a group is one PROMPT.
+
+    What the reward function gave may overwrite `score` (`base_data[k] = v`): a function that returns a dict under
+    DAPO's manager puts its own score there, without the overlong penalty, which then stands in `overlong_reward`. The
+    manager `limited` says `timeout` and `error` of a grading that failed, whose score is 0.
+    """
+    values = row.row
+    if values.get("overlong_reward") is not None and "reward" not in row.given:
+        raise DefinitionError(
+            "the rows have score and overlong_reward, and verl's DAPO manager writes the score with the penalty or "
+            "without it. Say which: --field reward=score (a reward function that returns a number) or "
+            "--field reward=score+overlong_reward (one that returns a dict)"
+        )
+    step = as_int(row.value("step"), "step")
+    uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
+    group = Made("uid", (step, uid[1])) if uid else Made("step and input", (step, "input", str(values["input"])))
+    failed = isinstance(values.get("error"), str) and values["error"]
+    yield row.record(
+        prompt="input",
+        completion="output",
+        reward="score",
+        answer="gts",
+        policy_version=Made("step-1", max(step - 1, 0)),
+        failure=Made("timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"),
+        group=group,
+        one_turn=False,
+        flags={"as_chat": False},
+    )
+
+
+_SLIME = {"completed": ("stop", ""), "truncated": ("length", ""), "aborted": ("abort", "engine")}
+_SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
+"""By status: why the response ended, and the kind of failure. `failed` is slime's word for a tool or an API."""
+
+
+@tool(
+    *("slime", "slime's debug rollout data", "group_index index prompt tokens response response_length label reward "
+    "loss_mask weight_versions rollout_log_probs remove_sample status metadata"),
+)  # fmt: skip
+def slime(row: Fields) -> RawRollouts:
+    """slime 0.3.1 (commit 624b824): `--save-debug-rollout-data PATH/{rollout_id}.pt`, or `--dump-details`.
+
+    Writer: `save_debug_rollout_data` in `slime/observability/rollout_data_utils.py`: a file of `torch.save` with
+    `rollout_id` and `samples`, each `Sample.to_dict()` of `slime/utils/types.py`. Fields: `group_index`, `index`;
+    `prompt`, text or messages; `tokens`, prompt and response; `response`, `response_length`; `reward`, a number or a
+    dict, of which the run's `--reward-key` names one; `loss_mask`, per response token, or None for all;
+    `rollout_log_probs`, per response token, 0 for what was not sampled; `status`, `completed`, `truncated`, `aborted`,
+    `failed` or `pending`; `remove_sample`, whose mask slime sets to 0; `weight_versions`; `label`; `metadata`. The
+    version is that of the rollout, `rollout_id`.
+    """
+    values = row.row
+    size, tokens = as_int(values["response_length"], "response_length"), as_ids(values["tokens"], "tokens")
+    if not 0 <= size <= len(tokens):
+        raise DataError(f"response_length is {size}, and there are {len(tokens)} tokens.")
+    if values["status"] not in _SLIME:
+        raise DataError(f"field 'status' must be one of {', '.join(_SLIME)}, got {values['status']!r}.")
+    reason, failure = _SLIME[str(values["status"])]
+    if failure and not size:
+        yield None
+        return
+    if isinstance(values["reward"], dict) and "reward" not in row.given:
+        keys = [*map(str, values["reward"])]
+        raise DefinitionError(
+            f"the rewards are dicts ({', '.join(keys)}). Name the run's --reward-key: --field reward=reward.{keys[0]}"
+        )
+    start = len(tokens) - size
+    yield row.record(
+        prompt="prompt",
+        completion="response",
+        prompt_ids=Made("tokens", tokens[:start]),
+        completion_ids=Made("the last response_length tokens", tokens[start:]),
+        completion_mask="loss_mask",
+        log_probs="rollout_log_probs",
+        reward="reward",
+        answer="label",
+        finish_reason=Made("status", reason),
+        failure=Made("status", failure),
+        policy_version=Made("rollout_id of the file's name", row.number_in(r"(?:eval_)?(\d+)\.pt\Z") or 0),
+        group=None if values["group_index"] is None else Made("group_index", values["group_index"]),
+        meta=("index", "status", "metadata", "weight_versions", "remove_sample"),
+        flags={"mask_known": not values["remove_sample"]},
+    )
+
+
+# -- verifiers and prime-rl --------------------------------------------------------------------------------------------
+
+_LIMITS = {"max_turns": "turns", "compaction_failed": "length"}
+_LIMITS |= dict.fromkeys(("max_input_tokens", "max_output_tokens", "max_total_tokens"), "length")
+"""Stop conditions by which a trace counts as cut off (`Trace.is_truncated`)."""
+_ENGINE = ("ProviderError", "InterceptionError", "TunnelError")
+
+
+def _is_trained(row: Row) -> bool:
+    return part_of(row, "run").get("type") == "train"
+
+
+@tool("prime-rl", "episodes of prime-rl's rollouts", "env task ok traces",
+      "token ids and log-probs, where the endpoint gave none", also=_is_trained)  # fmt: skip
+@tool("verifiers", "episodes of verifiers' evaluations", "env task ok traces",
+      "token ids and log-probs, where the endpoint gave none", also=lambda row: not _is_trained(row))  # fmt: skip
+def episodes(row: Fields) -> RawRollouts:
+    """verifiers 0.4 and prime-rl 0.8: episodes, `traces.jsonl`.
+
+    Writers: `write_episode` in `verifiers/v1/utils/trace_store.py` (verifiers 0.4.0), and `FileMonitor.log_episodes` in
+    `src/prime_rl/monitors/file.py` (prime-rl 0.8.0, commit 559b447), which writes `Episode.to_record()` under
+    `rollouts/step_N/KIND/SUBSET/`: those of SUBSET effective are in all, too. A row is an `Episode` of
+    `verifiers/v1/episode.py`: `env`, `task`, `group` (its `id`, in training), `run`, `ok`, `is_timeout`, `errors`,
+    `traces`. A trace (`verifiers/v1/trace.py`) has `agent`, `nodes`, `calls`, `rewards` (score and weight by name),
+    `ok`, `errors`, `stop_condition`. A node (`verifiers/v1/graph.py`) is a message with the tokens that it adds:
+    `token_ids`, `mask`, and `logprobs` and `advantages` of its sampled tokens, rounded to 4 decimals; `parent` is the
+    message before it. What is null is not written.
+
+    Each path from a root to a leaf is one trajectory; a compaction that was not taken up is none (`Trace.branches`).
+    Its reward is the trace's. Without an endpoint that gives token ids (most evaluations) only the messages are there.
+    A group is `group.id`, else the episodes of one task (`task.key`, `task.hash`), of each agent by itself.
+    """
+    if not as_list(row.row["traces"], "traces"):
+        yield None  # it failed before anything was sampled
+    for trace in row.row["traces"]:
+        paths = [path for path in _paths(trace) if any(trace["nodes"][place].get("sampled") for place in path)]
+        if not part_of(trace, "agent").get("trainable", True) or not paths:
+            yield None
+            continue
+        for path in paths:
+            yield _trajectory(row, trace, path)
+
+
+def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
+    agent, task, env = part_of(trace, "agent"), part_of(trace, "task"), part_of(row.row, "env")
+    rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
+    calls = [call for call in trace.get("calls") or () if call.get("node") in path and call.get("finish_reason")]
+    limit = _LIMITS.get(str(trace.get("stop_condition")))
+    work = part_of(part_of(row.row, "run"), "work")
+    key = part_of(row.row, "group").get("id") or task.get("key") or task.get("hash") or json.dumps(task, sort_keys=True)
+    meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
+    identity = None if trace.get("id") is None else ("trace", trace["id"], path[-1], _is_evaluation(row))
+    return row.of(trace).record(
+        **_tokens([trace["nodes"][place] for place in path]),
+        reward=Made("sum of rewards[].score*weight", sum(map(_weighed, rewards)) if rewards else None),
+        finish_reason=Made("the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")),
+        failure=Made("ok, errors", _failure(row.row, trace)),
+        answer=Made("task.data.answer", part_of(task, "data").get("answer")),
+        policy_version=Made("run.work.policy.start", part_of(work, "policy").get("start", work.get("step", 0))),
+        group=Made("group.id or task.key", (key, agent.get("name"))),
+        meta=meta | {"stop_condition": trace.get("stop_condition")},
+        flags={"identity": identity, "one_prompt": False, "evaluation": _is_evaluation(row)},
+    )
+
+
+def _is_evaluation(row: Fields) -> bool:
+    return _is_trained(row.row) and len(row.path.parts) > 2 and row.path.parts[-3] == "eval"
+
+
+def _failure(row: Row, trace: Row) -> str:
+    if trace.get("ok") and row.get("ok"):
+        return ""
+    if trace.get("is_timeout") or row.get("is_timeout"):
+        return "timeout"
+    errors = [*(row.get("errors") or ()), *(trace.get("errors") or ())]
+    kind = errors[-1].get("type") if errors else ""
+    return "engine" if kind in _ENGINE else "grader_error" if kind == "TaskError" else "tool_error"
+
+
+def _weighed(item: Any) -> float:
+    if not isinstance(item, Mapping) or "score" not in item:
+        raise DataError("field 'rewards' must hold objects with a score and a weight.")
+    return as_reward(item["score"], "score") * as_reward(item.get("weight", 1.0), "weight")
+
+
+def _paths(trace: Row) -> Iterator[list[int]]:
+    """Yield each path from a root to a leaf that is a training sample, as places of nodes."""
+    nodes = as_list(trace.get("nodes") or [], "nodes")
+    links = [node.get("semantic_parents") or () for node in nodes]
+    accepted = {link["node"] for of in links for link in of if link["type"] == "compaction"}
+    parents = {node.get("parent") for node in nodes}
+    for leaf in range(len(nodes)):
+        attempt = any(link["type"] == "compaction_attempt" for link in links[leaf])
+        if leaf in parents or (attempt and leaf not in accepted):
+            continue
+        path, place = [], leaf
+        while place is not None:
+            if not 0 <= place < len(nodes) or len(path) > len(nodes):
+                raise DataError(f"the nodes are no tree: {json.dumps([n.get('parent') for n in nodes])[:80]}")
+            path.append(place)
+            place = nodes[place].get("parent")
+        yield path[::-1]
+
+
+def _tokens(nodes: Sequence[Row]) -> dict[str, Made]:
+    """Return the tokens of a path of messages, with their values, and its text."""
+    first = next(place for place, node in enumerate(nodes) if node.get("sampled"))
+    messages = [part_of(node, "message") for node in nodes]
+    if not any(node.get("token_ids") for node in nodes):
+        return {"prompt": Made("messages", messages[:first]), "completion": Made("messages", messages[first:])}
+    names = {"log_probs": "logprobs", "advantage": "advantages", "ref_log_probs": "reference_logprobs"}
+    whole = {
+        target: Made(name, []) for target, name in {"tokens": "token_ids", "completion_mask": "mask", **names}.items()
+    }
+    for node in nodes:
+        ids, mask = as_ids(node.get("token_ids") or [], "token_ids"), as_mask(node.get("mask") or [], "mask")
+        if len(mask) != len(ids):
+            raise DataError(f"a node has {len(ids)} token_ids and {len(mask)} in its mask.")
+        whole["tokens"].value.extend(ids)
+        whole["completion_mask"].value.extend(mask)
+        for target, name in names.items():
+            values = as_list(node.get(name) or [], name)
+            if len(values) not in (0, sum(mask)):
+                raise DataError(f"a node has {sum(mask)} sampled tokens and {len(values)} {name}.")
+            each = iter(values)
+            whole[target].value.extend(next(each, None) if on else None for on in mask)
+    if all(value is None for value in whole["ref_log_probs"].value):
+        del whole["ref_log_probs"]
+    texts = [message_text(message) for message in messages]
+    text = {"prompt": Made("messages", "\n\n".join(texts[:first])), "completion": Made("", "\n\n".join(texts[first:]))}
+    return cut(whole) | text
+
+
+@tool("verifiers", "results of verifiers before 0.4", "example_id prompt completion reward", NO_TOKENS, NO_SCORES)
+def results(row: Fields) -> RawRollouts:
+    """verifiers 0.1 to 0.3: `results.jsonl` of `vf-eval --save-results`.
+
+    Writer: `states_to_outputs` and `save_outputs` in `verifiers/utils/save_utils.py`. `example_id` names the prompt;
+    `prompt` and `completion` are messages; `error` is there where a rollout failed, whose `reward` is then 0;
+    `is_truncated`, `stop_condition`, `answer`, `metrics`.
+    """
+    values = row.row
+    row.used |= {"example_id"}
+    yield row.record(
+        prompt="prompt",
+        completion="completion",
+        reward="reward",
+        answer=Made("answer", values.get("answer")),
+        finish_reason=Made("is_truncated", "length" if values.get("is_truncated") else None),
+        failure=Made("error", values.get("error") and "tool_error"),
+        group=Made("example_id", values["example_id"]),
+    )
+
+
+@tool(
+    *("prime-rl", "token exports of prime-rl", "schema_version step rank env_name export_sequence_idx token_ids "
+    "loss_mask advantages inference_logprobs trainer_logprobs"),
+    *("rewards", "groups: each row is one", "why a completion ended"),
+)  # fmt: skip
+def token_exports(row: Fields) -> RawRollouts:
+    """prime-rl 0.8 (commit 559b447): `token_exports/step_N/rank_R.jsonl` of `--enable-token-export`.
+
+    Writer: `TokenExporter` in `src/prime_rl/trainer/rl/token_export.py`. Fields per token: `token_ids`, `position_ids`,
+    `loss_mask`, `advantages`, `inference_logprobs`, `trainer_logprobs`, `entropy` and more; per sequence:
+    `schema_version`, `step`, `rank`, `micro_step`, `micro_sequence_idx`, `export_sequence_idx`, `env_name`. There are
+    no rewards, no groups.
+    """
+    names = {"tokens": "token_ids", "completion_mask": "loss_mask", "log_probs": "inference_logprobs"}
+    made = cut({target: Made(name, row.row[name]) for target, name in (names | {"advantage": "advantages"}).items()})
+    if not made["completion_ids"].value:
+        yield None
+        return
+    yield row.record(**made, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
+
+
+# -- open-instruct, SkyRL, NeMo-RL, OpenRLHF, tinker-cookbook, GSM8K ---------------------------------------------------
+
+
+@tool(
+    *("open-instruct", "rollout shards of open-instruct's --save_traces", "step sample_idx prompt_idx prompt_tokens "
+    "response_tokens reward advantage finish_reason dataset ground_truth request_info logprobs"),
+    "which tokens tools gave: rows that called one stay out of the loss",
+)  # fmt: skip
+def open_instruct(row: Fields) -> RawRollouts:
+    """open-instruct (commit e6c3044): `RUN_rollouts_NNNNNN.jsonl` of `--save_traces`.
+
+    Writer: `_save_rollouts` of `RolloutRecord` in `open_instruct/rl_utils.py`. Fields: `step`, `sample_idx`;
+    `prompt_idx`, the group within the step; `prompt_tokens`, `response_tokens`; `reward`, `advantage`; `finish_reason`,
+    of vLLM; `dataset`; `ground_truth`, token ids or text; `request_info`, of tools, or null; `logprobs`, per response
+    token, or null. Tool output is part of `response_tokens`, and the mask of it is not written: where
+    `request_info.tool_calleds` is true, which tokens were sampled is unknown. `--mask_truncated_completions` drops rows
+    before `prompt_idx` is counted, so a group whose prompts differ is refused.
+    """
+    info, truth = part_of(row.row, "request_info"), row.row["ground_truth"]
+    are_ids = isinstance(truth, list) and all(isinstance(item, int) for item in truth)
+    failure = "timeout" if info.get("timeouts") else "tool_error" if info.get("tool_errors") else ""
+    yield row.record(
+        prompt_ids="prompt_tokens",
+        completion_ids="response_tokens",
+        log_probs="logprobs",
+        reward="reward",
+        advantage="advantage",
+        finish_reason="finish_reason",
+        failure=Made("request_info", failure),
+        answer=None if are_ids else "ground_truth",
+        policy_version="step",
+        group=Made("step and prompt_idx", (row.row["step"], row.row["prompt_idx"])),
+        flags={"mask_known": not info.get("tool_calleds")},
+    )
+
+
+@tool(
+    *("skyrl", "SkyRL's dumps of evaluations", "input_prompt output_response score stop_reason env_class env_extras "
+    "data_source"),
+    *(NO_TOKENS, "which words an environment said", NO_SCORES),
+)  # fmt: skip
+def skyrl(row: Fields) -> RawRollouts:
+    """SkyRL 0.3.0 (commit a956457): `dumped_evals/global_step_N_evals/DATASET.jsonl`.
+
+    Writer: `dump_per_dataset_eval_results` in `skyrl/train/utils/trainer_utils.py`. Fields: `input_prompt` and
+    `output_response`, the token ids decoded with their special tokens; `score`, the reward, or one per token, whose sum
+    it is; `stop_reason`, of the engine; `env_class`, `env_extras`, `data_source`. The response of a multi-turn
+    environment holds what the environment said, and the mask is not written: aime, gsm8k and lcb of skyrl-gym 0.4.0 end
+    after one response. Rows have no id: a group is the rows of a file with one prompt. Without the conversation mode
+    SkyRL puts an end token after a response that lacks one.
+    """
+    score = row.row["score"]
+    total = sum(as_reward(part, "score") for part in score) if isinstance(score, list) else score
+    yield row.of({**row.row, "score": total}).record(
+        prompt="input_prompt",
+        completion="output_response",
+        reward="score",
+        finish_reason="stop_reason",
+        policy_version=Made("global_step_N of the folder", row.number_in(r"global_step_(\d+)") or 0),
+        group=Made("input_prompt", str(row.row["input_prompt"])),
+        one_turn=row.row["env_class"] in ("aime", "gsm8k", "lcb"),
+        flags={"as_chat": False},
+    )
+
+
+_NEMO = "token_ids token_loss_mask input_lengths sample_loss_mask rewards advantages generation_logprobs prev_logprobs"
+
+
+@tool("nemo-rl", "NeMo-RL's train_data_step*.jsonl", _NEMO, "why a completion ended")
+def nemo_rl(row: Fields) -> RawRollouts:
+    """NeMo-RL 0.6.0 (commit 7ea279a): `train_data_stepN.jsonl` of GRPO, sync and async, and of PPO.
+
+    Writer: `Logger.log_batched_dict_as_jsonl` in `nemo_rl/utils/logger.py`, called by `nemo_rl/algorithms/grpo.py`,
+    `grpo_sync.py` and `ppo.py`. It slices a batch into parts of one, so each field is a list with one item. Fields:
+    `token_ids`, padded on the right; `input_lengths`; `token_loss_mask`, 1 for what was generated;
+    `generation_logprobs` and `advantages`, per token; `prev_logprobs`; `sample_loss_mask`, 0 for a sample that is kept
+    out of the loss (cut off, or masked by its environment); `rewards`; `content`, the texts of the messages; `idx`.
+    Under dynamic sampling `rewards` is of the batch before it was filtered, and `filtered_rewards` of the samples in
+    the file. Members of a group stand in turn.
+    """
+    wrapped = isinstance(row.row["input_lengths"], list)
+    values = {name: _one(name, value) if wrapped else value for name, value in row.row.items()}
+    names = {"tokens": "token_ids", "completion_mask": "token_loss_mask"}
+    names |= {"log_probs": "generation_logprobs", "advantage": "advantages"}
+    whole = {target: Made(name, values[name]) for target, name in names.items()}
+    content = values.get("content") or []
+    texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
+    learned = as_number(values["sample_loss_mask"], "sample_loss_mask") > 0
+    meta = {name: values[name] for name in ("idx", "agent_ref") if name in values}
+    yield row.of(values).record(
+        **cut(whole, length=as_int(values["input_lengths"], "input_lengths")),
+        prompt=Made("content", "".join(texts[:-1])),
+        completion=Made("content", texts[-1] if texts else ""),
+        reward="filtered_rewards" if "filtered_rewards" in values else "rewards",
+        policy_version=Made("N-1 of stepN", max((row.number_in(r"train_data_step(\d+)") or 1) - 1, 0)),
+        meta=meta | ({} if learned else {"learned": False}),
+        flags={"mask_known": learned},
+    )
+
+
+def _one(name: str, value: Any) -> Any:
+    """Return the one item of a field, which the writer puts into a list."""
+    if name == "idx" or not isinstance(value, list):
+        return value
+    if len(value) != 1 and name in _NEMO.split():
+        raise DataError(f"field '{name}' must be a list of one item, as NeMo-RL writes it, got {len(value)} items.")
+    return value[0] if len(value) == 1 else None
+
+
+@tool("openrlhf", "OpenRLHF's generations with rewards", "input output reward", NO_TOKENS, NO_END, NO_SCORES,
+      "the policy's version", also=lambda row: len(row) == 3)  # fmt: skip
+def openrlhf(row: Fields) -> RawRollouts:
+    """OpenRLHF 0.9.6: the generations with rewards of `openrlhf.cli.batch_inference --eval_task rm`.
+
+    Writer: `batch_rm_inference` in `openrlhf/cli/batch_inference.py`, the last one: 0.9.7 removed it, and OpenRLHF 0.11
+    writes no rollouts to files. Fields: `input`, the prompt as it was sampled from, template applied; `output`, of one
+    turn; `reward`, of the reward model. Best-of-N samples are not in turn (`prompts * N`, then by rank): a group is the
+    rows of a file with one prompt.
+    """
+    group = Made("input", str(row.row["input"]))
+    yield row.record(prompt="input", completion="output", reward="reward", group=group, flags={"as_chat": False})
+
+
+@tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "prompt_tokens samples scope",
+      "rewards, unless the rollout summaries are named beside it")  # fmt: skip
+def tinker(row: Fields) -> RawRollouts:
+    """tinker-cookbook (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
+
+    Writers: `tinker_cookbook/capture/instrument.py`, whose rows of kind `sample` have `prompt_tokens`, `samples` (of
+    each `tokens`, `logprobs`, `stop_reason`), `status`, `created_at` and `scope` (`split`, `iteration`, `group_idx`,
+    `traj_idx`); and `tinker_cookbook/rl/rollout_logging.py`, whose summaries have `total_reward` under the same keys. A
+    call is one trajectory: the turns of an episode are rows of one group. A sample that names no split gets a reward
+    only where all splits agree on one.
+    """
+    values = row.row
+    if values.get("status") == "error":
+        yield None
+        return
+    scope = part_of(values, "scope")
+    split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
+    for place, sample in enumerate(as_list(values["samples"], "samples")):
+        known = row.beside.get((iteration, group, place if traj is None else traj), {})
+        rewards = {known[split]} if split in known else {*known.values()} if split is None else set[float]()
+        yield row.record(
+            prompt_ids="prompt_tokens",
+            completion_ids=Made("samples[].tokens", sample["tokens"]),
+            log_probs=Made("samples[].logprobs", sample.get("logprobs")),
+            finish_reason=Made("samples[].stop_reason", sample.get("stop_reason")),
+            reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries",
+                        rewards.pop() if len(rewards) == 1 else None),
+            policy_version=Made("scope.iteration", iteration or 0),
+            created_at=Made("created_at", values.get("created_at")),
+            group=Made("iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)),
+            meta={"scope": scope, "model_path": values.get("model_path")},
+            flags={"one_prompt": False},
+        )  # fmt: skip
+
+
+def is_summary(row: Row) -> bool:
+    """Return True for a rollout summary of tinker: rewards, and no tokens."""
+    return {"total_reward", "group_idx", "traj_idx"} <= row.keys()
+
+
+def add_summary(beside: dict[Any, dict[Any, float]], row: Row) -> None:
+    """Take the reward of a trajectory from its rollout summary."""
+    key = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx"))
+    beside.setdefault(key, {})[row.get("split")] = as_reward(row["total_reward"], "total_reward")
+
+
+def is_metadata(row: Row) -> bool:
+    """Return True for the row of the file that open-instruct writes beside its shards, which has no rollouts."""
+    return row.keys() == {"run_name", "git_commit", "model_name", "timestamp"}
+
+
+def _is_solution(value: Any) -> bool:
+    return isinstance(value, dict) and "is_correct" in value and "solution" in value
+
+
+@tool("gsm8k-solutions", "graded solutions in the form of GSM8K's example_model_solutions.jsonl",
+      "question ground_truth", NO_TOKENS, NO_END, NO_SCORES,
+      also=lambda row: any(_is_solution(value) for value in row.values()))  # fmt: skip
+def gsm8k_solutions(row: Fields) -> RawRollouts:
+    """GSM8K's `example_model_solutions.jsonl`: four graded solutions of a question.
+
+    Fields: `question`, `ground_truth`, and one object per model with `solution` and `is_correct`. A row is one group.
+    """
+    for model, value in row.row.items():
+        if _is_solution(value):
+            group, each = Made("one per line", row.number), row.of({**row.row, **value})
+            names = {"prompt": "question", "answer": "ground_truth", "completion": "solution", "reward": "is_correct"}
+            yield each.record(**names, group=group, meta={"model": model})
+
+
+# -- files of no tool's ------------------------------------------------------------------------------------------------
+
+_OF_THE_PROMPT = ("prompt", "answer", "policy_version", "created_at")
+_PAIRS = (("prompt_ids", "completion_ids"), ("prompt", "completion"))
+
+
+def rows(row: Fields) -> RawRollouts:
+    """Files of no tool's: rows whose fields have the names of a record's, or that `--field` names.
+
+    A row is one completion, or the completions of one prompt: then `completion` or `completion_ids` is a list of them,
+    and so is each field of theirs. A row with an `error` has failed.
+    """
+    names = {target: target for target in VALUES if target in row.row}
+    names |= {"failure": "error"} if "failure" not in names and "error" in row.row else {}
+    names = {target: path for target, path in {**names, **row.given}.items() if path != NONE}
+    lacks = [] if "reward" in names or row.given.get("reward") == NONE else ["reward"]
+    if not any(a in names and b in names for a, b in (*_PAIRS, ("prompt", "completion_ids"))):
+        lacks = [target for target in _PAIRS[1] if target not in names] + lacks
+    if lacks:
+        raise DefinitionError(
+            f"no field for {' and '.join(lacks)}. {row.there()} Name it: --field {lacks[0]}=NAME (a dotted path "
+            "into nested fields is a name, too); none leaves a field out"
+        )
+    several = row.value(names.get("completion_ids", names.get("completion", "")))
+    single = several == [] and not isinstance(row.row.get(names.get("reward", "")), list)
+    are_ids = isinstance(several, list) and any(isinstance(item, int) for item in several[:1])
+    if not isinstance(several, list) or is_messages(several) or single or are_ids:
+        group = row.row.get("group")
+        is_missing = group is None or group != group  # NaN, as data frames write a missing number
+        yield row.record(
+            **names, group=None if is_missing else Made("group", (row.row.get("policy_version"), str(group)))
+        )
+        return
+    values = {target: row.value(path) for target, path in names.items() if "+" not in path and "*" not in path}
+    if "reward" in names and "reward" not in values:
+        raise DataError("a sum of rewards cannot be read from lists of them. Name one: --field reward=NAME")
+    meta = row.meta()
+    for place in range(len(several)):
+        each = {target: _part(names[target], target, value, place, len(several)) for target, value in values.items()}
+        one = row.of(each)
+        one.given = {}
+        group = Made("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
+        yield one.record(**{target: target for target in each if each[target] is not None}, group=group, meta=meta)
+
+
+def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
+    """Return the value of one of a row's completions."""
+    shared = target in ("prompt_ids", "completion_mask") and isinstance(value, list) and not isinstance(value[0], list)
+    if target in _OF_THE_PROMPT or shared or value is None:
+        return value
+    if not isinstance(value, list):
+        raise DataError(f"field '{name}' must be a list of {num} items, one per completion, got {shown(value)}.")
+    if len(value) != num:
+        raise DataError(f"field '{name}' has {len(value)} items for {num} completions.")
+    return value[place]
+
+
+# -- which tool --------------------------------------------------------------------------------------------------------
+
+TOOLS: tuple[Tool, ...] = tuple(_TOOLS)
+ROWS = Tool(name="rows", summary="rows with a prompt, a completion and a reward", signature=frozenset(), read=rows)
 NAMES: tuple[str, ...] = ("auto", "jsonl", "rows", *dict.fromkeys(tool.name for tool in TOOLS), "store")
 """What `--format` takes; `jsonl` is `rows` of a file whose name tells nothing; `store` is what `export` writes."""
 

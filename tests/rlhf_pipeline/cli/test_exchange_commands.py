@@ -25,7 +25,7 @@ def test_import(cli: Cli, rollouts: Path, tmp_path: Path):
     """The format and its fields are said, what was made, what is missing, and what to type next."""
     shown = cli("import", rollouts, "--into", tmp_path / "a store")
     assert shown.code == 0
-    assert f"{rollouts}: rows; each field by its name" in shown.out
+    assert f"{rollouts}: rows; prompt_ids, completion_ids" in shown.out
     assert "4 trajectories in 2 groups, 10 tokens, mean reward 0.500" in shown.out
     assert "4 trajectories without behaviour log-probs" in shown.out
     assert f"rlhf-pipeline inspect '{tmp_path / 'a store'}'" in shown.out
