@@ -27,7 +27,7 @@ import numpy as np
 from rlhf_pipeline.run.checkpoint import checkpoint_path, list_checkpoints
 from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rows import StepRows, line_of
+from rlhf_pipeline.run.rows import line_of
 from trajectory_store import TrajectoryStore
 
 ROOT = Path(__file__).resolve().parents[1]

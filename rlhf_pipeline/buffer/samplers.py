@@ -76,7 +76,7 @@ class FreshSampler(TrajectorySampler):
 class PrioritySampler(TrajectorySampler):
     """Probability proportional to `(|priority| + eps)^alpha * exp(-age / tau)`, no row twice in a batch.
 
-    Drawn by Gumbel top-k, which equals sampling one by one without replacement. Source for the age factor, without
+    SampledRows by Gumbel top-k, which equals sampling one by one without replacement. Source for the age factor, without
     which priority degrades: https://arxiv.org/abs/2604.16918.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import said_now_and_then, say
 from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
-from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.report.formatting import count, duration
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.address import Address

@@ -8,7 +8,7 @@ import time
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.cli.parser import add_filter
 from rlhf_pipeline.errors import typed
-from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.report.formatting import count, duration
 
 HELP = "copy a store, whole or in part, to either backend"
 DETAILS = """\

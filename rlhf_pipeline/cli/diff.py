@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, say, say_json
 from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
-from rlhf_pipeline.report.words import count, one_line
+from rlhf_pipeline.report.formatting import count, one_line
 from rlhf_pipeline.run import filenames
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.report.formatting import count, duration
 
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "zarr")
 _FREE_GB = 2.0
@@ -69,7 +69,7 @@ def _folder(folder: Path) -> Iterator[Check]:
     """Check a run that would begin in a folder, and write, read and verify a store there."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.run.run import Run
-    from trajectory_store.maps import file_system
+    from trajectory_store.file_access import file_system
 
     free = shutil.disk_usage(folder).free / 1e9
     more = "" if free >= _FREE_GB else "; free some: a full disk stops a run (nothing stored is lost)"

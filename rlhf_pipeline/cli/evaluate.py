@@ -59,8 +59,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Evaluate, and print the figures and what to look at next."""
     from rlhf_pipeline.cli.process import view_of_stdout
-    from rlhf_pipeline.cli.several import import_torch
-    from rlhf_pipeline.report.words import count, evaluation_words
+    from rlhf_pipeline.cli.torchrun import import_torch
+    from rlhf_pipeline.report.formatting import count, evaluation_words
     from rlhf_pipeline.run.evaluation_rows import evaluation_store
     from rlhf_pipeline.run.events import EvaluationDone
     from rlhf_pipeline.run.folder import RunFolder
@@ -134,10 +134,10 @@ def _of_model(args: argparse.Namespace) -> Asked:
 
 def _of_run(args: argparse.Namespace, address: Address) -> Asked:
     from rlhf_pipeline.run.branch import checkpoint_of
-    from rlhf_pipeline.run.changes import changes
     from rlhf_pipeline.run.checkpoint import step_of
+    from rlhf_pipeline.run.config_diff import changes
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
 
     if args.out is not None:
         raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")

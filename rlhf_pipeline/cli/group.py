@@ -25,8 +25,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print a group's members, or the newest groups."""
+    from rlhf_pipeline.report.formatting import aligned, count, number, one_line
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.words import aligned, count, number, one_line
 
     view, room = View(args.path), max(shutil.get_terminal_size((110, 24)).columns - 48, 12)
     found = view.groups() if args.group is None else view.group(args.group)

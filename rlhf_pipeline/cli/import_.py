@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import Ticker, say
 from rlhf_pipeline.cli.parser import natural
 from rlhf_pipeline.errors import DefinitionError, typed
-from rlhf_pipeline.report.words import count, duration, number
+from rlhf_pipeline.report.formatting import count, duration, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport

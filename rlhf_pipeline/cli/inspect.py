@@ -11,7 +11,7 @@ from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_trust
 from rlhf_pipeline.cli.stats import lines
 from rlhf_pipeline.errors import DefinitionError, plain, typed
-from rlhf_pipeline.report.words import count, number
+from rlhf_pipeline.report.formatting import count, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.data.rewards import Reward, RewardFunction
@@ -83,7 +83,7 @@ def _reward(
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
-    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
 
     if run is not None:
         definition, overrides = definition_of(run, named, trust=trust), with_kept_inputs(run, run.config.overrides)

@@ -24,8 +24,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print one line per step: trajectories, their age in steps, the watermark."""
+    from rlhf_pipeline.report.formatting import aligned, number
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.words import aligned, number
 
     view = View(args.path)
     found = view.ledger(last=args.num)

@@ -24,8 +24,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print one line per run: steps, first, last and evaluated reward, trajectories."""
+    from rlhf_pipeline.report.formatting import aligned, number
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.words import aligned, number
     from rlhf_pipeline.run.folder import is_run, not_found
 
     folder = Path(args.folder).expanduser()

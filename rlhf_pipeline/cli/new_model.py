@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
-from rlhf_pipeline.report.words import duration
+from rlhf_pipeline.report.formatting import duration
 
 HELP = "make a small untrained model and its tokenizer from a text file"
 DETAILS = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rlhf_pipeline.errors import PipelineError, plain, typed
-from rlhf_pipeline.report.words import count, duration
+from rlhf_pipeline.report.formatting import count, duration
 
 _EVERY_S = 5.0
 _COMMAND = re.compile(r"(?<![\w/-])rlhf-pipeline( [a-z])")

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
-from rlhf_pipeline.cli import several
+from rlhf_pipeline.cli import torchrun
 from rlhf_pipeline.cli.output import can_draw, warn
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.errors import RewardError, RunExistsError, RunStorageError
-from rlhf_pipeline.report.words import duration
+from rlhf_pipeline.report.formatting import duration
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
@@ -50,20 +50,20 @@ def conduct(
     Returns:
         The exit code: 0, `TRY_AGAIN`, that of a signal, or that of `then`.
     """
-    from rlhf_pipeline.cli.closing import finish
+    from rlhf_pipeline.cli.summary import finish
     from rlhf_pipeline.run.folder import is_run
     from rlhf_pipeline.run.start import start
     from trajectory_store import StoreError
 
     alone, began, seen = run.supervised is None, time.perf_counter(), list[int]()
-    parent = several.parent(getattr(args, "parent", None))
+    parent = torchrun.parent(getattr(args, "parent", None))
     view = view_of_stdout(filenames.LOG if alone else filenames.SUPERVISOR_LOG)
     imports = "importing torch" if alone else "they import torch"
     view.say(f"{run.pipeline.name}: {what}, seed {run.seed}, on {run.device}; {imports} ...")
 
     def work() -> RunFinished | CollectorFinished:
         if alone:
-            several.import_torch(run.device)
+            torchrun.import_torch(run.device)
             from rlhf_pipeline import definitions  # help does without
             from rlhf_pipeline.run.processes.collect import collect
 
@@ -72,7 +72,7 @@ def conduct(
             if run.joins == "collect":
                 return collect(run, name=args.name, parent=parent, on_event=view)
         with launching as launch:
-            return start(several.joined(run), parent=parent, launch=launch, on_event=view)
+            return start(torchrun.joined(run), parent=parent, launch=launch, on_event=view)
 
     try:
         with signals_seen(seen):
@@ -92,7 +92,7 @@ def conduct(
         return TRY_AGAIN
     finally:
         view.close()
-        several.leave()
+        torchrun.leave()
     if getattr(args, "parent", None) is None:
         finish(finished, run, view)
     if not alone:

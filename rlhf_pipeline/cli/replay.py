@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, add_trust, natural, positive
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.words import count
+from rlhf_pipeline.report.formatting import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +76,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Replay; return 1 if a step differs from its record."""
     if args.from_step is None:
-        from rlhf_pipeline.cli.asked import asked_run
         from rlhf_pipeline.cli.process import conduct
+        from rlhf_pipeline.cli.request import asked_run
 
         run = asked_run(args)
         return conduct(run, "starting", args=args, then=lambda view: compare(run, view))
@@ -106,10 +106,10 @@ def _check_rerun(args: argparse.Namespace) -> None:
 
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
-    from rlhf_pipeline.cli.several import import_torch
+    from rlhf_pipeline.cli.torchrun import import_torch
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.kept import definition_of, with_kept_inputs
     from rlhf_pipeline.run.preflight import check_device
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
 
     run = RunFolder.open(folder)
     config = run.config
@@ -119,15 +119,15 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     device = device or config.device
     check_device(device)
     import_torch(device)
-    from rlhf_pipeline.run import retake
+    from rlhf_pipeline.run import rerun
 
-    plan = retake.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
+    plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
     before = plan.first - 1 - plan.start
     lead = f", after taking {count(before, 'step')} before it again" if before else ""
     say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
     say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
-    for found in retake.retake(pipeline, plan, seed=config.seed, device=device):
+    for found in rerun.retake(pipeline, plan, seed=config.seed, device=device):
         bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
         losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
         say(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}")
@@ -141,7 +141,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     return 1 if bad else 0
 
 
-def _result(found) -> str:  # noqa: ANN001 - a retake.Retaken, whose module needs torch
+def _result(found) -> str:  # noqa: ANN001 - a rerun.RepeatedSteps, whose module needs torch
     if found.batch_problem is not None:
         return f"DIFFERENT BATCH: {found.batch_problem}"
     if found.same_bits:

@@ -6,7 +6,7 @@ import argparse
 
 from rlhf_pipeline.cli.parser import add_overrides, add_steps, add_trust, natural, positive, seconds, share
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.words import count
+from rlhf_pipeline.report.formatting import count
 
 HELP = "run a pipeline"
 DETAILS = """\
@@ -49,40 +49,40 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_overrides(command)
     add_trust(command)
     several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
-    several.add_argument(
+    torchrun.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--learners", type=positive, metavar="M", help="processes that share each step of the learner (default: 1)"
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--ray",
         nargs="?",
         const="local",
         metavar="ADDRESS",
         help="place them with Ray: an address, auto for this machine's cluster, or no value for a new local one",
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--collector-gpus",
         type=share,
         metavar="G",
         help="GPUs per collector with --ray (default: 1 with --device cuda)",
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--max-failures",
         type=positive,
         default=5,
         metavar="N",
         help="give up when a process fails N times in a row without a step in between (default: %(default)s)",
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--hang-timeout",
         type=seconds,
         default=60.0,
         metavar="S",
         help="kill a process that is frozen for S seconds (default: %(default)g)",
     )
-    several.add_argument(
+    torchrun.add_argument(
         "--progress-timeout",
         type=seconds,
         metavar="S",
@@ -92,12 +92,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
-    from rlhf_pipeline.cli import several
-    from rlhf_pipeline.cli.asked import asked_run
+    from rlhf_pipeline.cli import torchrun
     from rlhf_pipeline.cli.process import conduct
+    from rlhf_pipeline.cli.request import asked_run
 
-    if several.is_follower():
-        return several.join_in(args)
+    if torchrun.is_follower():
+        return torchrun.join_in(args)
     run = asked_run(args)
     processes = run.supervised
     if processes is None:

@@ -45,9 +45,9 @@ def execute(args: argparse.Namespace) -> int:
     """Print one trajectory in full, or several as one line each."""
     import numpy as np
 
+    from rlhf_pipeline.report.formatting import evaluation_words
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.show import brief, full
-    from rlhf_pipeline.report.words import evaluation_words
 
     with closing(View(args.path, tokenizer=args.tokenizer)) as view:
         step = {} if args.step is None else view.step(args.step)

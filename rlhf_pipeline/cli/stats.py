@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_filter, add_json
 from rlhf_pipeline.errors import plain
-from rlhf_pipeline.report.words import count, evaluation_words, number
+from rlhf_pipeline.report.formatting import count, evaluation_words, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.query import Answer

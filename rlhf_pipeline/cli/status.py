@@ -25,9 +25,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the state of a run; 1 if there is an alarm."""
+    from rlhf_pipeline.report.formatting import aligned, count, duration, number
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.status import status
-    from rlhf_pipeline.report.words import aligned, count, duration, number
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
 

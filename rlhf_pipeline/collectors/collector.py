@@ -16,10 +16,16 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.buffer.trajectory_schema import CURSOR
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.drawn import Drawn, drawn_completions, drawn_conversations, trajectories, turn_rewards
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
 from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
+from rlhf_pipeline.collectors.sampled_rows import (
+    SampledRows,
+    drawn_completions,
+    drawn_conversations,
+    trajectories,
+    turn_rewards,
+)
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
@@ -288,16 +294,18 @@ class Collector:
         grades: list[Grade] = []
         num_tokens = 0
 
-        def ended(place: int, talk: Conversation) -> None:
+        def ended(place: int, conversation: Conversation) -> None:
             nonlocal num_tokens
             with self.grader.begin(1) as grading:
-                _grade(grading, 0, talk)
+                _grade(grading, 0, conversation)
                 (grade,) = grading.results(stop, say)
-            assert talk.row is not None
-            drawn = drawn_conversations([talk], [self._text(talk.row.ids[talk.row.num_prompt :])], group_size=1)
+            assert conversation.row is not None
+            drawn = drawn_conversations(
+                [conversation], [self._text(conversation.row.ids[conversation.row.num_prompt :])], group_size=1
+            )
             drawn = replace(drawn, member=np.array([place % size]))
             at = cursors[[place // size]]
-            one = Round(prompts=[talk.prompt], cursors=at, drawn=drawn, grades=[grade])
+            one = Round(prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade])
             self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
             num_tokens += int(drawn.assistant.sum())
@@ -388,7 +396,7 @@ class Collector:
         refresh: WeightRefresh | None,
         beside: ScoringBeside | None,
         num_before: int,
-    ) -> Drawn:
+    ) -> SampledRows:
         """Sample one turn for each member, after so many of earlier rounds; their reward calls begin as they end."""
         as_chat, options = self.prompts.as_chat, template_options(self.prompts)
         prompt_ids = [
@@ -426,15 +434,19 @@ class Collector:
         cursors: np.ndarray,
         grading: Grading,
         refresh: WeightRefresh | None,
-    ) -> Drawn:
+    ) -> SampledRows:
         """Run a conversation for each member; their reward calls begin as they end."""
 
-        def ended(place: int, talk: Conversation) -> None:
-            _grade(grading, place, talk)
+        def ended(place: int, conversation: Conversation) -> None:
+            _grade(grading, place, conversation)
 
-        talks = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
-        texts = [self._text(talk.row.ids[talk.row.num_prompt :]) for talk in talks if talk.row is not None]
-        return drawn_conversations(talks, texts, group_size=self.config.group_size)
+        finished = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
+        texts = [
+            self._text(conversation.row.ids[conversation.row.num_prompt :])
+            for conversation in finished
+            if conversation.row is not None
+        ]
+        return drawn_conversations(finished, texts, group_size=self.config.group_size)
 
     def _sampled(
         self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]
@@ -520,19 +532,19 @@ class Collector:
         )
 
 
-def _grade(grading: Grading, place: int, talk: Conversation) -> None:
+def _grade(grading: Grading, place: int, conversation: Conversation) -> None:
     """Begin the reward calls of a conversation that is over."""
-    if talk.failure is not None:
-        grading.fail(place, talk.failure)
+    if conversation.failure is not None:
+        grading.fail(place, conversation.failure)
         return
     one = Sampled(
-        prompt=talk.prompt,
-        completion=talk.last_text,
-        finish_reason=talk.finish_reason,
-        conversation=tuple(talk.messages),
-        num_asked=talk.num_asked,
-        rewards=dict(talk.rewards),
-        turns=talk.num_turns,
+        prompt=conversation.prompt,
+        completion=conversation.last_text,
+        finish_reason=conversation.finish_reason,
+        conversation=tuple(conversation.messages),
+        num_asked=conversation.num_asked,
+        rewards=dict(conversation.rewards),
+        turns=conversation.num_turns,
     )
     grading.add(place, one, ended=True)
 

@@ -130,7 +130,7 @@ class Conversations:
             model_type = getattr(getattr(policy.model, "config", None), "model_type", None)
             self.parser = TurnParser(policy.tokenizer, model_type, self.tools)
         self.stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
-        self.talks: list[Conversation] = []
+        self.conversations: list[Conversation] = []
         self._caller = Caller(config.step_timeout_s)
         self._ended: Callable[[int, Conversation], None] | None = None
         self._turns: dict[int, EndedTurn] = {}
@@ -198,7 +198,7 @@ class Conversations:
                 "none of it was stored. Did another client of the engine stop them? Type the same command with "
                 "--resume: the rollout is sampled again."
             )
-        return self.talks
+        return self.conversations
 
     # Beginnings
 
@@ -219,7 +219,7 @@ class Conversations:
         while any(inspect.isawaitable(outcome) for outcome in shown):
             for place, outcome in self._caller.arrived(wait=True).items():
                 shown[place] = outcome
-        self.talks, firsts = [], dict[int, list[int]]()
+        self.conversations, firsts = [], dict[int, list[int]]()
         for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
             group, prompt = [*members], prompts[index]
             good = [place for place in group if not isinstance(shown[place], BaseException)]
@@ -235,10 +235,10 @@ class Conversations:
             firsts[index] = ids
             for place in group:
                 said = [dict(message) for message in messages]
-                talk = Conversation(prompt, made[place], said, len(said), as_chat=as_chat)
-                self.talks.append(talk)
+                conversation = Conversation(prompt, made[place], said, len(said), as_chat=as_chat)
+                self.conversations.append(conversation)
                 if isinstance(shown[place], BaseException):
-                    talk.fail(shown[place])
+                    conversation.fail(shown[place])
                 elif shown[place] != first:
                     raise DefinitionError(
                         f"reset shows members of the group of prompt {int(cursors[index])} different things, and a "
@@ -275,7 +275,7 @@ class Conversations:
             if call is None:
                 answers[turn.place] = None
                 over.append(turn.place)
-            elif inspect.iscoroutinefunction(self.talks[turn.place].environment.step):
+            elif inspect.iscoroutinefunction(self.conversations[turn.place].environment.step):
                 self._caller.begin(turn.place, call())
             else:
                 calls.append(call)
@@ -299,27 +299,27 @@ class Conversations:
 
     def _call(self, ended: EndedTurn) -> Callable[[], Any] | None:
         """Note a turn and return the call that asks its environment; None if the conversation has failed before."""
-        talk, tokens = self.talks[ended.place], ended.tokens
+        conversation, tokens = self.conversations[ended.place], ended.tokens
         text = self.text(tokens)
-        talk.num_turns += 1
-        talk.last_text = text
+        conversation.num_turns += 1
+        conversation.last_text = text
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
         if self.parser is not None:
             before = ended.row.ids[max(0, ended.row.began - _PREFIX_TOKENS) : ended.row.began]
             parsed = self.parser.parse(tokens, self.policy.tokenizer.decode(before), text)
-        talk.messages.append(parsed.message)
-        if talk.failure is not None:
+        conversation.messages.append(parsed.message)
+        if conversation.failure is not None:
             return None
         turn = Turn(
             text=text,
-            number=talk.num_turns,
+            number=conversation.num_turns,
             finish_reason="stop" if ended.stopped else "length",
             content=str(parsed.message.get("content") or ""),
             tool_calls=parsed.calls,
             call_error=parsed.error,
             token_ids=tuple(tokens),
         )
-        return functools.partial(talk.environment.step, turn)
+        return functools.partial(conversation.environment.step, turn)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return a turn as environments and rewards see it."""
@@ -329,7 +329,7 @@ class Conversations:
 
     def _taken(self, ended: EndedTurn, outcome: Any) -> list[int] | None:
         """Take what an environment gave; return the reply's tokens, or None if the conversation is over."""
-        talk = self.talks[ended.place]
+        conversation = self.conversations[ended.place]
         try:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -337,24 +337,24 @@ class Conversations:
             gains = checked_rewards(step.rewards)
             json.dumps(dict(step.info))
             for name, value in gains.items():
-                talk.rewards[name] = talk.rewards.get(name, 0.0) + value
-            talk.turn_rewards.append(of_turn(self.rewards, gains))
-            talk.info.update(step.info)
+                conversation.rewards[name] = conversation.rewards.get(name, 0.0) + value
+            conversation.turn_rewards.append(of_turn(self.rewards, gains))
+            conversation.info.update(step.info)
             if step.done:
-                talk.finish_reason = "stop"
-            elif talk.num_turns >= self.config.max_turns:
-                talk.finish_reason = "turns"
-            elif (ids := self._reply(talk, ended, step)) is None:
-                talk.finish_reason = "length"
+                conversation.finish_reason = "stop"
+            elif conversation.num_turns >= self.config.max_turns:
+                conversation.finish_reason = "turns"
+            elif (ids := self._reply(conversation, ended, step)) is None:
+                conversation.finish_reason = "length"
             else:
                 return ids
         except (DefinitionError, KeyboardInterrupt):
             raise
         except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded, not hidden
-            talk.fail(error)
+            conversation.fail(error)
         return None
 
-    def _reply(self, talk: Conversation, ended: EndedTurn, step: Step) -> list[int] | None:
+    def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> list[int] | None:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         room, codec = ended.row.room, self.policy.tokenizer
         texts = [step.reply] if isinstance(step.reply, str) else [str(one.get("content", "")) for one in step.reply]
@@ -362,16 +362,16 @@ class Conversations:
             return None
         replies: list[Message] = []
         if isinstance(step.reply, str):
-            replies = [{"role": "user", "content": step.reply}] if step.reply or talk.as_chat else []
+            replies = [{"role": "user", "content": step.reply}] if step.reply or conversation.as_chat else []
         else:
             replies = [dict(one) for one in step.reply]
-        if talk.as_chat or any(one["role"] != "user" for one in replies):
+        if conversation.as_chat or any(one["role"] != "user" for one in replies):
             ids = encode_reply(
                 codec,
-                talk.messages[:-1],
+                conversation.messages[:-1],
                 ended.tokens,
                 replies,
-                turn=talk.messages[-1],
+                turn=conversation.messages[-1],
                 tools=self.tools or None,
                 template=self.template,
                 end_token_ids=self.policy.eos_token_ids,
@@ -380,33 +380,37 @@ class Conversations:
             ids = encode_text(codec, "".join(str(one["content"]) for one in replies), add_special_tokens=False)
         if len(ids) > room:
             return None
-        talk.messages += [dict(one) for one in replies]
+        conversation.messages += [dict(one) for one in replies]
         return ids
 
     def _end(self, places: Sequence[int]) -> None:
         """Ask environments for their last rewards, and pass on the conversations that are over."""
         for place in places:
-            self.talks[place].row = self._turns.pop(place).row
-        asked = [place for place in places if hasattr(self.talks[place].environment, "end")]
+            self.conversations[place].row = self._turns.pop(place).row
+        asked = [place for place in places if hasattr(self.conversations[place].environment, "end")]
         calls = [
-            functools.partial(cast(Any, self.talks[place].environment).end, self.talks[place].finish_reason)
+            functools.partial(
+                cast(Any, self.conversations[place].environment).end, self.conversations[place].finish_reason
+            )
             for place in asked
         ]
         for place, outcome in zip(asked, self._caller.run(calls), strict=True):
-            talk = self.talks[place]
+            conversation = self.conversations[place]
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 gains = checked_rewards(outcome or {})
                 for name, value in gains.items():
-                    talk.rewards[name] = talk.rewards.get(name, 0.0) + value
+                    conversation.rewards[name] = conversation.rewards.get(name, 0.0) + value
                 if gains:
-                    talk.turn_rewards[-1:] = [sum(talk.turn_rewards[-1:]) + of_turn(self.rewards, gains)]
+                    conversation.turn_rewards[-1:] = [
+                        sum(conversation.turn_rewards[-1:]) + of_turn(self.rewards, gains)
+                    ]
             except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded
-                talk.fail(error)
+                conversation.fail(error)
         for place in places:
             if self._ended is not None:
-                self._ended(self._places[place], self.talks[place])
+                self._ended(self._places[place], self.conversations[place])
 
 
 def _reset(environment: Any, prompt: Prompt, seed: int) -> Any:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.collectors.drawn import Drawn, joined
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.collectors.rollout_figures import Figures
+from rlhf_pipeline.collectors.sampled_rows import SampledRows, joined
 from rlhf_pipeline.data.prompts import Prompt
 
 Ints = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class Round:
 
     prompts: Sequence[Prompt]
     cursors: Ints
-    drawn: Drawn
+    drawn: SampledRows
     grades: Sequence[Grade]
 
     @property

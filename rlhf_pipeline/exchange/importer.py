@@ -18,7 +18,7 @@ from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
 from rlhf_pipeline.exchange.encoder import Encoder
 from rlhf_pipeline.exchange.fields import NONE, Fields, RawRollout, Row, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
-from rlhf_pipeline.exchange.target import NAME, There, check_columns, open_target
+from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
 from rlhf_pipeline.exchange.tools import Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
 from trajectory_store import Schema
@@ -194,7 +194,7 @@ def import_files(
     schema = Schema(columns.values()) if exported else trajectory_schema([*FAILURES, *[EVALUATION][: any(evaluates)]])
     _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
-        there, seen = There(store), set[Any]()
+        there, seen = ExistingRows(store), set[Any]()
         for item, repeated in zip(plan, repeats, strict=True):
             report.files.append(item.report)
             if on_file is not None:
@@ -204,7 +204,7 @@ def import_files(
             if isinstance(item.reader, Schema):
                 check_columns(store, item.reader)
                 if len(report.files) > 1:
-                    there = There(store)  # one export may hold what another one gave
+                    there = ExistingRows(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
                 rows = _converted(item, item.reader, there.begin(item.source.path), encoder, seen)

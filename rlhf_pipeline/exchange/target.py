@@ -137,7 +137,7 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
             )
 
 
-class There:
+class ExistingRows:
     """The trajectories that a store held before an import, each to be found once by its id.
 
     The k-th row of an id in a file is the k-th of that id in the store: rows without an id all have -1, and those of a

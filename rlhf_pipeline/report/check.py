@@ -9,14 +9,14 @@ import numpy as np
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.drift import drift_text, drifted
+from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.words import count
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.choice import Choice
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.selection import Choice
 from trajectory_store import StoreError
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.words import count
 
 _NEEDED = ("turn_spans", "assistant_mask", "log_probs", "num_prompt_tokens")
 _EXAMPLES = 8

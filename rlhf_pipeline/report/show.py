@@ -9,9 +9,9 @@ from contextlib import closing
 import numpy as np
 
 from rlhf_pipeline.errors import plain
+from rlhf_pipeline.report.formatting import count, number, one_line
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import Ids, Stored
-from rlhf_pipeline.report.words import count, number, one_line
 from rlhf_pipeline.run.folder import RunFolder
 
 _TIES = 64

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from rlhf_pipeline.errors import typed
+from rlhf_pipeline.report.formatting import count, number
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import disk_usage
-from rlhf_pipeline.report.words import count, number
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 60.0

@@ -9,9 +9,9 @@ from typing import TypeVar
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.stored_groups import NewIds
 from rlhf_pipeline.errors import MissingPathError, plain
+from rlhf_pipeline.report.formatting import number
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import Ids
-from rlhf_pipeline.report.words import number
 from rlhf_pipeline.run.rows import NewRows, Row
 from trajectory_store import MissingRowError
 

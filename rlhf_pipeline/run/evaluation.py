@@ -8,7 +8,7 @@ another store, see `run.evaluation_rows`.
 
 An evaluation is one rollout of a `Collector`, number `step`, in one commit: one that a kill interrupted is done again
 token for token, and one that is stored is read and not sampled again. Beside a learner, a collector does it; the
-learner reads the rows, see `run.processes.awaited`.
+learner reads the rows, see `run.processes.remote_evaluations`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ from rlhf_pipeline.errors import (
 )
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, address_of, below, is_url
-from rlhf_pipeline.run.changes import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.config_diff import LAST_BITS, changes, is_allowed, notice_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place

@@ -134,7 +134,7 @@ class Batches:
         DataError: there is nothing to learn from.
 
     >>> import tempfile
-    >>> from rlhf_pipeline.run.gather import SOURCE
+    >>> from rlhf_pipeline.run.copy_rows import SOURCE
     >>> from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
     >>> with TrajectoryStore.create(tempfile.mkdtemp() + "/store", trajectory_schema([SOURCE])) as store:
     ...     _ = store.append({"input_ids": [[1]] * 4, "source": [0] * 4, "group_id": [7, 7, 8, 8]})

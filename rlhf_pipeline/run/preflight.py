@@ -18,7 +18,7 @@ from rlhf_pipeline.data.reward_forms import form_of
 from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import DataError, DefinitionError, RunStorageError, did_you_mean
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.choice import open_sources, stores_of
+from rlhf_pipeline.run.selection import open_sources, stores_of
 
 _DEVICES = ("cpu", "cuda", "mps")
 

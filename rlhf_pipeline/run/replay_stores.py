@@ -11,14 +11,14 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
-from rlhf_pipeline.run.choice import Choice, Limits, choose
+from rlhf_pipeline.run.copy_rows import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.events import EventHandler, RunFinished
 from rlhf_pipeline.run.folder import RunFolder, tell
-from rlhf_pipeline.run.gather import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.run import Run
+from rlhf_pipeline.run.selection import Choice, Limits, choose
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
 from rlhf_pipeline.run.temperatures import replayed_at

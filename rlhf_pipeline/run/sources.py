@@ -348,7 +348,7 @@ def _about(rollout: int | None = None, begun: Rollout | StoredRollout | None = N
     }
 
 
-class DrawnBatches(Source):
+class SampledBatches(Source):
     """Draws the batch of a step from everything that was gathered."""
 
     def __init__(self, pipeline: Pipeline, replay: Replay, learner: Learner) -> None:
@@ -453,7 +453,7 @@ def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: Run
         DefinitionError: a store is too small for its share of a batch.
     """
     if not replay.recorded_order:
-        return DrawnBatches(pipeline, replay, learner)
+        return SampledBatches(pipeline, replay, learner)
     if run.bring(run.recorded_ledger).is_file():
         return RecordedLedger(pipeline, learner, run.recorded_ledger)
     return RecordedVersions(pipeline, learner)

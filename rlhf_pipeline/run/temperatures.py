@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from rlhf_pipeline.data.keys import TEMPERATURE, column_name
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.run.choice import Choice, open_sources
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.selection import Choice, open_sources
 from trajectory_store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]

@@ -24,13 +24,13 @@ from trajectory_store.errors import (
     UnsyncedError,
     WriteFailedError,
 )
-from trajectory_store.findings import VerifyReport
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot
 from trajectory_store.store import TrajectoryStore
 from trajectory_store.upkeep import CompactReport
+from trajectory_store.verify_report import VerifyReport
 
 __all__ = [
     "TrajectoryStore",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trajectory_store.medium import Segment
+from trajectory_store.backend import Segment
 from trajectory_store.ragged import Int64Array, expand
 
 _BEFORE_ALL = -1 << 63

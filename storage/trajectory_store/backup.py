@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from trajectory_store.bucket import FolderBucket
+from trajectory_store.catalog_log import Journal, State, number_of, record_keys
 from trajectory_store.errors import CorruptionError, StoreExistsError, WriteFailedError
-from trajectory_store.journal import Journal, State, number_of, record_keys
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
 """Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""

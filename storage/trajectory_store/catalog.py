@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import forks, fs
+from trajectory_store import fork_safety, fs
 from trajectory_store.arrival import ArrivalOrder
+from trajectory_store.backend import Gap, Medium, Segment
+from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
-from trajectory_store.journal import CATALOG, Entry, Journal, State
-from trajectory_store.medium import Gap, Medium, Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.root import Root
 
@@ -78,7 +78,7 @@ class Catalog:
         self.kept: dict[str, Any] = {}
         """What other modules keep for as long as the catalog is open."""
         self._syncing = threading.Lock()
-        forks.guard(self, 1, self.lock, self._syncing)
+        fork_safety.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
         self._take_state(opening=True)

@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.backend import Part, Rows, Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, CorruptionError, SchemaError
+from trajectory_store.file_access import will_need
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
-from trajectory_store.maps import will_need
-from trajectory_store.medium import Part, Rows, Segment
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
 from trajectory_store.schema import Column

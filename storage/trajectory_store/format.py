@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, WriteFailedError
-from trajectory_store.maps import PreadBytes
+from trajectory_store.file_access import PreadBytes
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"

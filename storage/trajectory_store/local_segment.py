@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
+from trajectory_store.backend import Gap, Segment
+from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
-from trajectory_store.findings import VerifyReport
+from trajectory_store.file_access import Io, PreadBytes, open_file
 from trajectory_store.format import (
     COMMITS,
     KIND_CLOSED,
@@ -34,9 +36,7 @@ from trajectory_store.format import (
     read_attributes,
     spec_json,
 )
-from trajectory_store.journal import Entry
-from trajectory_store.maps import Io, PreadBytes, open_file
-from trajectory_store.medium import Gap, Segment
+from trajectory_store.verify_report import VerifyReport
 
 
 class LocalSegment(Segment):

@@ -10,12 +10,12 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 
+from trajectory_store.backend import Medium
 from trajectory_store.bucket import Bucket, FolderBucket, is_folder
 from trajectory_store.errors import NotAStoreError, SchemaError
+from trajectory_store.file_access import Io
 from trajectory_store.format import DURABILITIES
-from trajectory_store.maps import Io
-from trajectory_store.medium import Medium
-from trajectory_store.memmap import Memmap
+from trajectory_store.local_backend import Memmap
 from trajectory_store.root import Root
 from trajectory_store.writer import FIRST_ELEMENTS
 
@@ -94,7 +94,7 @@ def medium_of(
         NotAStoreError: it needs a local folder.
     """
     if root.backend == "zarr":
-        from trajectory_store.objects.medium import ObjectMedium
+        from trajectory_store.objects.backend import ObjectMedium
 
         return ObjectMedium(bucket, root, cache_dir, cache_bytes)
     if isinstance(bucket, FolderBucket):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import forks
+from trajectory_store import fork_safety
 
 _SMALLEST = 12
 
@@ -39,7 +39,7 @@ class BufferPool:
         self._bytes = 0
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        forks.guard(self, 4, self._lock)
+        fork_safety.guard(self, 4, self._lock)
         self._zeros = memoryview(b"")
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket, taken
+from trajectory_store.catalog_log import State, put_first
 from trajectory_store.errors import CorruptionError, NotAStoreError, StoreNotFoundError
 from trajectory_store.format import (
     FORMAT_NAME,
@@ -19,7 +20,6 @@ from trajectory_store.format import (
     read_attributes,
     time_after,
 )
-from trajectory_store.journal import State, put_first
 from trajectory_store.schema import Schema
 
 MAX_ROWS = 1 << 19

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.backend import Segment
 from trajectory_store.errors import SchemaError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK
-from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
 
 

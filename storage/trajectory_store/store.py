@@ -14,17 +14,16 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from trajectory_store import fs
+from trajectory_store.backend import Medium
 from trajectory_store.backup import copy_folder
 from trajectory_store.batch import Batch, Rows, prepare
 from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
+from trajectory_store.catalog_log import State
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
-from trajectory_store.findings import VerifyReport
+from trajectory_store.file_access import Io
 from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.journal import State
-from trajectory_store.maps import Io
-from trajectory_store.medium import Medium
 from trajectory_store.options import (
     Backend,
     backend_of,
@@ -41,6 +40,7 @@ from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
 from trajectory_store.verify import verify
+from trajectory_store.verify_report import VerifyReport
 from trajectory_store.writer import Stream
 
 Mode = Literal["r", "a"]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.backend import Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import SnapshotGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK, TARGET
-from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
 from trajectory_store.snapshot import within

@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
+from trajectory_store.backend import Segment
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
+from trajectory_store.catalog_log import Entry, State, owners_of, runs_of
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
-from trajectory_store.findings import VerifyReport
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
-from trajectory_store.journal import Entry, State, owners_of, runs_of
-from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
 from trajectory_store.verify import check_segments
+from trajectory_store.verify_report import VerifyReport
 
 CHUNK_ROWS = 1024
 FANOUT = 8

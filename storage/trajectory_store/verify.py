@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trajectory_store.backend import Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import StoreError
-from trajectory_store.findings import VerifyReport
-from trajectory_store.medium import Segment
 from trajectory_store.ragged import Int64Array
+from trajectory_store.verify_report import VerifyReport
 
 _NUMBER = re.compile(r"(?<!seg-)(?<!\d)\d+")
 """Numbers other than segment numbers: in a damaged segment that is being written, they differ at the second check."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trajectory_store import forks, fs
+from trajectory_store import fork_safety, fs
+from trajectory_store.backend import SealedError, SegmentWriter
 from trajectory_store.batch import Batch
+from trajectory_store.catalog_log import Entry, State
 from trajectory_store.errors import StoreError, UnsyncedError
 from trajectory_store.format import Durability, Kind, SegmentMeta, time_after
-from trajectory_store.journal import Entry, State
-from trajectory_store.medium import SealedError, SegmentWriter
 from trajectory_store.root import Root
 from trajectory_store.schema import Schema
 
@@ -53,7 +53,7 @@ class Stream:
         self._ending: tuple[threading.Thread, SegmentWriter] | None = None
         self._finished: tuple[int, int] | None = None
         self._lock = threading.RLock()
-        forks.guard(self, 0, self._lock)
+        fork_safety.guard(self, 0, self._lock)
         self._pid = os.getpid()
 
     @property

@@ -37,7 +37,7 @@ from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, retake
 from tests.crash._s3 import serve
 from tests.crash.kills import tiny
 from tests.rlhf_pipeline.small import collect, learn

@@ -49,12 +49,12 @@ from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.cli import main as rlhf_pipeline
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.report.check import check_run
-from rlhf_pipeline.run import choice
+from rlhf_pipeline.run import selection
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
-from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, retake
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
@@ -193,7 +193,7 @@ def offline(folder: Path) -> Act:
     )
 
     def act(run_dir: Path) -> int:
-        choice.BATCH_ROWS = 6  # type: ignore[misc]
+        selection.BATCH_ROWS = 6  # type: ignore[misc]
         return typed(pipeline)(run_dir)
 
     return act

@@ -38,7 +38,7 @@ from rlhf_pipeline import (
     override,
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
-from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, retake
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import collect, learn, sums_collector, talker

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_pipeline import Collect, Turn
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.drawn import drawn_conversations
+from rlhf_pipeline.collectors.sampled_rows import drawn_conversations
 from rlhf_pipeline.environments.verifiers import Verifiers
 from rlhf_pipeline.errors import DefinitionError
 from tests.rlhf_pipeline.small import talker
@@ -63,7 +63,7 @@ def guesses(tasksets: None) -> Iterator[Verifiers]:
     made.close()
 
 
-def talks(environment: Verifiers, policy: Any, *numbers: int, **changes: Any) -> list[Conversation]:
+def conversations(environment: Verifiers, policy: Any, *numbers: int, **changes: Any) -> list[Conversation]:
     """Pairs of conversations on a few tasks."""
     limits = {"group_size": 2, "max_new_tokens": 6, "max_turns": 3, "max_row_tokens": 90, "step_timeout_s": 300.0}
     runner = Conversations(
@@ -83,17 +83,17 @@ def check_rows(done: list[Conversation], policy: Any) -> None:
     """Sampled tokens, and no others, are masked and have the policy's log-probs; the row is what was said."""
     drawn = drawn_conversations(done, [""] * len(done), group_size=2)
     ends = np.cumsum(drawn.lengths)
-    for talk, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
-        assert talk.row is not None
+    for conversation, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
+        assert conversation.row is not None
         said = torch.from_numpy(drawn.assistant[end - length : end])[None]
-        scored = policy.log_probs(torch.tensor([talk.row.ids]), torch.ones_like(said), said).detach()[0]
-        sampled = torch.tensor(talk.row.log_probs)
+        scored = policy.log_probs(torch.tensor([conversation.row.ids]), torch.ones_like(said), said).detach()[0]
+        sampled = torch.tensor(conversation.row.log_probs)
         assert torch.equal(sampled.isfinite(), said[0])
         torch.testing.assert_close(sampled[said[0]], scored[said[0]], rtol=0, atol=1e-5)
         marks = {"user": "U:", "assistant": "A:", "tool": "T:"}
-        for message in talk.messages:
+        for message in conversation.messages:
             if message["role"] != "assistant":
-                assert marks[message["role"]] + message["content"] in policy.tokenizer.decode(talk.row.ids)
+                assert marks[message["role"]] + message["content"] in policy.tokenizer.decode(conversation.row.ids)
 
 
 @pytest.mark.peer
@@ -101,18 +101,20 @@ def check_rows(done: list[Conversation], policy: Any) -> None:
 def test_several_turns(guesses):
     """Episodes go on turn by turn with the sampled tokens, and end with the rewards of task and environment."""
     policy = talker()
-    done = talks(guesses, policy, 1)
-    assert max(talk.num_turns for talk in done) > 1, [(talk.failure, talk.messages) for talk in done]
+    done = conversations(guesses, policy, 1)
+    assert max(conversation.num_turns for conversation in done) > 1, [
+        (conversation.failure, conversation.messages) for conversation in done
+    ]
     check_rows(done, policy)
-    for talk in done:
-        texts = [message["content"] for message in talk.messages[1:]]
-        assert talk.messages[0] == {"role": "user", "content": f"U{talk.prompt.meta['number']}"}
-        assert texts[1::2] == ["0:"] * (talk.num_turns - 1)
-        right = float(str(talk.prompt.meta["number"]) in texts[-1])
-        assert talk.rewards == {"short": 0.25 / talk.num_turns, "right": right}
-        assert talk.finish_reason == ("stop" if right else "turns")
+    for conversation in done:
+        texts = [message["content"] for message in conversation.messages[1:]]
+        assert conversation.messages[0] == {"role": "user", "content": f"U{conversation.prompt.meta['number']}"}
+        assert texts[1::2] == ["0:"] * (conversation.num_turns - 1)
+        right = float(str(conversation.prompt.meta["number"]) in texts[-1])
+        assert conversation.rewards == {"short": 0.25 / conversation.num_turns, "right": right}
+        assert conversation.finish_reason == ("stop" if right else "turns")
         if right:
-            assert talk.info == {"metrics": {"turns": float(talk.num_turns)}}
+            assert conversation.info == {"metrics": {"turns": float(conversation.num_turns)}}
 
 
 @pytest.mark.peer
@@ -122,19 +124,19 @@ def test_tools(tasksets):
     policy = talker()
     policy.tokenizer.response_template = CALLS
     sums = Verifiers("add_digits", agent=SEAT)
-    done = talks(sums, policy, 0, 1)
+    done = conversations(sums, policy, 0, 1)
     assert [tool["function"]["name"] for tool in sums.tools] == ["sums_add"]
     sums.close()
     check_rows(done, policy)
     answered = 0
-    for talk in done:
-        for call, reply in zip(talk.messages[1::2], talk.messages[2::2], strict=False):
+    for conversation in done:
+        for call, reply in zip(conversation.messages[1::2], conversation.messages[2::2], strict=False):
             digits = call["tool_calls"][0]["function"]["arguments"]["digits"]
             added = sum(int(one) for one in digits if one.isdigit())
             assert (reply["role"], reply["content"]) == ("tool", str(added))
             answered += added > 0
-        last = talk.messages[-1]["content"]
-        assert talk.rewards == {"right": 0.5 * (talk.prompt.answer in last)}
+        last = conversation.messages[-1]["content"]
+        assert conversation.rewards == {"right": 0.5 * (conversation.prompt.answer in last)}
     assert answered
 
 

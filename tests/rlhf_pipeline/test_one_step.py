@@ -27,7 +27,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
-from trajectory_store.maps import choose
+from trajectory_store.file_access import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (rlhf_pipeline, trajectory_store))

@@ -29,13 +29,13 @@ from trajectory_store import (
     fs,
     upkeep,
 )
+from trajectory_store.backend import Segment
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import ReadFailedError, SegmentGoneError
+from trajectory_store.local_backend import LocalWriter, Memmap
 from trajectory_store.local_segment import LocalSegment
-from trajectory_store.medium import Segment
-from trajectory_store.memmap import LocalWriter, Memmap
-from trajectory_store.objects.medium import ObjectMedium, ObjectWriter
+from trajectory_store.objects.backend import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later
 from trajectory_store.writer import Stream

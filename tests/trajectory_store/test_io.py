@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
-from trajectory_store.maps import PreadBytes, choose, file_system
+from trajectory_store.file_access import PreadBytes, choose, file_system
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -36,9 +36,9 @@ from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
-from trajectory_store.objects import medium, remote, segment
+from trajectory_store.objects import backend, remote, segment
 from trajectory_store.objects.archive import BLOCK
-from trajectory_store.objects.medium import ObjectMedium
+from trajectory_store.objects.backend import ObjectMedium
 from trajectory_store.root import read_root
 from trajectory_store.testing import example_rows, example_schema, same_rows
 
@@ -673,7 +673,7 @@ def test_opening_follows_many_commits_in_few_round_trips():
 
 def test_the_environment_limits_the_cache(monkeypatch):
     """Columns that were read first are given back, and fetched again when they are read again."""
-    monkeypatch.setenv(medium.CACHE_BYTES, "500")
+    monkeypatch.setenv(backend.CACHE_BYTES, "500")
     memory = MemoryStore()
     writer = TrajectoryStore.create(memory, example_schema(), backend="zarr")
     ids = writer.append(example_rows(64))
@@ -684,7 +684,7 @@ def test_the_environment_limits_the_cache(monkeypatch):
         )
         reader.read_padded(ids, ["input_ids"])
         assert sum(file.stat().st_blocks for file in reader._catalog.medium._cache.folder.iterdir()) * 512 < 1 << 16
-    monkeypatch.setenv(medium.CACHE_BYTES, "much")
+    monkeypatch.setenv(backend.CACHE_BYTES, "much")
     with pytest.raises(StoreError, match="TRAJECTORY_STORE_CACHE_BYTES='much'"):
         TrajectoryStore.open(memory)
 

@@ -132,7 +132,7 @@ def trl(row: Fields) -> RawRollouts:
     *("special tokens: verl leaves out the chat markup of prompts", NO_END, NO_SCORES),
 )
 def verl(row: Fields) -> RawRollouts:
-    """verl 0.9.1: `trainer.rollout_data_dir/STEP.jsonl`, of both trainers.
+    """Verl 0.9.1: `trainer.rollout_data_dir/STEP.jsonl`, of both trainers.
 
     Writer: `_write_generations` in `verl/trainer/ppo/ray_trainer.py` (`RayPPOTrainer`) and in
     `verl/trainer/ppo/v1/trainer_base.py` (`trainer.use_v1`). Fields of both: `input` and `output`, the prompt and the
@@ -179,7 +179,7 @@ _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
     "loss_mask weight_versions rollout_log_probs remove_sample status metadata"),
 )  # fmt: skip
 def slime(row: Fields) -> RawRollouts:
-    """slime 0.3.1 (commit 624b824): `--save-debug-rollout-data PATH/{rollout_id}.pt`, or `--dump-details`.
+    """Slime 0.3.1 (commit 624b824): `--save-debug-rollout-data PATH/{rollout_id}.pt`, or `--dump-details`.
 
     Writer: `save_debug_rollout_data` in `slime/observability/rollout_data_utils.py`: a file of `torch.save` with
     `rollout_id` and `samples`, each `Sample.to_dict()` of `slime/utils/types.py`. Fields: `group_index`, `index`;
@@ -240,7 +240,7 @@ def _is_trained(row: Row) -> bool:
 @tool("verifiers", "episodes of verifiers' evaluations", "env task ok traces",
       "token ids and log-probs, where the endpoint gave none", also=lambda row: not _is_trained(row))  # fmt: skip
 def episodes(row: Fields) -> RawRollouts:
-    """verifiers 0.4 and prime-rl 0.8: episodes, `traces.jsonl`.
+    """Verifiers 0.4 and prime-rl 0.8: episodes, `traces.jsonl`.
 
     Writers: `write_episode` in `verifiers/v1/utils/trace_store.py` (verifiers 0.4.0), and `FileMonitor.log_episodes` in
     `src/prime_rl/monitors/file.py` (prime-rl 0.8.0, commit 559b447), which writes `Episode.to_record()` under
@@ -358,7 +358,7 @@ def _tokens(nodes: Sequence[Row]) -> dict[str, Made]:
 
 @tool("verifiers", "results of verifiers before 0.4", "example_id prompt completion reward", NO_TOKENS, NO_SCORES)
 def results(row: Fields) -> RawRollouts:
-    """verifiers 0.1 to 0.3: `results.jsonl` of `vf-eval --save-results`.
+    """Verifiers 0.1 to 0.3: `results.jsonl` of `vf-eval --save-results`.
 
     Writer: `states_to_outputs` and `save_outputs` in `verifiers/utils/save_utils.py`. `example_id` names the prompt;
     `prompt` and `completion` are messages; `error` is there where a rollout failed, whose `reward` is then 0;

@@ -358,8 +358,8 @@ class _Turns(RaggedRun):
         self, hidden: Tensor, rows: Int64Array, stored: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Return the next token of each row, fed or sampled, and which rows leave, as their turns have ended."""
-        talks = [self.stays[stay] for stay in rows.tolist()]
-        those = [self.turn_rows[talk] for talk in talks]
+        conversations = [self.stays[stay] for stay in rows.tolist()]
+        those = [self.turn_rows[conversation] for conversation in conversations]
         after_prompt = np.array([len(row.ids) - row.num_prompt for row in those], np.int64)
         tokens, log_probs, log_mass = self._sample(hidden, rows, after_prompt)
         tokens, leaves = tokens.copy(), np.zeros(len(those), np.bool_)
@@ -377,9 +377,9 @@ class _Turns(RaggedRun):
             stopped = bool(self.is_end[token])
             if self.stops is not None and not stopped:
                 stopped = self.stops.ends(row.ids[row.began :])
-            if stopped or turn >= self.limits[talks[at]] or len(row.ids) >= row.most:
-                ended.append(EndedTurn(talks[at], row, stopped))
-                at_of[talks[at]] = at
+            if stopped or turn >= self.limits[conversations[at]] or len(row.ids) >= row.most:
+                ended.append(EndedTurn(conversations[at], row, stopped))
+                at_of[conversations[at]] = at
         self.out_rows.append(rows[:0])
         answers = self.partner.answer(ended) if ended else {}
         for turn in ended:
@@ -390,20 +390,20 @@ class _Turns(RaggedRun):
                 leaves[at_of[turn.place]] = not self._go_on(turn.place, answers[turn.place], in_slot=True)
         return tokens, leaves
 
-    def _go_on(self, talk: int, reply: Sequence[int] | None, *, in_slot: bool) -> bool:
+    def _go_on(self, conversation: int, reply: Sequence[int] | None, *, in_slot: bool) -> bool:
         """Take an answer; return whether the conversation keeps its slot."""
-        row = self.turn_rows[talk]
+        row = self.turn_rows[conversation]
         if reply is None:
             row.over = True
             return False
         row.reply(reply)
         if in_slot and len(reply) <= LONG_REPLY:
             return True
-        self.stays.append(talk)
+        self.stays.append(conversation)
         self.prompts.append(row.ids)
         self.prompt_lengths = np.append(self.prompt_lengths, len(row.ids))
         self.prompt_of = np.append(self.prompt_of, len(self.prompts) - 1)
-        self.keys = np.append(self.keys, self.keys[talk])
+        self.keys = np.append(self.keys, self.keys[conversation])
         self.count += 1
         return False
 
@@ -411,6 +411,6 @@ class _Turns(RaggedRun):
         """Queue the conversations whose partner has answered; wait for one if there is nothing else to do."""
         if self.waiting:
             idle = not len(self.live) and self.next >= self.count
-            for talk, reply in sorted(self.partner.arrived(wait=idle).items()):
+            for conversation, reply in sorted(self.partner.arrived(wait=idle).items()):
                 self.waiting -= 1
-                self._go_on(talk, reply, in_slot=False)
+                self._go_on(conversation, reply, in_slot=False)

@@ -35,7 +35,7 @@ from rlhf_pipeline.run.processes.weights import Published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flow:
+class StalenessLimit:
     """The limits that decide whether another rollout may start, so that collectors sample nothing to be discarded.
 
     Attributes:
@@ -59,7 +59,7 @@ class Flow:
             num_waiting: the number of rollouts that are stored and not learned from yet, or in flight.
             oldest_in_flight: the oldest version of the weights of a rollout in flight; None if there is none.
 
-        >>> strict, now = Flow(updates_per_rollout=1, max_staleness=0), dict(version=4, next_version=4)
+        >>> strict, now = StalenessLimit(updates_per_rollout=1, max_staleness=0), dict(version=4, next_version=4)
         >>> [strict.may_start(num_waiting=n, oldest_in_flight=None, **now) for n in (0, 1)]
         [True, False]
         """
@@ -68,7 +68,7 @@ class Flow:
         return last_use - oldest <= self.max_staleness
 
 
-class Work(ABC):
+class ClaimableWork(ABC):
     """Numbered work that collectors share.
 
     Attributes:
@@ -101,7 +101,7 @@ class Work(ABC):
         return False
 
 
-class FreeRollouts(Work):
+class FreeRollouts(ClaimableWork):
     """The rollouts that are not stored.
 
     Args:
@@ -112,7 +112,7 @@ class FreeRollouts(Work):
     place = filenames.CLAIMS
     what = "rollout"
 
-    def __init__(self, rollouts: Rollouts, flow: Flow) -> None:
+    def __init__(self, rollouts: Rollouts, flow: StalenessLimit) -> None:
         self._rollouts = rollouts
         self._flow = flow
         self._done = RolloutSet()
@@ -148,7 +148,7 @@ class FreeRollouts(Work):
         )
 
 
-class AskedEvaluations(Work):
+class RequestedEvaluations(ClaimableWork):
     """The steps whose weights the learner asks to evaluate.
 
     Args:
@@ -191,7 +191,7 @@ class Claims(ABC):
 
     is_first = False
 
-    def __init__(self, name: str, work: Work) -> None:
+    def __init__(self, name: str, work: ClaimableWork) -> None:
         self._name = name
         self.work = work
 
@@ -221,7 +221,7 @@ class FolderClaims(Claims):
         work: what is claimed.
     """
 
-    def __init__(self, run: RunFolder, name: str, work: Work) -> None:
+    def __init__(self, run: RunFolder, name: str, work: ClaimableWork) -> None:
         super().__init__(name, work)
         self._run = run
         self._folder = run.path / work.place

@@ -24,7 +24,7 @@ from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDon
 from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
-from rlhf_pipeline.run.processes.claims import AskedEvaluations, Claims, Flow, FreeRollouts, Work
+from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FreeRollouts, RequestedEvaluations, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
 from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
@@ -85,10 +85,10 @@ def collect(
                     open_evaluator(pipeline, models.policy, run=run, seed=seed, on_event=on_event)
                 )
 
-            def claims(work: Work, store: TrajectoryStore) -> Claims:
+            def claims(work: ClaimableWork, store: TrajectoryStore) -> Claims:
                 return held.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
 
-            flow = Flow(
+            flow = StalenessLimit(
                 updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
             )
             worker = _Worker(
@@ -98,7 +98,7 @@ def collect(
                 claims=claims(FreeRollouts(rollouts, flow), parts.buffer.store),
                 rollouts=rollouts,
                 evaluator=evaluator,
-                asked=None if evaluator is None else claims(AskedEvaluations(evaluator.stored), evaluator.store),
+                asked=None if evaluator is None else claims(RequestedEvaluations(evaluator.stored), evaluator.store),
                 heartbeat=heartbeat,
                 on_event=on_event,
                 stop=stop,

@@ -10,7 +10,7 @@ from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.loop import Loop, Reason
-from rlhf_pipeline.run.processes.awaited import AwaitedEvaluations, open_awaited
+from rlhf_pipeline.run.processes.remote_evaluations import RemoteEvaluations, open_awaited
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.rows import Row
@@ -89,7 +89,7 @@ class _Publisher:
         pipeline: Pipeline,
         parts: Parts,
         source: Arrivals,
-        evaluations: AwaitedEvaluations | None,
+        evaluations: RemoteEvaluations | None,
         run: RunFolder,
         on_event: EventHandler,
     ) -> None:

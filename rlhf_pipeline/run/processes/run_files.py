@@ -11,7 +11,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
-from rlhf_pipeline.run.processes.claims import Claims, FolderClaims, Work
+from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from trajectory_store import StoreError, TrajectoryStore
@@ -145,7 +145,7 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
     return BucketRollouts(run.mirror.bucket)
 
 
-def open_claims(run: RunFolder, name: str, work: Work, store: TrajectoryStore) -> Claims:
+def open_claims(run: RunFolder, name: str, work: ClaimableWork, store: TrajectoryStore) -> Claims:
     """Return a collector's claims on work.
 
     Args:

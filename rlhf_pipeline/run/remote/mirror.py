@@ -20,11 +20,11 @@ from typing import Any, Final, TypeVar
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import BESIDE
 from rlhf_pipeline.run.processes.heartbeat import Pause, read_heartbeat
+from rlhf_pipeline.run.remote.bundles import PACKS, SEALED, BundledFolders
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases, replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
-from rlhf_pipeline.run.remote.sealed import PACKS, SEALED, SealedFolders
 from trajectory_store import StoreError, TrajectoryStore
 from trajectory_store.bucket import Traffic
 from trajectory_store.objects.remote import ObstoreBucket, open_bucket
@@ -88,9 +88,9 @@ class Mirror:
         return Leases(self.bucket)
 
     @functools.cached_property
-    def sealed(self) -> SealedFolders:
+    def sealed(self) -> BundledFolders:
         """The checkpoints and weights."""
-        return SealedFolders(self.bucket, self.root)
+        return BundledFolders(self.bucket, self.root)
 
     def ahead(self, read: Callable[[], T]) -> Callable[[], T]:
         """Read in the background, repeatedly, until there is a result or it is asked for.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.processes.claims import Claims, Work
+from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
 from rlhf_pipeline.run.processes.weights import Published
 from rlhf_pipeline.run.remote.mirror import Mirror
@@ -77,7 +77,7 @@ class LeasedClaims(Claims):
         store: where this collector appends the trajectories of this work.
     """
 
-    def __init__(self, mirror: Mirror, name: str, work: Work, store: TrajectoryStore) -> None:
+    def __init__(self, mirror: Mirror, name: str, work: ClaimableWork, store: TrajectoryStore) -> None:
         super().__init__(name, work)
         self._mirror = mirror
         self._key = f"{work.place}.json"

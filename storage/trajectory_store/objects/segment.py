@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import forks, fs
+from trajectory_store import fork_safety, fs
+from trajectory_store.backend import Gap, Part, Rows, Segment
 from trajectory_store.bucket import Bucket
+from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
+from trajectory_store.file_access import PreadBytes, open_file
 from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
-from trajectory_store.journal import Entry
-from trajectory_store.maps import PreadBytes, open_file
-from trajectory_store.medium import Gap, Part, Rows, Segment
 from trajectory_store.objects.archive import (
     BLOCK,
     Commit,
@@ -83,7 +83,7 @@ class Cache:
         self._max_bytes = max_bytes
         self.lock = threading.RLock()
         """Held while a column is fetched and until its file is open, so that it is not evicted in between."""
-        forks.guard(self, 2, self.lock)
+        fork_safety.guard(self, 2, self.lock)
         self._used: dict[tuple[ObjectSegment, str], int] = {}
         self.begin()
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline import definitions
-from rlhf_pipeline.cli.asked import asked_run
-from rlhf_pipeline.cli.closing import finish
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.cli.several import import_torch
+from rlhf_pipeline.cli.request import asked_run
+from rlhf_pipeline.cli.summary import finish
+from rlhf_pipeline.cli.torchrun import import_torch
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.processes.children import SupervisorConfig

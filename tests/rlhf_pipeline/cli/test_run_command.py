@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline import Replay
-from rlhf_pipeline.cli import closing, replay
-from rlhf_pipeline.cli.asked import asked_run
+from rlhf_pipeline.cli import replay, summary
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
+from rlhf_pipeline.cli.request import asked_run
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.run import Run
 
@@ -288,23 +288,23 @@ FINISHED = RunFinished(
 def test_result_sentence():
     """The result is one sentence; it says when a target or a signal ended the run."""
     sentence = "reward 0.10 -> 0.98 in 180 steps (21 s), 23,040 trajectories stored"
-    assert closing.result_sentence(FINISHED) == sentence
-    assert closing.result_sentence(replace(FINISHED, reason="target")) == f"target reached: {sentence}"
-    assert closing.result_sentence(replace(FINISHED, reason="interrupted")).startswith("stopped and saved: ")
+    assert summary.result_sentence(FINISHED) == sentence
+    assert summary.result_sentence(replace(FINISHED, reason="target")) == f"target reached: {sentence}"
+    assert summary.result_sentence(replace(FINISHED, reason="interrupted")).startswith("stopped and saved: ")
     nothing = replace(FINISHED, first_reward=None, last_reward=None, steps=0, num_trajectories=0)
-    assert "no rollout was finished" in closing.result_sentence(nothing)
+    assert "no rollout was finished" in summary.result_sentence(nothing)
 
 
 def test_next_commands_are_accepted():
     """Every command that is suggested can be typed."""
     made = plan("copy_digits")
     for reason in ("steps", "target", "interrupted"):
-        commands = closing.next_commands(replace(FINISHED, reason=reason), made)
+        commands = summary.next_commands(replace(FINISHED, reason=reason), made)
         assert len(commands) == 4
         for command, _ in commands:
             assert isinstance(parse(command.split()[1:]), argparse.Namespace)
-    assert "--resume --steps 360" in closing.next_commands(FINISHED, made)[-1][0]
-    empty = closing.next_commands(replace(FINISHED, num_trajectories=0), made)
+    assert "--resume --steps 360" in summary.next_commands(FINISHED, made)[-1][0]
+    empty = summary.next_commands(replace(FINISHED, num_trajectories=0), made)
     assert not [command for command, _ in empty if "show" in command]  # which would find nothing
 
 
@@ -312,7 +312,7 @@ def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):
     """At the end: the sentence, before and after, the files, the next commands."""
     run_dir = write_run(tmp_path / "runs" / "demo")
     out = io.StringIO()
-    closing.finish(replace(FINISHED, run_dir=run_dir), plan("copy_digits"), RunView(out, live=False))
+    summary.finish(replace(FINISHED, run_dir=run_dir), plan("copy_digits"), RunView(out, live=False))
     text = out.getvalue()
     assert "reward 0.10 -> 0.98 in 180 steps" in text
     assert "  before  " in text

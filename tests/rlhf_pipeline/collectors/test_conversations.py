@@ -36,7 +36,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.drawn import drawn_conversations
+from rlhf_pipeline.collectors.sampled_rows import drawn_conversations
 from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
@@ -65,7 +65,7 @@ def lake_policy(num_slots: int = 16) -> CausalLMPolicy:
     return scratch_policy(LAKE_ALPHABET, hidden_size=16, num_layers=2, num_heads=2, seed=1, num_slots=num_slots)
 
 
-def talks(environment: Any, policy: Any = None, groups: int = 4, **changes: Any) -> list[Conversation]:
+def conversations(environment: Any, policy: Any = None, groups: int = 4, **changes: Any) -> list[Conversation]:
     """Conversations of a few groups."""
     config = Collect(**{**LIMITS, **changes})
     runner = Conversations(
@@ -80,12 +80,12 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
     """Every sampled token, and no other, has the log-prob of scoring the whole row, whatever the schedule."""
     policy = lake_policy()
     limits = {"max_row_tokens": 200} if environment is Wordy else {}
-    done = talks(environment, policy, **limits)
-    assert {talk.num_turns for talk in done} > {1, 6}
+    done = conversations(environment, policy, **limits)
+    assert {conversation.num_turns for conversation in done} > {1, 6}
     drawn = drawn_conversations(done, [""] * len(done), group_size=4)
     ends = np.cumsum(drawn.lengths)
-    for talk, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
-        row, said = talk.row, torch.from_numpy(drawn.assistant[end - length : end])[None]
+    for conversation, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
+        row, said = conversation.row, torch.from_numpy(drawn.assistant[end - length : end])[None]
         assert row is not None
         ids = torch.tensor([row.ids])
         scored = policy.log_probs(ids, torch.ones_like(said), said).detach()[0]
@@ -98,30 +98,32 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
             policy.tokenizer.decode(row.ids[a:b], skip_special_tokens=True)
             for (a, _), (b, _) in itertools.pairwise(spans)
         ]
-        assert "".join(texts) == "".join(message["content"] for message in talk.messages[1:])
+        assert "".join(texts) == "".join(message["content"] for message in conversation.messages[1:])
 
 
 def test_tokens_do_not_depend_on_the_schedule():
     """In place or after a wait, with two slots or sixteen, alone or in a crowd: the same conversations."""
-    wanted = [talk.row.ids for talk in talks(FrozenLake) if talk.row is not None]
+    wanted = [conversation.row.ids for conversation in conversations(FrozenLake) if conversation.row is not None]
     assert len({tuple(ids) for ids in wanted}) > 8
-    for other in (talks(Slow), talks(FrozenLake, lake_policy(2))):
-        assert [talk.row.ids for talk in other if talk.row is not None] == wanted
-    assert [talk.row.ids for talk in talks(FrozenLake, groups=1) if talk.row is not None] == wanted[:4]
+    for other in (conversations(Slow), conversations(FrozenLake, lake_policy(2))):
+        assert [conversation.row.ids for conversation in other if conversation.row is not None] == wanted
+    assert [
+        conversation.row.ids for conversation in conversations(FrozenLake, groups=1) if conversation.row is not None
+    ] == wanted[:4]
 
 
 def test_limits_end_a_conversation():
     """Turns and tokens: a row ends with a sampled token and says why, and its rewards are those of its turns."""
-    few, short = talks(FrozenLake, max_turns=2), talks(FrozenLake, max_row_tokens=9)
-    assert {talk.finish_reason for talk in few} <= {"turns", "stop"}
-    assert "turns" in {talk.finish_reason for talk in few}
-    assert "length" in {talk.finish_reason for talk in short}
-    for talk in few + short:
-        assert talk.row is not None
-        assert len(talk.row.ids) <= 60
-        assert math.isfinite(talk.row.log_probs[-1])
-        assert sum(talk.turn_rewards) == pytest.approx(sum(talk.rewards.values()))
-        assert len(talk.turn_rewards) == talk.num_turns
+    few, short = conversations(FrozenLake, max_turns=2), conversations(FrozenLake, max_row_tokens=9)
+    assert {conversation.finish_reason for conversation in few} <= {"turns", "stop"}
+    assert "turns" in {conversation.finish_reason for conversation in few}
+    assert "length" in {conversation.finish_reason for conversation in short}
+    for conversation in few + short:
+        assert conversation.row is not None
+        assert len(conversation.row.ids) <= 60
+        assert math.isfinite(conversation.row.log_probs[-1])
+        assert sum(conversation.turn_rewards) == pytest.approx(sum(conversation.rewards.values()))
+        assert len(conversation.turn_rewards) == conversation.num_turns
 
 
 class Moody(FrozenLake):
@@ -155,12 +157,12 @@ def _exit() -> Any:
 def test_a_failure_costs_its_own_conversation(how, kind, error):
     """A hang, an exception, another type, a character without a token: one failure each, and the others as before."""
     environment = type("Moodier", (Moody,), {"how": staticmethod(how)})
-    wanted = talks(FrozenLake, groups=2)
-    found = talks(environment, groups=2, step_timeout_s=0.9 if kind == "timeout" else None)
-    failed = [talk for talk in found if talk.failure is not None]
+    wanted = conversations(FrozenLake, groups=2)
+    found = conversations(environment, groups=2, step_timeout_s=0.9 if kind == "timeout" else None)
+    failed = [conversation for conversation in found if conversation.failure is not None]
     assert 0 < len(failed) < len(found)
-    assert {talk.failure.kind for talk in failed if talk.failure is not None} == {kind}
-    assert all(error in talk.failure.error for talk in failed if talk.failure is not None)
+    assert {conversation.failure.kind for conversation in failed if conversation.failure is not None} == {kind}
+    assert all(error in conversation.failure.error for conversation in failed if conversation.failure is not None)
     for one, other in zip(wanted, found, strict=True):
         if other.failure is None:
             assert one.row is not None
@@ -171,7 +173,7 @@ def test_a_failure_costs_its_own_conversation(how, kind, error):
 def test_a_reply_of_a_megabyte_ends_its_conversation():
     """There is no room for it in the row, and it is not encoded to find that out."""
     environment = type("Loud", (Moody,), {"how": staticmethod(lambda: Step("." * 1_000_000))})
-    reasons = [talk.finish_reason for talk in talks(environment)]
+    reasons = [conversation.finish_reason for conversation in conversations(environment)]
     assert "length" in reasons
     assert {"stop", "turns"} & {*reasons}
 
@@ -187,7 +189,7 @@ def test_members_of_a_group_see_the_same():
             return super().reset(prompt, seed) + "." * Fickle.made
 
     with pytest.raises(DefinitionError, match="reset shows members of the group of prompt 0 different things"):
-        talks(Fickle)
+        conversations(Fickle)
 
 
 class Hidden(FrozenLake):
@@ -208,14 +210,14 @@ def test_only_what_an_environment_shows_is_encoded():
     prompts = [
         dataclasses.replace(source.prompt(cursor, 0), text="torn map" if cursor == 2 else "map") for cursor in range(4)
     ]
-    wanted = [talk.row for talk in talks(FrozenLake, policy)]
+    wanted = [conversation.row for conversation in conversations(FrozenLake, policy)]
     left = [2, 3, *range(8, 16)]
     found = runner.run(prompts, range(4), only=left)
-    assert [talk.failure is None for talk in found] == [place // 4 != 2 for place in left]
-    for place, talk in zip(left, found, strict=True):
+    assert [conversation.failure is None for conversation in found] == [place // 4 != 2 for place in left]
+    for place, conversation in zip(left, found, strict=True):
         assert (one := wanted[place]) is not None
-        assert talk.row is not None
-        assert talk.failure is not None or talk.row.ids == one.ids
+        assert conversation.row is not None
+        assert conversation.failure is not None or conversation.row.ids == one.ids
 
 
 def test_tools_answer_calls_and_say_what_is_wrong():
@@ -350,8 +352,8 @@ def test_a_rollout_takes_as_long_as_its_longest_conversation():
     for share in (0.0, 0.0, 1.0):  # the first warms up
         environment = type("Waits", (Waits,), {"share": share, "members": itertools.count()})
         began = time.perf_counter()
-        done = talks(environment, policy, groups=16, max_turns=8, max_row_tokens=80)
+        done = conversations(environment, policy, groups=16, max_turns=8, max_row_tokens=80)
         seconds[share] = time.perf_counter() - began
-        waited = max(talk.info["waited"] for talk in done)
-    assert {talk.num_turns for talk in done} == {*range(1, 9)}
+        waited = max(conversation.info["waited"] for conversation in done)
+    assert {conversation.num_turns for conversation in done} == {*range(1, 9)}
     assert seconds[1.0] <= 1.3 * (waited + seconds[0.0])

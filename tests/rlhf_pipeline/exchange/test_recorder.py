@@ -229,7 +229,7 @@ def test_an_import_beside_a_recorder_is_refused(tmp_path: Path, jsonl: Write):
 def test_steps_that_a_resumed_training_takes_again(tmp_path: Path, tokenizer: Any):
     """They get the ids of the earlier rows, and a replay learns from the newest; other prompts get new ids."""
     from rlhf_pipeline.config import Replay
-    from rlhf_pipeline.run.choice import Limits, choose
+    from rlhf_pipeline.run.selection import Limits, choose
 
     prompts = [[f"{step}{text}" for text in "aabb"] for step in range(6)]
 

@@ -206,19 +206,22 @@ def test_an_estimator_of_ones_own_is_used_and_checked():
 
 def test_turns_answer_for_themselves_and_for_what_follows():
     """Ragged turns of two groups against the formula, written out turn by turn in float64."""
-    talks = [(4, [0.5, 1.0, -2.0]), (9, [3.0]), (4, [1.5]), (9, [1.0, 2.0]), (4, [0.0, 4.0]), (9, [1.0, 2.0])]
-    rewards = torch.tensor([r for _, one in talks for r in one], dtype=torch.float64)
-    groups, turns = torch.tensor([group for group, _ in talks]), torch.tensor([len(one) for _, one in talks])
+    conversations = [(4, [0.5, 1.0, -2.0]), (9, [3.0]), (4, [1.5]), (9, [1.0, 2.0]), (4, [0.0, 4.0]), (9, [1.0, 2.0])]
+    rewards = torch.tensor([r for _, one in conversations for r in one], dtype=torch.float64)
+    groups, turns = (
+        torch.tensor([group for group, _ in conversations]),
+        torch.tensor([len(one) for _, one in conversations]),
+    )
     found = turn_advantage(rewards, groups, turns, discount=0.7)
 
     def own(group: int, k: int, reward: float) -> float:
-        peers = [one[k] for other, one in talks if other == group and len(one) > k]
+        peers = [one[k] for other, one in conversations if other == group and len(one) > k]
         spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
         return (reward - statistics.mean(peers)) / spread if spread else 0.0
 
     want = [
         sum(0.7 ** (later - k) * own(group, later, one[later]) for later in range(k, len(one)))
-        for group, one in talks
+        for group, one in conversations
         for k in range(len(one))
     ]
     assert found.advantages.dtype == torch.float64

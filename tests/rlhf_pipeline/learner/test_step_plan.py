@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.retake import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny, trajectory

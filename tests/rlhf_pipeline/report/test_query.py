@@ -96,7 +96,9 @@ def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
         shown = view.step(line["step"])
         assert [row["id"] for row in shown["rows"]] == [str(id) for id in entry["row_ids"]]
         assert shown["num"] == len(entry["row_ids"])
-        assert shown["metrics"] == {name: value for name, value in line.items() if value is not None and name != "crc32c"}
+        assert shown["metrics"] == {
+            name: value for name, value in line.items() if value is not None and name != "crc32c"
+        }
     curves = view.metrics()
     assert curves["step"] == [line["step"] for line in lines]
     assert all(values == [line.get(name) for line in lines] for name, values in curves["values"].items())

@@ -14,7 +14,7 @@ import torch
 from rlhf_pipeline import CopyDigits, Pipeline, PretrainedPolicy, Prompts, TinyPolicy, token_match
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import RunMismatchError
-from rlhf_pipeline.run.changes import is_allowed
+from rlhf_pipeline.run.config_diff import is_allowed
 from rlhf_pipeline.run.events import Event, EventHandler, Notice
 from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs

@@ -17,16 +17,16 @@ from rlhf_pipeline.errors import DataError, LeaseLostError, RunExistsError
 from rlhf_pipeline.run.address import BESIDE
 from rlhf_pipeline.run.files import folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import Flow, FreeRollouts
+from rlhf_pipeline.run.processes.claims import FreeRollouts, StalenessLimit
 from rlhf_pipeline.run.processes.rollouts import RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
+from rlhf_pipeline.run.remote.bundles import BundledFolders
 from rlhf_pipeline.run.remote.copies import CACHE, new_copy
 from rlhf_pipeline.run.remote.leases import Leases
 from rlhf_pipeline.run.remote.mirror import Mirror
 from rlhf_pipeline.run.remote.outbox import Outbox
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
 from rlhf_pipeline.run.remote.rows import BLOCK, LineLog, SharedRows
-from rlhf_pipeline.run.remote.sealed import SealedFolders
 from tests.rlhf_pipeline.small import stored_rollout
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 from trajectory_store.bucket import PATIENCE
@@ -36,7 +36,7 @@ obstore = pytest.importorskip("obstore")
 from trajectory_store.objects.remote import ObstoreBucket  # noqa: E402
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
-ROOMY = Flow(updates_per_rollout=1, max_staleness=9)
+ROOMY = StalenessLimit(updates_per_rollout=1, max_staleness=9)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_what_has_not_changed_does_not_move(memory, tmp_path):
     rng = np.random.default_rng(0)
     tensors = {f"layer-{n}": rng.normal(size=(64, 256)).astype(np.float32) for n in range(8)}
     there, here = bucket(memory), bucket(memory)
-    writer, reader = SealedFolders(there, tmp_path / "a"), SealedFolders(here, tmp_path / "b")
+    writer, reader = BundledFolders(there, tmp_path / "a"), BundledFolders(here, tmp_path / "b")
     seal(tmp_path / "a", "weights/version-00000001", tensors)
     writer.keep("weights/version-00000001")
     reader.bring("weights/version-00000001")
@@ -240,7 +240,7 @@ def test_what_has_not_changed_does_not_move(memory, tmp_path):
 
 def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
     """An old version's pack stays while a newer one has tensors in it, and is gone afterwards."""
-    writer = SealedFolders(bucket(memory), tmp_path)
+    writer = BundledFolders(bucket(memory), tmp_path)
     tensors = {"a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)}
     seal(tmp_path, "weights/version-00000001", tensors)
     writer.keep("weights/version-00000001")
@@ -249,12 +249,12 @@ def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
     writer.keep("weights/version-00000002")
     writer.drop("weights/version-00000001")
     assert len(bucket(memory).keys("packs/")) == 2
-    reader = SealedFolders(bucket(memory), tmp_path / "reader")
+    reader = BundledFolders(bucket(memory), tmp_path / "reader")
     reader.bring("weights/version-00000002")
     assert folder_problem(tmp_path / "reader" / "weights" / "version-00000002") is None
     writer.drop("weights/version-00000002")
     assert bucket(memory).keys("packs/") == []
-    SealedFolders(bucket(memory), tmp_path / "other").bring("weights/version-00000002")
+    BundledFolders(bucket(memory), tmp_path / "other").bring("weights/version-00000002")
     assert not (tmp_path / "other" / "weights" / "version-00000002").exists()
 
 

@@ -7,7 +7,7 @@ import obstore.store
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import Flow, FolderClaims, FreeRollouts
+from rlhf_pipeline.run.processes.claims import FolderClaims, FreeRollouts, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
@@ -17,7 +17,7 @@ from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
-ROOMY = Flow(updates_per_rollout=1, max_staleness=9)
+ROOMY = StalenessLimit(updates_per_rollout=1, max_staleness=9)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,10 @@ def test_a_rollout_starts_only_if_nothing_gets_too_old(changes, starts):
     """The oldest trajectory at the last update that may see it, counted by hand."""
     limits = {name: changes.get(name, least) for name, least in (("updates_per_rollout", 1), ("max_staleness", 0))}
     now = {"version": 4, "next_version": 4, "num_waiting": 0, "oldest_in_flight": None}
-    assert Flow(**limits).may_start(**now | {name: changes[name] for name in changes.keys() & now.keys()}) is starts
+    assert (
+        StalenessLimit(**limits).may_start(**now | {name: changes[name] for name in changes.keys() & now.keys()})
+        is starts
+    )
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.processes.claims import Flow, FolderClaims, FreeRollouts
+from rlhf_pipeline.run.processes.claims import FolderClaims, FreeRollouts, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.run_files import at_work
@@ -36,7 +36,9 @@ def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
     make_rollouts(tmp_path / "rollouts", durability="process")
     with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as rollouts:
         claims = FolderClaims(
-            RunFolder(tmp_path), "collector-1", FreeRollouts(rollouts, Flow(updates_per_rollout=1, max_staleness=0))
+            RunFolder(tmp_path),
+            "collector-1",
+            FreeRollouts(rollouts, StalenessLimit(updates_per_rollout=1, max_staleness=0)),
         )
         (tmp_path / "claims" / "collector-0.json").write_text(content)
         assert claims.claim(PUBLISHED) == 0

@@ -37,7 +37,7 @@ _CLOSE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retaken:
+class RepeatedSteps:
     """One optimizer step, taken again.
 
     Attributes:
@@ -138,7 +138,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     return RerunPlan(run=run, checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
-def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[Retaken]:
+def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
     """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
 
     Args:
@@ -179,7 +179,7 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
                     "were evicted; only a run without buffer.max_trajectories can be replayed from any step."
                 ) from error
             if step >= plan.first:
-                yield Retaken(
+                yield RepeatedSteps(
                     step=step,
                     num_trajectories=len(rows),
                     batch_problem=problem,

@@ -36,9 +36,9 @@ from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of, group_advantage
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.choice import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
+from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLReward

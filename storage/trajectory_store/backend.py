@@ -13,8 +13,9 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket
+from trajectory_store.catalog_log import CATALOG, Entry, State, catalog_json
 from trajectory_store.errors import CorruptionError, StoreError
-from trajectory_store.findings import VerifyReport
+from trajectory_store.file_access import FORMATS, PreadBytes, PreadItems
 from trajectory_store.format import (
     KEY,
     ORDINAL_SHIFT,
@@ -27,11 +28,10 @@ from trajectory_store.format import (
     SegmentMeta,
     offsets_name,
 )
-from trajectory_store.journal import CATALOG, Entry, State, catalog_json
-from trajectory_store.maps import FORMATS, PreadBytes, PreadItems
 from trajectory_store.ragged import Int64Array, expand
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
+from trajectory_store.verify_report import VerifyReport
 
 Rows = Int64Array | slice
 """Rows of a segment: their numbers, or a range."""

@@ -23,7 +23,7 @@ from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import TrajectoryStore
 
 
-class AwaitedEvaluations(Evaluations):
+class RemoteEvaluations(Evaluations):
     """What the learner knows of a run's evaluations; made by `open_awaited`.
 
     Args:
@@ -100,7 +100,7 @@ class AwaitedEvaluations(Evaluations):
 @contextmanager
 def open_awaited(
     pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler
-) -> Iterator[AwaitedEvaluations | None]:
+) -> Iterator[RemoteEvaluations | None]:
     """Open what a learner knows of evaluations, or None if the definition does not ask for any.
 
     Args:
@@ -119,4 +119,4 @@ def open_awaited(
         return
     size = FirstPrompts.of(pipeline, evaluate, policy, on_event).count * evaluate.group_size
     with closing(evaluation_storage(run, pipeline, evaluate)) as storage:
-        yield AwaitedEvaluations(evaluate, storage.store, size=size, run=run, heartbeat=heartbeat, on_event=on_event)
+        yield RemoteEvaluations(evaluate, storage.store, size=size, run=run, heartbeat=heartbeat, on_event=on_event)

@@ -45,7 +45,7 @@ Files = Mapping[str, list[tuple[str, Span]]]
 """The pieces of each file of a folder, in order: the hash of each piece, and where it is."""
 
 
-class SealedFolders:
+class BundledFolders:
     """The sealed folders of a run, written by one process.
 
     Args:

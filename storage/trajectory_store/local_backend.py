@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajectory_store import forks, fs
+from trajectory_store import fork_safety, fs
+from trajectory_store.backend import Claim, Medium, Segment, SegmentWriter
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
+from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
-from trajectory_store.findings import VerifyReport
+from trajectory_store.file_access import Io, choose
 from trajectory_store.format import (
     KIND_CLOSED,
     KIND_END,
@@ -43,10 +45,8 @@ from trajectory_store.format import (
     segment_name,
     spec_json,
 )
-from trajectory_store.journal import CATALOG, Entry, State
 from trajectory_store.local_segment import LocalSegment, assert_local, check_segment
-from trajectory_store.maps import Io, choose
-from trajectory_store.medium import Claim, Medium, Segment, SegmentWriter
+from trajectory_store.verify_report import VerifyReport
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -255,7 +255,7 @@ class LocalWriter(SegmentWriter):
         self._failed = False
         self._syncing = False
         self._company = False
-        forks.guard(self, 3, self._files, self._sync)
+        fork_safety.guard(self, 3, self._files, self._sync)
         self._waits = meta.durability != "process" and not meta.merged
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.words import count
+from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.run.processes.launch import PLACE, is_one_of_several
 from rlhf_pipeline.run.signals import STOPPING, StopRequest
 
@@ -44,7 +44,7 @@ def joined(run: Run) -> Run:
     from rlhf_pipeline.learner.group import join_group, send
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.loggers import check_logger
-    from rlhf_pipeline.run.processes.meeting import meeting_of
+    from rlhf_pipeline.run.processes.rendezvous import meeting_of
 
     device = join_group(run.device, meeting_of(RunFolder(run.run_dir), StopRequest()))
     overrides = [list(pair) for pair in run.overrides]
@@ -73,7 +73,7 @@ def join_in(args: argparse.Namespace) -> int:
     import_torch(device)
     from rlhf_pipeline.learner.group import join_group, receive
     from rlhf_pipeline.run import build
-    from rlhf_pipeline.run.processes.meeting import meeting_of
+    from rlhf_pipeline.run.processes.rendezvous import meeting_of
 
     with ExitStack() as stack:
         meeting = None

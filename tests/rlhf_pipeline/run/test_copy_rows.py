@@ -20,11 +20,11 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange import export_store, import_files
 from rlhf_pipeline.run import choice as sources
 from rlhf_pipeline.run.build import build_policy
-from rlhf_pipeline.run.choice import Choice, Limits, choose
+from rlhf_pipeline.run.copy_rows import Gatherer, gather_schema
 from rlhf_pipeline.run.events import ignore_events
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.gather import Gatherer, gather_schema
 from rlhf_pipeline.run.replay_stores import limits_of
+from rlhf_pipeline.run.selection import Choice, Limits, choose
 from tests.rlhf_pipeline.small import VOCABULARY, make_store, offline
 from trajectory_store import Column, TrajectoryStore, copy_rows, diff
 

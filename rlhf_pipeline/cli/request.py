@@ -16,9 +16,9 @@ from rlhf_pipeline.run.address import Address, address_of
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.folder import RunFolder, is_run, open_run_or_store, run_of_store
-from rlhf_pipeline.run.kept import Overrides, definition_of, with_kept_inputs
 from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.run import Run
+from rlhf_pipeline.run.saved_inputs import Overrides, definition_of, with_kept_inputs
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"

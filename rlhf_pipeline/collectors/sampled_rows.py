@@ -21,7 +21,7 @@ from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class SampledRows:
     """`n` sampled rows, prompt first; text is never encoded again.
 
     Attributes:
@@ -70,7 +70,7 @@ class Drawn:
 
 def drawn_completions(
     prompt_ids: Sequence[Sequence[int]], completions: RaggedCompletions, texts: Sequence[str]
-) -> Drawn:
+) -> SampledRows:
     """Return rows of one turn.
 
     Args:
@@ -96,7 +96,7 @@ def drawn_completions(
         log_mass[assistant] = completions.support_log_mass
         log_probs += log_mass
     spans = completions.spans
-    return Drawn(
+    return SampledRows(
         lengths=lengths,
         num_prompt_tokens=prompt_lengths,
         tokens=tokens,
@@ -114,15 +114,15 @@ def drawn_completions(
     )
 
 
-def drawn_conversations(talks: Sequence[Conversation], texts: Sequence[str], *, group_size: int) -> Drawn:
+def drawn_conversations(conversations: Sequence[Conversation], texts: Sequence[str], *, group_size: int) -> SampledRows:
     """Return rows of several turns.
 
     Args:
-        talks: conversations that are over, prompt-major and member-minor.
+        conversations: conversations that are over, prompt-major and member-minor.
         texts: what followed each prompt, as text.
         group_size: members of a group.
     """
-    rows = [talk.row for talk in talks if talk.row is not None]
+    rows = [conversation.row for conversation in conversations if conversation.row is not None]
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)
     truncated = any(row.log_mass for row in rows)
@@ -134,7 +134,7 @@ def drawn_conversations(talks: Sequence[Conversation], texts: Sequence[str], *, 
             assistant[begin + start : begin + end] = role == POLICY_ROLE
     place = np.arange(len(rows))
     versioned = all(row.version_spans for row in rows)
-    return Drawn(
+    return SampledRows(
         lengths=lengths,
         num_prompt_tokens=np.array([row.num_prompt for row in rows], np.int64),
         tokens=np.array([token for row in rows for token in row.ids], np.int64),
@@ -143,19 +143,19 @@ def drawn_conversations(talks: Sequence[Conversation], texts: Sequence[str], *, 
         log_mass=log_mass,
         prompt_index=place // group_size,
         member=place % group_size,
-        reasons=[talk.finish_reason for talk in talks],
+        reasons=[conversation.finish_reason for conversation in conversations],
         texts=texts,
-        metas=[_meta(talk) for talk in talks],
+        metas=[_meta(conversation) for conversation in conversations],
         version_spans=_spans([row.version_spans for row in rows]) if versioned else None,
         turn_spans=_spans([row.turn_spans for row in rows]),
     )
 
 
-def joined(parts: Sequence[Drawn]) -> Drawn:
+def joined(parts: Sequence[SampledRows]) -> SampledRows:
     """Return the rows of several rounds as those of one; prompts are numbered on."""
     num_prompts = np.cumsum([0, *(int(part.prompt_index.max(initial=-1)) + 1 for part in parts)])
     masses = [np.zeros_like(part.log_probs) if part.log_mass is None else part.log_mass for part in parts]
-    return Drawn(
+    return SampledRows(
         lengths=np.concatenate([part.lengths for part in parts]),
         num_prompt_tokens=np.concatenate([part.num_prompt_tokens for part in parts]),
         tokens=np.concatenate([part.tokens for part in parts]),
@@ -183,10 +183,14 @@ def _joined_spans(parts: Sequence[Flat | None]) -> Flat | None:
     return Flat(torch.cat(values), torch.cat(lengths))
 
 
-def _meta(talk: Conversation) -> dict[str, Any]:
-    graded = {"completion": talk.last_text, "num_asked": talk.num_asked, "rewards": talk.rewards}
-    known = {"messages": talk.messages, "turn_rewards": talk.turn_rewards, "graded": graded}
-    return known | ({"info": talk.info} if talk.info else {})
+def _meta(conversation: Conversation) -> dict[str, Any]:
+    graded = {
+        "completion": conversation.last_text,
+        "num_asked": conversation.num_asked,
+        "rewards": conversation.rewards,
+    }
+    known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
+    return known | ({"info": conversation.info} if conversation.info else {})
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
@@ -197,7 +201,7 @@ def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
 
 def trajectories(
     prompts: Sequence[Prompt],
-    drawn: Drawn,
+    drawn: SampledRows,
     grades: Sequence[Grade],
     *,
     groups: npt.NDArray[np.int64],
@@ -256,7 +260,7 @@ def trajectories(
     return out
 
 
-def turn_rewards(drawn: Drawn, grades: Sequence[Grade]) -> Flat:
+def turn_rewards(drawn: SampledRows, grades: Sequence[Grade]) -> Flat:
     """Return the rewards of the turns of conversations, float32, with a count per row.
 
     They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.backend import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, number_from
+from trajectory_store.catalog_log import Entry, State
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
-from trajectory_store.findings import VerifyReport
 from trajectory_store.format import (
     KEY,
     ArraySpec,
@@ -29,8 +30,6 @@ from trajectory_store.format import (
     segment_name,
     spec_json,
 )
-from trajectory_store.journal import Entry, State
-from trajectory_store.medium import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.objects.archive import (
     BLOCK,
     LEVEL,
@@ -47,6 +46,7 @@ from trajectory_store.objects.archive import (
 from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.root import Root
+from trajectory_store.verify_report import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""
