@@ -34,9 +34,8 @@ from torchrl.data import LazyStackStorage, TensorDictReplayBuffer  # noqa: E402
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer  # noqa: E402
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema  # noqa: E402
 from rlhf_pipeline.data.keys import COLUMN_OF_KEY  # noqa: E402
-from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
+from rlhf_pipeline.data.tensordicts import steps_of, td_of  # noqa: E402
 from rlhf_pipeline.data.trajectories import Text, Trajectories  # noqa: E402
-from tests.rlhf_pipeline.forms import td_of  # noqa: E402
 from trajectory_store import RaggedArray, TrajectoryStore  # noqa: E402
 
 BATCH = 64

@@ -40,11 +40,10 @@ from rlhf_pipeline.collectors.collector import Collector  # noqa: E402
 from rlhf_pipeline.config import Collect  # noqa: E402
 from rlhf_pipeline.data.prompts import CopyDigits  # noqa: E402
 from rlhf_pipeline.data.rewards import token_match  # noqa: E402
-from rlhf_pipeline.data.tensordicts import steps_of  # noqa: E402
+from rlhf_pipeline.data.tensordicts import steps_of, td_of  # noqa: E402
 from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform  # noqa: E402
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage  # noqa: E402
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb  # noqa: E402
-from tests.rlhf_pipeline.forms import td_of  # noqa: E402
 
 BATCH, SIZE = 64, 8
 FASTER, SHARE = 20.0, 3.0

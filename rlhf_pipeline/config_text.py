@@ -94,16 +94,7 @@ def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
 
 
 def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_code) -> T:
-    """Return a copy with several fields replaced at once, checking rules across fields only once.
-
-    Args:
-        config: a definition.
-        pairs: dotted paths and values as on a command line; for a repeated path the last value counts.
-        code: as `override`.
-
-    Raises:
-        DefinitionError: as `override`.
-    """
+    """Return a copy with several fields replaced at once, checking rules across fields only once."""
     if isinstance(config, tuple):  # several groups of fields, each by its place
         within = [
             [(path.partition(".")[2], text) for path, text in pairs if path.partition(".")[0] == str(place)]

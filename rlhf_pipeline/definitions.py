@@ -47,15 +47,7 @@ class Definition:
     build: Callable[[], Any]
 
     def pipeline(self, overrides: Overrides = ()) -> Pipeline:
-        """Call the function and apply `--set` overrides.
-
-        Args:
-            overrides: pairs of a field's dotted path and its new value as text.
-
-        Raises:
-            DefinitionError: the function raises or does not return a `Pipeline`, or an override is invalid. The message
-                names the file and line.
-        """
+        """Call the function and apply `--set` overrides."""
         try:
             pipeline = self.build()
         except Exception as error:
@@ -69,11 +61,7 @@ class Definition:
 
 
 def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
-    """Apply overrides in any order in which they are valid, or together if no single one is.
-
-    Raises:
-        DefinitionError: no order makes them valid; the message names the first invalid override.
-    """
+    """Apply overrides in any order in which they are valid, or together if no single one is."""
     waiting = list(overrides)
     while waiting:
         refused: list[tuple[tuple[str, str], DefinitionError]] = []
@@ -92,12 +80,7 @@ def apply_overrides(pipeline: Pipeline, overrides: Overrides) -> Pipeline:
 
 
 def function_in(text: str) -> Callable[..., Any]:
-    """Return the function that `FILE.py:NAME` names; the file is run, unless it was before.
-
-    Raises:
-        DefinitionError: the file raises, or has no such function.
-        MissingPathError: there is no such file.
-    """
+    """Return the function that `FILE.py:NAME` names; the file is run, unless it was before."""
     name, _, function = text.rpartition(":")
     file = Path(name).expanduser()
     known = _LOADED.get(_module_name(file.resolve()))
@@ -136,16 +119,7 @@ def _may_define(file: Path) -> bool:
 
 
 def find(spec: str) -> Definition:
-    """Return the definition that `NAME` or `FILE.py[:function]` refers to.
-
-    Args:
-        spec: a built-in file's stem, a function in a built-in file, or a path to a Python file, with the function
-            after a colon if the file has several.
-
-    Raises:
-        DefinitionError: there is no such name or function, the file raises, or the function is ambiguous.
-        MissingPathError: there is no such file.
-    """
+    """Return the definition that `NAME` or `FILE.py[:function]` refers to."""
     file_text, _, function = spec.rpartition(":") if re.search(r":\w*$", spec) else (spec, "", "")
     if file_text.endswith(".py") or "/" in file_text:
         return _from_file(Path(file_text).expanduser(), function, spec)
@@ -153,12 +127,7 @@ def find(spec: str) -> Definition:
 
 
 def definitions_in(file: Path) -> list[Definition]:
-    """Return all definitions of one Python file, in source order.
-
-    Raises:
-        DefinitionError: the file raises while it is run.
-        MissingPathError: there is no such file.
-    """
+    """Return all definitions of one Python file, in source order."""
     module = load_module(file)
     is_builtin = file.resolve().parent == builtin_folder()
     found = [
@@ -179,10 +148,6 @@ def load_module(file: Path) -> ModuleType:
 
     The module's name comes from the file's, so `config.json` does not depend on the file's location. A user's file may
     import modules from its own folder.
-
-    Raises:
-        DefinitionError: the file raises; the message names the file, the line and the cause.
-        MissingPathError: there is no such file.
     """
     if not file.is_file():
         raise MissingPathError(_no_such_file(file))

@@ -132,16 +132,6 @@ def refuse_unknown(
 ) -> None:
     """Refuse the first unknown argument of a call, with a reason if there is one.
 
-    Args:
-        owner: the function or class that was called.
-        given: the unknown arguments that were passed.
-        known: the valid arguments.
-        reasons: why some arguments of other libraries are not taken, one sentence each.
-        harmless: the values of such arguments that ask for nothing, and are accepted.
-
-    Raises:
-        DefinitionError: an argument asks for something.
-
     >>> refuse_unknown("GRPOLoss", {"clip_epsilom": 0.2}, ["clip_epsilon"], {}, {})
     Traceback (most recent call last):
     rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
@@ -165,12 +155,7 @@ def function_name(function: object) -> str:
 
 @contextmanager
 def tried(what: str, on: str) -> Generator[None]:
-    """Turn what a function of the user's raises when it is tried into a DefinitionError.
-
-    Args:
-        what: the setting and the function's name.
-        on: what it is tried on, and the contract in a sentence.
-    """
+    """Turn what a function of the user's raises when it is tried into a DefinitionError."""
     try:
         yield
     except DefinitionError:
@@ -181,13 +166,6 @@ def tried(what: str, on: str) -> Generator[None]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
-
-    Args:
-        name: the user's input.
-        known: the valid names.
-
-    Returns:
-        A sentence with a leading space, ready to end an error message.
 
     >>> did_you_mean("group_sise", ["group_size", "seed"])
     " Did you mean 'group_size'?"

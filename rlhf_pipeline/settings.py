@@ -135,11 +135,7 @@ class Setting:
         return f"{words}{f', {bounds}' if bounds else ''}{or_none}"
 
     def fit(self, value: Any) -> Any:
-        """Return `value` in the field's type: a whole number becomes a float in a float field.
-
-        Raises:
-            DefinitionError: the value has another type, or is out of bounds; the message names the field.
-        """
+        """Return `value` in the field's type: a whole number becomes a float in a float field."""
         for option in _options(self.hint):
             fitting = self._as(option, value)
             if fitting is not _UNFIT:

@@ -63,11 +63,7 @@ def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path, *, first_slo
 
 
 def find_dump(path: Path) -> tuple[Path, int]:
-    """Return the folder of the store in a dump, and the slot of its first row.
-
-    Raises:
-        MissingPathError: if there is no complete dump.
-    """
+    """Return the folder of the store in a dump, and the slot of its first row."""
     try:
         pointer = json.loads((path / _POINTER).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -53,13 +53,7 @@ class Groups:
 
 
 def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
-    """Return the groups whose trajectories in the view are all allowed; a row without a group is its own group.
-
-    Args:
-        view: the rows to choose from.
-        allowed: positions that the limits allow.
-        group_size: only groups of exactly this size; None takes any.
-    """
+    """Return the groups whose trajectories in the view are all allowed; a row without a group is its own group."""
     named = view.column("group_id").astype(np.int64)
     named = np.where(named < 0, -1 - np.arange(len(named)), named)
     groups, code = np.unique(named, return_inverse=True)
@@ -74,14 +68,7 @@ def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupStrategy(TrajectorySampler):
-    """Base of the strategies that draw whole groups.
-
-    Args:
-        group_size: only groups of exactly this size; None takes any.
-        max_staleness: largest age in versions; a group with an older trajectory is left out.
-        max_uses: uses after which a trajectory is spent, and its group with it.
-        seed: of the TorchRL interface.
-    """
+    """Base of the strategies that draw whole groups."""
 
     group_size: int | None = None
 
@@ -114,13 +101,6 @@ class GroupSampler(GroupStrategy):
     """Whole groups: all trajectories of a `group_id`, or none.
 
     A group is drawn only if the limits allow all its trajectories in the view.
-
-    Args:
-        order: `uniform` draws groups at random, `fresh` takes them in the order in which they were completed.
-        group_size: see `GroupStrategy`; likewise the limits.
-
-    Raises:
-        DefinitionError: if the order is not known.
     """
 
     order: str = "uniform"
@@ -146,18 +126,6 @@ class SuccessSampler(GroupStrategy):
     `threshold`. A bucket's probability follows a normal curve of its middle around `target`, and within a bucket all
     groups are equally likely, so that many easy groups do not crowd out the rest. Groups in which all or none succeeded
     teach nothing and are left out. Source: ExGRPO, https://arxiv.org/abs/2510.02245.
-
-    Args:
-        buckets: number of buckets, at least 1.
-        target: the success rate that is drawn most often.
-        spread: standard deviation of the normal curve, above 0; infinity draws all buckets equally.
-        threshold: the least task reward of a success. A trajectory without a finite reward is left out of the rate.
-        extremes: also draw groups in which all or none succeeded.
-        tau: age in versions at which the probability of a group has fallen to 1/e; infinity ignores the age.
-        group_size: see `GroupStrategy`; likewise the limits.
-
-    Raises:
-        DefinitionError: if a number is out of range.
 
     >>> SuccessSampler(buckets=4).success_buckets(np.array([0.0, 0.25, 0.5, 0.9, 1.0])).tolist()
     [0, 1, 2, 3, 3]
@@ -207,15 +175,6 @@ class VarianceSampler(GroupStrategy):
     Groups without spread have no advantage and are never drawn. With `members`, only the trajectories of a group whose
     rewards vary most are taken: some of the lowest and some of the highest. Source: the variance-driven replay of
     RePO, https://arxiv.org/abs/2506.09340.
-
-    Args:
-        alpha: exponent of the variance.
-        tau: age in versions at which the probability has fallen to 1/e; infinity ignores the age.
-        members: trajectories of each group, at least 2; None takes all.
-        group_size: see `GroupStrategy`; likewise the limits.
-
-    Raises:
-        DefinitionError: if a number is out of range.
     """
 
     alpha: float = 1.0

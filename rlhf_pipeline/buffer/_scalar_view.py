@@ -39,16 +39,7 @@ class ScalarView(TensorDict):
         return out
 
     def get(self, key: Any, *args: Any, as_list: bool = False, as_padded_tensor: bool = False, **kwargs: Any) -> Any:
-        """Return a value per trajectory, or a ragged value per token, which is read on demand.
-
-        Args:
-            key: a key of a batch; also `("tokens", "prompt")`, `("tokens", "response")` and the same of the log-probs,
-                and `("next", name)` for a value whose column is `name`.
-            *args: the default.
-            as_list: one tensor per trajectory.
-            as_padded_tensor: padded, on `padding_side` with `padding_value`; a jagged tensor otherwise.
-            **kwargs: passed to TensorDict.
-        """
+        """Return a value per trajectory, or a ragged value per token, which is read on demand."""
         rows = self._per_token(_flat(key))
         if rows is None:
             name = _flat(key)
@@ -93,11 +84,7 @@ class ScalarView(TensorDict):
         return [row[:n] if prompt else row[n:] for row, n in zip(rows, starts, strict=True)]
 
     def set_(self, key: Any, item: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Set the value of every trajectory, here and in the store.
-
-        Raises:
-            MissingKeyError: there is no such value, or it is per token.
-        """
+        """Set the value of every trajectory, here and in the store."""
         if self._home is not None:
             self._write({key: item})
         return super().set_(key, item, **kwargs)

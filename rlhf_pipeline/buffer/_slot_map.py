@@ -22,9 +22,6 @@ class SlotMap:
     group has no slot; it gets the next one when the group is complete, and the column `waiting` records its number in
     that order. The limit of a store also counts rows without a slot, so fewer than `max_size` rows may have one: the
     slots then move up to fill the gaps, and a process that opens the store later renumbers them.
-
-    Args:
-        max_size: slots of the ring.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -142,14 +139,7 @@ class SlotMap:
         self.drop_evicted(store)
 
     def push(self, store: TrajectoryStore, ids: np.ndarray, slots: np.ndarray, in_turn: bool) -> bool:
-        """Add rows that this process just appended; False if other rows arrived first, so that `sync` must be called.
-
-        Args:
-            store: the store, after the append.
-            ids: the new rows; rows beyond the number of slots wait.
-            slots: the slots of the other rows.
-            in_turn: whether these are the next slots.
-        """
+        """Add rows that this process just appended; False if other rows arrived first: then `sync` must be called."""
         mark = store.watermark
         if mark != self._mark + len(ids):
             return False

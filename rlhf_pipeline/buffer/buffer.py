@@ -541,11 +541,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
 
 def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
-    """Return the writer of a buffer.
-
-    Raises:
-        DefinitionError: the argument is not a writer, or cannot work on a store that only appends.
-    """
+    """Return the writer of a buffer."""
     if given is None:
         return TrajectoryWriter()
     if isinstance(given, str):

@@ -52,12 +52,7 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
 
 
 def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.NDArray[np.bool_]:
-    """Return which of `ids`, [N] int64, meet all conditions of `select`: [N] bool.
-
-    Raises:
-        DefinitionError: a condition cannot be read, or names no column.
-        MissingRowError: one of `ids` is not in the store.
-    """
+    """Return which of `ids`, [N] int64, meet all conditions of `select`: [N] bool."""
     keep = np.ones(len(ids), bool)
     for condition in conditions:
         keep &= _meets(store, ids, condition)

@@ -55,11 +55,6 @@ __all__ = [
 class FreshSampler(TrajectorySampler):
     """The oldest trajectories within the limits, in the order of arrival. Deterministic.
 
-    Args:
-        max_staleness: largest age in versions.
-        max_uses: uses after which a trajectory is spent.
-        seed: has no effect.
-
     >>> FreshSampler(max_staleness=1)
     FreshSampler(max_staleness=1, max_uses=1)
     """
@@ -76,21 +71,8 @@ class FreshSampler(TrajectorySampler):
 class PrioritySampler(TrajectorySampler):
     """Probability proportional to `(|priority| + eps)^alpha * exp(-age / tau)`, no row twice in a batch.
 
-    SampledRows by Gumbel top-k, which equals sampling one by one without replacement. Source for the age factor, without
+    Drawn by Gumbel top-k, which equals sampling one by one without replacement. Source for the age factor, without
     which priority degrades: https://arxiv.org/abs/2604.16918.
-
-    Args:
-        alpha: exponent of the priority.
-        tau: age in versions at which the probability has fallen to 1/e; infinity ignores the age.
-        eps: added to the priority.
-        column: the scalar column with the priority: `priority`, which can be changed, or one such as `advantage`, which
-            cannot, so that drawing a step again later gives the same rows.
-        beta: exponent of the importance weights, `(N p)^-beta` over the largest of the batch; TorchRL's `sample` puts
-            them under `_weight`. None gives no weights.
-        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
-
-    Raises:
-        DefinitionError: if `tau` or `eps` is not above 0.
     """
 
     alpha: float = 1.0
@@ -118,12 +100,7 @@ class PrioritySampler(TrajectorySampler):
         return allowed[gumbel_order(self.log_weights(view, allowed), rng)[:most]]
 
     def weights(self, view: StoreView, chosen: Ints) -> Floats | None:
-        """Return importance weights of the chosen rows, the largest 1; None without `beta`.
-
-        Args:
-            view: the rows that they were chosen from.
-            chosen: positions in the view.
-        """
+        """Return importance weights of the chosen rows, the largest 1; None without `beta`."""
         if self.beta is None or not len(chosen):
             return None
         allowed = self.eligible(view)
@@ -136,15 +113,6 @@ class PrioritySampler(TrajectorySampler):
 @dataclass(eq=False, repr=False)
 class MixSampler(TrajectorySampler):
     """One part of every batch by one strategy, the rest by another, no row twice.
-
-    Args:
-        fresh: draws first.
-        replay: draws the rest.
-        fraction: share of the batch that `fresh` draws.
-        seed: of the TorchRL interface.
-
-    Raises:
-        DefinitionError: if the fraction is not between 0 and 1.
 
     >>> MixSampler(FreshSampler(), UniformSampler(max_staleness=8), fraction=0.75).fraction
     0.75
@@ -176,12 +144,7 @@ class MixSampler(TrajectorySampler):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RecencySampler(PrioritySampler):
-    """Newer trajectories more often: probability proportional to `exp(-age / tau)`.
-
-    Args:
-        tau: age in versions at which the probability has fallen to 1/e.
-        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
-    """
+    """Newer trajectories more often: probability proportional to `exp(-age / tau)`."""
 
     alpha: float = field(default=0.0, init=False)
     tau: float = 4.0
@@ -199,13 +162,6 @@ alone, and take random numbers from `rng` alone: then a resumed run draws the sa
 @dataclass(kw_only=True, eq=False, repr=False)
 class FunctionSampler(TrajectorySampler):
     """A strategy of one's own.
-
-    Args:
-        function: a `StrategyFunction`; tried on a small store when the sampler is made.
-        max_staleness: see `TrajectorySampler`; likewise `max_uses` and `seed`.
-
-    Raises:
-        DefinitionError: the function raises, or what it returns is not a choice among the allowed.
 
     >>> newest = FunctionSampler(function=lambda view, allowed, most, rng: allowed[-most:])
     >>> newest
@@ -299,11 +255,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 
 
 def strategy_of(strategy: str | StrategyFunction) -> Strategy:
-    """Return the entry of a name, or one for a function.
-
-    Raises:
-        DefinitionError: the name is unknown.
-    """
+    """Return the entry of a name, or one for a function."""
     if not isinstance(strategy, str):
         return Strategy(partial(FunctionSampler, function=strategy))
     if strategy not in STRATEGIES:
@@ -319,14 +271,6 @@ def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments
 
     A name means the same here as in a definition. The classes may have other defaults: `priority`, for example, weighs
     by the advantage, which does not change, and `PrioritySampler()` by the column `priority`, which may.
-
-    Args:
-        strategy: a name in `STRATEGIES`: `fresh`, `uniform`, `recency`, `priority`, `group`, `success`, `variance`,
-            `mix`, `staleness` or `consuming`; a `StrategyFunction`; or a strategy.
-        **arguments: `max_staleness`, `max_uses`, `seed`, and the strategy's own arguments.
-
-    Raises:
-        DefinitionError: if the name is unknown, or the strategy takes no such argument.
 
     >>> as_sampler("uniform", max_uses=2)
     UniformSampler(max_staleness=None, max_uses=2)

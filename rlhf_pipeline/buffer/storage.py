@@ -634,18 +634,7 @@ _DERIVED: frozenset[Key] = frozenset(
 
 
 def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
-    """Return the arguments of `TrajectoryStore.append` for a batch.
-
-    Args:
-        data: trajectories in any of the forms of the write path.
-        schema: the columns of the store.
-
-    Returns:
-        The number of trajectories, and their columns.
-
-    Raises:
-        DataError: if there are no trajectories, a column has the wrong shape, or token ids are missing.
-    """
+    """Return the arguments of `TrajectoryStore.append` for a batch."""
     if not isinstance(data, (TensorDictBase, Trajectories)):
         raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
     columns = trajectories_of(data) if isinstance(data, TensorDictBase) else data
@@ -675,11 +664,7 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
 
 
 def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
-    """Check lengths and positions that the store cannot check, because no column holds them unchanged.
-
-    Raises:
-        DataError: a per-token value does not fit the tokens.
-    """
+    """Check lengths and positions that the store cannot check, because no column holds them unchanged."""
     for key in (ADVANTAGE, REWARD, KL_PENALTY):
         value = columns.get(key)
         found = value.lengths if isinstance(value, Flat) else None
@@ -731,11 +716,7 @@ def _derive(columns: Trajectories, tokens: Flat, schema: Schema) -> None:
 
 
 def _derive_reward(columns: Trajectories, schema: Schema) -> None:
-    """Reduce rewards to what the store keeps: their sum before the penalty, read back at the last token.
-
-    Raises:
-        DataError: the sum would not restore the rewards, and the store has no column for them.
-    """
+    """Reduce rewards to what the store keeps: their sum before the penalty, read back at the last token."""
     reward, task = columns.get(REWARD), columns.get(TASK_REWARD)
     if not isinstance(reward, Flat) or (REWARD_COLUMN in schema and task is not None):
         return
@@ -781,19 +762,7 @@ Alike = dict[int, tuple[torch.Tensor, RaggedArray]]
 
 
 def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Alike) -> Any:
-    """Return the argument of `append` for one column.
-
-    Args:
-        column: of the store.
-        key: of the batch.
-        value: the values.
-        n: the number of trajectories.
-        alike: the ragged columns converted so far, so that columns which share lengths share them in the store's form
-            as well.
-
-    Raises:
-        DataError: if the values do not fit the column.
-    """
+    """Return the argument of `append` for one column."""
     if isinstance(value, Text):
         plain = value.plain()
         if not column.is_text:

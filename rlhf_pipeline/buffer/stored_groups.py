@@ -15,12 +15,7 @@ _READ_ROWS = 16 * _BLOCK_ROWS
 
 
 class NewIds:
-    """Returns the ids of rows committed since the last call, each once.
-
-    Args:
-        store: open, refreshed by its owner.
-        seen: whether to skip the rows that are in the store now.
-    """
+    """Returns the ids of rows committed since the last call, each once."""
 
     def __init__(self, store: TrajectoryStore, *, seen: bool = False) -> None:
         self._store = store
@@ -45,9 +40,6 @@ class StoredGroups:
 
     Rows are remembered in blocks of up to 4096, each with its smallest and its largest group. Groups arrive roughly in
     order, so that few blocks hold the requested ones.
-
-    Args:
-        store: open, refreshed by its owner.
     """
 
     def __init__(self, store: TrajectoryStore) -> None:

@@ -69,11 +69,7 @@ def execute(args: argparse.Namespace) -> int:
 
 @contextmanager
 def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
-    """Keep runs, imports and recorders out of a store.
-
-    Raises:
-        RunExistsError: one of them is running.
-    """
+    """Keep runs, imports and recorders out of a store."""
     from rlhf_pipeline.exchange.target import held
 
     with ExitStack() as stack:

@@ -39,17 +39,7 @@ _POINTS = 400
 
 
 class Screen:
-    """A run's frame, drawn in place; what is said meanwhile stands above it, and the last frame stays.
-
-    Args:
-        path: the run's folder.
-        out: the terminal.
-        clock: returns seconds since 1970.
-        console: where to draw; on `out` if None.
-
-    Raises:
-        MissingPathError: there is no run.
-    """
+    """A run's frame, drawn in place; what is said meanwhile stands above it, and the last frame stays."""
 
     def __init__(
         self, path: Address, out: TextIO, *, clock: Callable[[], float] = time.time, console: Console | None = None
@@ -78,14 +68,7 @@ class Screen:
 
 
 def frame(view: View, width: int, height: int, now: float) -> Iterator[RenderableType]:
-    """Yield a frame of a run that fits a terminal.
-
-    Args:
-        view: the run.
-        width: columns of the terminal.
-        height: its lines; one is left free.
-        now: seconds since 1970.
-    """
+    """Yield a frame of a run that fits a terminal."""
     about, curves = view.about(), view.metrics(points=_POINTS)
     step, of = about["step"] or 0, about["of"] or 0
     yield _head(about, curves, step, of)
@@ -107,13 +90,6 @@ def frame(view: View, width: int, height: int, now: float) -> Iterator[Renderabl
 
 def braille(values: Sequence[float], width: int, height: int, low: float, high: float) -> list[str]:
     """Return a curve as lines of braille, 2 x 4 dots a character, each value joined to the next.
-
-    Args:
-        values: in order, finite, at least one.
-        width: characters of a line.
-        height: lines.
-        low: the value at the bottom.
-        high: the value at the top.
 
     >>> braille([0.0, 1.0], 2, 1, 0.0, 1.0)
     ['⡠⠊']

@@ -41,12 +41,7 @@ def pasted(text: str) -> str:
 
 
 def say(text: str = "", end: str = "\n") -> None:
-    """Print to standard output; commands in the text are `pasted`.
-
-    Raises:
-        BrokenPipeError: the reader of the pipe has exited.
-        OutputError: the output cannot be written, for example to a full disk.
-    """
+    """Print to standard output; commands in the text are `pasted`."""
     say_as_is(pasted(text), end)
 
 
@@ -77,11 +72,7 @@ def can_draw(out: TextIO) -> bool:
 
 
 class Ticker:
-    """Prints a command's progress every few seconds; pass it as a progress callback.
-
-    Args:
-        what: the action in progress, for example `compared`.
-    """
+    """Prints a command's progress every few seconds; pass it as a progress callback."""
 
     def __init__(self, what: str = "") -> None:
         self._what = f" {what}" if what else ""

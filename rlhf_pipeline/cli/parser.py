@@ -107,11 +107,7 @@ def module_of(command: str) -> Any:
 
 
 def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser, and the parser of each command by name.
-
-    Args:
-        only: the only command to import; None imports all.
-    """
+    """Return the parser, and the parser of each command by name."""
     main = Parser(
         prog="rlhf-pipeline", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False
     )
@@ -136,11 +132,7 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `command` is one of the attributes.
-
-    Raises:
-        SystemExit: after `--help`, `--version`, and (with code 2) after a usage error.
-    """
+    """Parse the command line; `command` is one of the attributes."""
     main, commands = build_parser(argv[0] if argv and argv[0] in COMMANDS else None)
     args, unknown = main.parse_known_args(argv)
     if args.version:

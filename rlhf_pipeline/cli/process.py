@@ -38,18 +38,7 @@ def conduct(
     launching: AbstractContextManager[Launcher | None] = nullcontext(),  # noqa: B008 - it has no state
     then: Callable[[RunView], int] = lambda view: 0,
 ) -> int:
-    """Do a run, its learner or a collector, and print the result and the next commands.
-
-    Args:
-        run: checked.
-        what: this process does, for the first line.
-        args: the command line; with `--parent` a supervisor reports the result instead.
-        launching: yields what starts a supervisor's processes; None starts them on this machine.
-        then: called when the run has ended; prints more and returns the exit code.
-
-    Returns:
-        The exit code: 0, `TRY_AGAIN`, that of a signal, or that of `then`.
-    """
+    """Do a run, its learner or a collector, and print the result and the next commands."""
     from rlhf_pipeline.cli.summary import finish
     from rlhf_pipeline.run.folder import is_run
     from rlhf_pipeline.run.start import start

@@ -29,12 +29,6 @@ class RunView:
     In a terminal a frame of the run is redrawn in place. Elsewhere, and for a run at a URL, a line is printed for the
     first step, then every second or every ten steps. A stream that breaks (a closed pipe, a lost terminal) never stops
     the run.
-
-    Args:
-        out: the stream to write to.
-        live: draw in place; False prints lines.
-        clock: returns seconds; for tests.
-        log_name: the file in the run folder that receives every notice.
     """
 
     def __init__(

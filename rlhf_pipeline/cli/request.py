@@ -28,9 +28,6 @@ def asked_run(args: argparse.Namespace) -> Run:
     """Return the run that `run`, `replay`, `collect` or `learn` asks for, checked as far as that needs no torch.
 
     With `--from` its folder is made; from then on it is a run to continue.
-
-    Raises:
-        PipelineError: anything wrong with the definition, the run folder, the model folder, the prompts or the stores.
     """
     if args.command in ("collect", "learn"):
         return _joining(args).checked()
@@ -66,19 +63,7 @@ def _made(
 def _recorded(
     args: argparse.Namespace, out: Address, named: str | None, place: str, overrides: Overrides, **more: Any
 ) -> Run:
-    """Return the run that goes on in a folder, from its record and the command line.
-
-    Args:
-        args: the command line.
-        out: the run folder.
-        named: the definition on the command line, if any.
-        place: how the folder is named on the command line, for the messages.
-        overrides: the overrides on the command line, which win over the recorded ones.
-        more: further fields of the run.
-
-    Raises:
-        RunMismatchError: the seed differs from the recorded one.
-    """
+    """Return the run that goes on in a folder, from its record and the command line."""
     run = RunFolder.open(out)
     config = run.config
     if args.seed is not None and args.seed != config.seed:
@@ -109,11 +94,7 @@ def _joining(args: argparse.Namespace) -> Run:
 
 
 def _wait_for_run(out: Address) -> None:
-    """Wait until a collector has created the run; a learner may be started first.
-
-    Raises:
-        RunExistsError: the folder holds something else.
-    """
+    """Wait until a collector has created the run; a learner may be started first."""
     said = False
     while not is_run(out):
         if not RunFolder(out).is_free:

@@ -48,41 +48,41 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add_overrides(command)
     add_trust(command)
-    several = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
-    torchrun.add_argument(
+    processes = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
+    processes.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--learners", type=positive, metavar="M", help="processes that share each step of the learner (default: 1)"
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--ray",
         nargs="?",
         const="local",
         metavar="ADDRESS",
         help="place them with Ray: an address, auto for this machine's cluster, or no value for a new local one",
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--collector-gpus",
         type=share,
         metavar="G",
         help="GPUs per collector with --ray (default: 1 with --device cuda)",
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--max-failures",
         type=positive,
         default=5,
         metavar="N",
         help="give up when a process fails N times in a row without a step in between (default: %(default)s)",
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--hang-timeout",
         type=seconds,
         default=60.0,
         metavar="S",
         help="kill a process that is frozen for S seconds (default: %(default)g)",
     )
-    torchrun.add_argument(
+    processes.add_argument(
         "--progress-timeout",
         type=seconds,
         metavar="S",

@@ -34,11 +34,7 @@ def parent(supervisor: int | None = None) -> int | None:
 
 
 def joined(run: Run) -> Run:
-    """In the first process of a group, join it and send the run to the others; return it for this process.
-
-    Raises:
-        DefinitionError: the library of `learn.logger` is not installed.
-    """
+    """In the first process of a group, join it and send the run to the others; return it for this process."""
     if not is_one_of_several():
         return run
     from rlhf_pipeline.learner.group import join_group, send
@@ -90,11 +86,7 @@ def join_in(args: argparse.Namespace) -> int:
 
 
 def import_torch(device: str) -> None:
-    """Import torch and check the device, before any folder is made.
-
-    Raises:
-        DefinitionError: torch sees no such device.
-    """
+    """Import torch and check the device, before any folder is made."""
     # torch logs warnings about libraries' use of its internals, which the user of a command cannot act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     import torch

@@ -27,9 +27,6 @@ def too_late(timeout_s: float | None) -> TimeoutError:
 class Caller:
     """Makes calls, some of which may hang.
 
-    Args:
-        timeout_s: seconds after which a call counts as failed; None waits for ever.
-
     >>> caller = Caller(timeout_s=5.0)
     >>> caller.run([lambda: 1, lambda: int("x")])
     [1, ValueError("invalid literal for int() with base 10: 'x'")]
@@ -81,11 +78,7 @@ class Caller:
             self._back.put((place, outcome))
 
     def arrived(self, *, wait: bool) -> dict[int, Any]:
-        """Return the results that have come since the last call.
-
-        Args:
-            wait: wait for one, for half a second at most.
-        """
+        """Return the results that have come since the last call."""
         found: dict[int, Any] = {}
         while self._begun and (not self._back.empty() or (wait and not found)):
             try:

@@ -88,21 +88,7 @@ class Conversation:
 
 
 class Conversations:
-    """Runs the conversations of rollouts; the engine's partner.
-
-    Args:
-        environment: of the definition.
-        policy: samples the turns.
-        config: limits.
-        temperature: of sampling.
-        seed: the run's seed.
-        as_chat: text goes through the chat template, where the tokenizer has one.
-        template: arguments of the chat template.
-        rewards: of the definition, which weight the environment's.
-
-    Raises:
-        DefinitionError: the environment is none; or it has tools, and nothing says how the model writes calls.
-    """
+    """Runs the conversations of rollouts; the engine's partner."""
 
     def __init__(
         self,
@@ -145,23 +131,7 @@ class Conversations:
         ended: Callable[[int, Conversation], None] | None = None,
         only: Sequence[int] | None = None,
     ) -> list[Conversation]:
-        """Run a group of conversations on each prompt until all are over.
-
-        Args:
-            prompts: one for each group.
-            cursors: the number of each prompt; with the seed and the member it fixes the random numbers.
-            refresh: loads newer weights during sampling.
-            ended: takes each conversation when it is over, with its place. With the slot engine its `row` is whole.
-            only: the places of the conversations to run, in order; None runs all.
-
-        Returns:
-            The conversations, prompt-major and member-minor.
-
-        Raises:
-            DataError: a prompt leaves no room for a turn.
-            DefinitionError: `reset` shows the members of a group different things.
-            EngineError: the engine aborted conversations.
-        """
+        """Run a group of conversations on each prompt until all are over."""
         size = self.config.group_size
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
         self._ended, self._turns = ended, {}

@@ -17,12 +17,6 @@ class FollowedMix:
 
     The weights of an interval of rollouts are a function of the rows of the interval before, so a run that is resumed
     asks for the same prompts, whatever was stored since. A group's id is its prompt's cursor.
-
-    Args:
-        mix: with a curriculum.
-        curriculum: the mixture's.
-        store: of the run; it holds all earlier rollouts when a prompt of an interval is asked for.
-        prompts_per_rollout: groups of a rollout.
     """
 
     def __init__(self, mix: Mix, curriculum: Curriculum, store: TrajectoryStore, prompts_per_rollout: int) -> None:

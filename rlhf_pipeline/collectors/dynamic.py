@@ -101,9 +101,6 @@ def dynamic_figures(
         wanted: the groups of a rollout, and of each round.
         most_rounds: the most rounds.
 
-    Returns:
-        `rounds`, and `dropped_groups`: of the groups up to the last one that was needed, the share that was left out.
-
     >>> dynamic_figures(np.array([1, 1, 4, 4]), np.array([0.0, 1.0, 0.0, 1.0]), wanted=2, most_rounds=4)
     {'rounds': 3, 'dropped_groups': 0.6}
     >>> dynamic_figures(np.array([0, 0, 4, 4]), np.array([0.0, 0.0, 0.0, 1.0]), wanted=2, most_rounds=4)

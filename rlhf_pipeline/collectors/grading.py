@@ -76,15 +76,6 @@ class _Call:
 class Grader:
     """Calls the reward functions of a definition.
 
-    Args:
-        reward: one function or several; see `rlhf_pipeline.data.reward_forms`.
-        concurrency: the most calls that run at the same time.
-        timeout_s: seconds after which a running call counts as failed; None waits for ever.
-        columns: the keys of the prompts' `meta`, if they are known.
-
-    Raises:
-        DefinitionError: a function asks for something that there is not.
-
     >>> from rlhf_pipeline.data.prompts import Prompt
     >>> from rlhf_pipeline.data.rewards import exact_match
     >>> grader = Grader([exact_match, lambda completions, **columns: [len(text) for text in completions]])
@@ -114,11 +105,7 @@ class Grader:
         self._slots: asyncio.Semaphore | None = None
 
     def begin(self, group_size: int) -> Grading:
-        """Begin a rollout.
-
-        Args:
-            group_size: completions per prompt; completion `i` belongs to prompt `i // group_size`.
-        """
+        """Begin a rollout."""
         return Grading(self, group_size)
 
     def grade(
@@ -131,9 +118,6 @@ class Grader:
             groups: the group of each; batched functions see a group at a time. None means one group.
             beside: False calls plain functions one after the other in this thread, which is quicker for quick ones,
                 and without a deadline.
-
-        Returns:
-            The grades, in order.
         """
         members: dict[int, list[int]] = {}
         for place in range(len(sampled)):
@@ -249,13 +233,7 @@ class Grading:
         self.given_up = True
 
     def add(self, place: int, one: Sampled, *, ended: bool = False) -> None:
-        """Take a completion; its calls begin at once, as far as they can.
-
-        Args:
-            place: of the completion in the rollout.
-            one: the completion.
-            ended: why it has ended is known, and not only its tokens.
-        """
+        """Take a completion; its calls begin at once, as far as they can."""
         if place in self._sampled and not ended:
             return
         self._sampled[place] = one
@@ -318,15 +296,7 @@ class Grading:
             self._grader.changed.notify_all()
 
     def results(self, stop: Callable[[], bool] | None = None, say: Callable[[str], None] | None = None) -> list[Grade]:
-        """Wait for all calls and return the grades, by place.
-
-        Args:
-            stop: whether a signal has asked to stop; calls then have two more seconds.
-            say: takes a sentence that names a call which is waited for.
-
-        Raises:
-            StopAskedError: there was such a request, and a call has not ended.
-        """
+        """Wait for all calls and return the grades, by place."""
         stop_at = math.inf
         while self._open:
             with self._grader.changed:
@@ -427,11 +397,7 @@ def _described(call: _Call) -> str:
 
 
 def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None:
-    """Refuse a rollout in which every call failed.
-
-    Raises:
-        RewardError: so the reward function itself is wrong.
-    """
+    """Refuse a rollout in which every call failed."""
     broken = [item for item in grades if item.broken or item.kind == "not_applicable"]
     if not broken or len(broken) < len(grades):
         return

@@ -37,11 +37,6 @@ def rollout_figures(
         values: [n] for each reward that has a column, by its name; NaN where it did not apply or failed.
         turns: [n], the policy's turns in each conversation; None without an environment.
 
-    Returns:
-        `completion_length`, `completion_length_max`, `cut_off`, `reward_std_in_group` (mean over groups of the standard
-        deviation), `flat_groups` (share of groups whose rewards are all equal), `turns`, `reward/NAME`,
-        `reward_failed/NAME` and `failed/KIND`.
-
     >>> found = rollout_figures(
     ...     lengths=np.array([3, 5, 4, 4]), cut_off=np.array([0, 1, 0, 0], bool), groups=np.array([0, 0, 1, 1]),
     ...     rewards=np.array([0.0, 1.0, 1.0, np.nan]), kinds=["", "", "", "timeout"], values={},
@@ -70,13 +65,7 @@ def rollout_figures(
 
 
 def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: Sequence[str]) -> Figures:
-    """Return the figures of stored trajectories.
-
-    Args:
-        store: where they are.
-        rows: their ids.
-        names: of the rewards; those without a column are left out.
-    """
+    """Return the figures of stored trajectories."""
     read = store.read_scalars
     rewards = read("task_reward", rows)
     kinds = list(store.read(rows, ["failure_reason"])["failure_reason"]) if "failure_reason" in store.schema else []

@@ -115,13 +115,7 @@ def drawn_completions(
 
 
 def drawn_conversations(conversations: Sequence[Conversation], texts: Sequence[str], *, group_size: int) -> SampledRows:
-    """Return rows of several turns.
-
-    Args:
-        conversations: conversations that are over, prompt-major and member-minor.
-        texts: what followed each prompt, as text.
-        group_size: members of a group.
-    """
+    """Return rows of several turns."""
     rows = [conversation.row for conversation in conversations if conversation.row is not None]
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)

@@ -75,16 +75,7 @@ class SourceFile:
     def rows(
         self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0.
-
-        Args:
-            arrays: a list of numbers in Arrow or Parquet is a NumPy array, which takes a fraction of the time of a
-                list.
-            on_bad: called with the error of a line that is not JSON, which is then passed over; None raises it.
-
-        Raises:
-            DataError: the file, or a row of it, cannot be read; the message names the row.
-        """
+        """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0."""
         if self.container == "jsonl":
             yield from _json_rows(self, on_bad)
         elif self.container == "csv":
@@ -128,14 +119,6 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
 
     A pattern such as `part-*.jsonl` names the files that fit it. `10.jsonl` comes after `9.jsonl`, and a file that is
     named twice, or that a folder or a link names again, is read once.
-
-    Args:
-        paths: files, folders, patterns.
-        container: of files whose name and content do not tell.
-
-    Raises:
-        MissingPathError: there is nothing at a path.
-        DefinitionError: a file's format is unknown, or a folder holds none, or several splits.
     """
     found: list[SourceFile] = []
     for given in paths:
@@ -154,9 +137,6 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
     """Return a field of a row: by its name, or by a dotted path into nested objects and lists.
-
-    Raises:
-        KeyError: the row has no such field.
 
     >>> field_of({"reward_model": {"ground_truth": "7"}, "a.b": 1}, "reward_model.ground_truth")
     '7'
@@ -179,11 +159,7 @@ def field_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def need(module: str) -> Any:
-    """Import pyarrow or datasets, which are optional.
-
-    Raises:
-        DefinitionError: it is not installed; the message says how to.
-    """
+    """Import pyarrow or datasets, which are optional."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -28,9 +28,6 @@ def length_mask(lengths: torch.Tensor, length: int | None = None, *, side: Side 
     Returns:
         bool [B, T].
 
-    Raises:
-        DefinitionError: the side is unknown.
-
     >>> length_mask(torch.tensor([1, 2]), side="left").tolist()
     [[False, True], [True, True]]
     """
@@ -44,14 +41,6 @@ def length_mask(lengths: torch.Tensor, length: int | None = None, *, side: Side 
 
 def under_mask(mask: torch.Tensor, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
     """Place values, row by row, where a mask is True.
-
-    Args:
-        mask: bool, of any shape and on any device.
-        values: [number of True, ...], differentiable.
-        fill: the value elsewhere.
-
-    Returns:
-        [*mask.shape, ...] in the dtype and on the device of the values.
 
     >>> under_mask(torch.tensor([[True, False], [True, True]]), torch.tensor([1, 2, 3]), fill=9).tolist()
     [[1, 9], [2, 3]]

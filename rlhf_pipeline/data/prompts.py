@@ -86,12 +86,7 @@ class PromptSource(Protocol):
 
 
 def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
-    """Return prompt number `cursor` of any source; what a source of one's own does wrong is one sentence.
-
-    Raises:
-        DefinitionError: the source raised, has ended, or returned something else than a prompt.
-        PipelineError: the source reports an error in its data.
-    """
+    """Return prompt number `cursor` of any source; what a source of one's own does wrong is one sentence."""
     name = type(source).__name__
     at = cursor
     if (length := getattr(source, "__len__", None)) is not None:
@@ -179,11 +174,7 @@ class RowsInMemory:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> RowsInMemory:
-        """Take over rows: a list of mappings, or a data set of `datasets`.
-
-        Raises:
-            DataError: a row is not a mapping, or holds a value that is not JSON.
-        """
+        """Take over rows: a list of mappings, or a data set of `datasets`."""
         found: list[dict[str, Any]] = []
         digest = hashlib.sha256()
         for number, row in enumerate(rows):
@@ -427,10 +418,6 @@ def turn(weights: Sequence[float], cursor: int) -> tuple[int, list[int]]:
     Source `s` gives its prompt number `j` at the time `(j + 1/2) / weight`, and turns are taken in the order of time.
     Before the time `(cursor - sources) / all weights`, at most `cursor` of them have passed.
 
-    Args:
-        weights: one per source, above 0.
-        cursor: 0, 1, 2, ...
-
     >>> [turn((3.0, 1.0), cursor)[0] for cursor in range(4)], turn((3.0, 1.0), 4)[1]
     ([0, 0, 1, 0], [3, 1])
     """
@@ -457,13 +444,6 @@ def json_value(value: object, where: str) -> JsonValue:
 
     NumPy numbers and arrays become numbers and lists, tuples lists, dates ISO 8601 text, decimals text, and numbers
     that are not finite null.
-
-    Args:
-        value: any value.
-        where: its place, which begins the message.
-
-    Raises:
-        DataError: JSON has no such value, or a text holds half of a surrogate pair.
 
     >>> import numpy as np
     >>> json_value({"n": np.int64(3), "of": (1, 2.5), "on": datetime.date(2024, 5, 1)}, "meta")

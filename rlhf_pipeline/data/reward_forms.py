@@ -103,16 +103,7 @@ _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a reward function is called.
-
-    Attributes:
-        reward: the function, its weight and name.
-        names: the arguments that it takes by name; None for `(prompt, completion, answer, meta)` by position.
-        rest: it takes further ones, too (`**kwargs`).
-        batched: lists in, lists out.
-        is_async: it is a coroutine function.
-        bound: arguments of a `functools.partial`, which columns of the data do not replace.
-    """
+    """How a reward function is called."""
 
     reward: Reward
     names: tuple[str, ...] | None
@@ -126,11 +117,7 @@ class Form:
         return self.names is not None and (self.rest or any(name in self.names for name in names))
 
     def call(self, group: Sequence[Sampled]) -> Any:
-        """Call the function on one completion, or on several if it is batched.
-
-        Returns:
-            Whatever it returns; for a coroutine function, the coroutine.
-        """
+        """Call the function on one completion, or on several if it is batched."""
         function: Any = self.reward.function
         first = group[0]
         if self.names is None:
@@ -151,15 +138,7 @@ def _value(name: str, one: Sampled) -> Any:
 
 
 def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
-    """Decide how a reward function is called.
-
-    Args:
-        reward: the function.
-        columns: the keys of the prompts' `meta`; None if they are not known, so that any argument may be one.
-
-    Raises:
-        DefinitionError: it asks for something that there is not.
-    """
+    """Decide how a reward function is called."""
     function: Any = reward.function
     bound: set[str] = set()
     while isinstance(function, functools.partial):
@@ -246,12 +225,7 @@ def result_of(given: Any) -> Result:
 
 
 def results_of(given: Any, count: int) -> list[Result]:
-    """Read what a batched reward function returned for `count` completions.
-
-    Raises:
-        TypeError: it is not one value for each.
-        ValueError: a value is no finite number.
-    """
+    """Read what a batched reward function returned for `count` completions."""
     several = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
         columns = cast("Mapping[str, Any]", several)

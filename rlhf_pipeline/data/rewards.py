@@ -293,9 +293,6 @@ class Reward:
 def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
     """Return the rewards of a definition, each with a name of its own.
 
-    Raises:
-        DefinitionError: two rewards are given the same name.
-
     >>> [one.label for one in rewards_of([exact_match, Reward(exact_match, name="other"), exact_match])]
     ['exact_match', 'other', 'exact_match_2']
     """

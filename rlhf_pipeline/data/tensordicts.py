@@ -13,7 +13,7 @@ from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from rlhf_pipeline.data.keys import ATTENTION_MASK, DONE, TOKENS, Key
-from rlhf_pipeline.data.padding import under_mask
+from rlhf_pipeline.data.padding import length_mask, under_mask
 from rlhf_pipeline.data.trajectories import (
     NUMPY_DTYPES,
     RAGGED_KEYS,
@@ -47,22 +47,14 @@ def rows_of(td: Any) -> list[TensorDictBase]:
 
 
 def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
-    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension.
-
-    Raises:
-        IncompleteError: a row of steps ends within a trajectory.
-    """
+    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension."""
     if td.batch_dims == 0:
         return lazy_stack([td])  # pyright: ignore[reportReturnType]
     return td if td.batch_dims == 1 else _flattened(td)
 
 
 def steps_of(td: TensorDictBase) -> Trajectories:
-    """Return one row per step or trajectory, with lengths on every token column, without padding.
-
-    Raises:
-        DataError: if the trajectories do not have the same keys, or a leaf's shapes do not match.
-    """
+    """Return one row per step or trajectory, with lengths on every token column, without padding."""
     td = along_one_dimension(td)
     columns = _from_rows(rows_of(td)) if is_stack(td) else _columns(td)
     for column in columns.values():
@@ -77,11 +69,7 @@ def steps_of(td: TensorDictBase) -> Trajectories:
 
 
 def trajectories_of(td: TensorDictBase) -> Trajectories:
-    """Return one row per trajectory, from any form; steps are merged.
-
-    Raises:
-        IncompleteError: if the last trajectory is not complete.
-    """
+    """Return one row per trajectory, from any form; steps are merged."""
     return merge_steps(steps_of(td))
 
 
@@ -318,14 +306,7 @@ def plant(tree: dict[str, Any], key: Key, leaf: Any) -> None:
 def unchecked(
     items: dict[str, Any], batch_size: torch.Size, *, device: torch.device | None = None, kind: type[T] = TensorDict
 ) -> T:
-    """Build a TensorDict, without checks, from leaves and inner TensorDicts known to have this batch size.
-
-    Args:
-        items: the entries by name.
-        batch_size: of all entries.
-        device: of all entries, if it is to be recorded.
-        kind: TensorDict, or a class derived from it.
-    """
+    """Build a TensorDict, without checks, from leaves and inner TensorDicts known to have this batch size."""
     return kind._new_unsafe(items, batch_size=batch_size, device=device)
 
 
@@ -360,12 +341,7 @@ def is_jagged(leaf: object) -> bool:
 
 
 def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
-    """Return values and lengths of a nested tensor of any layout, detached.
-
-    Args:
-        leaf: the nested tensor.
-        shared: lengths by the id of their offsets, so that leaves of one batch share them.
-    """
+    """Return values and lengths of a nested tensor of any layout, detached."""
     inner = leaf.__dict__
     values, offsets = inner.get("_values"), inner.get("_offsets")
     if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or inner.get("_lengths") is not None:
@@ -380,11 +356,7 @@ def unjagged(leaf: Tensor, shared: dict[int, Tensor] | None = None) -> Flat:
 
 
 def _flattened(td: TensorDictBase) -> TensorDictBase:
-    """Return the trajectories, or steps, of a TensorDict of two or more dimensions along one dimension.
-
-    Raises:
-        IncompleteError: a row of steps ends within a trajectory.
-    """
+    """Return the trajectories, or steps, of a TensorDict of two or more dimensions along one dimension."""
     flat: Any = td.flatten(0, -2) if td.batch_dims > 2 else td
     try:
         tokens = flat.get(TOKENS, None)
@@ -494,3 +466,56 @@ def _attach(td: TensorDictBase, columns: Mapping[Key, Flat]) -> TensorDictBase:
             leaves[key] = jagged(column) if leaf is None else leaf
     device = td.device
     return with_leaves(td, leaves if device is None else {key: leaf.to(device) for key, leaf in leaves.items()})
+
+
+def in_form_of(td: TensorDictBase, batch: Trajectories) -> TensorDictBase:
+    """Return a TensorDict `[m]` of other trajectories in the form of `td`: a lazy stack, padded, dense or jagged."""
+    if is_stack(td) or td.batch_dims != 1:
+        return stack_of(batch)
+    if _has_jagged(td):
+        return td_of(batch)
+    if td.get(ATTENTION_MASK, None) is not None:
+        return padded_of(batch)
+    flat = {
+        key: Flat(leaf) if isinstance(column, Flat) and (leaf := _dense(column)) is not None else column
+        for key, column in batch.items()
+    }
+    return td_of(Trajectories(batch.n, flat))
+
+
+def padded_of(batch: Trajectories) -> TensorDictBase:
+    """Return a TensorDict `[n]` whose token columns are padded on the right, with the attention mask."""
+    tokens = batch.get(TOKENS)
+    lengths = tokens.lengths if isinstance(tokens, Flat) else None
+    if lengths is None:
+        return td_of(batch)
+    real = length_mask(lengths)
+    out = Trajectories(batch.n, batch)
+    for key, column in batch.items():
+        if isinstance(column, Flat) and column.lengths is not None and torch.equal(column.lengths, lengths):
+            out[key] = Flat(under_mask(real, column.values))
+    out[ATTENTION_MASK] = Flat(real)
+    return td_of(out)
+
+
+def td_of(columns: Trajectories) -> TensorDictBase:
+    """Return a TensorDict of batch size `[n]` with jagged leaves, the fast form of the write path.
+
+    Rows that differ in more than their first dimension cannot be jagged: such batches become a lazy stack.
+    """
+    if any(isinstance(column, Flat) and column.shapes is not None for column in columns.values()):
+        return stack_of(columns)
+    tree: dict[str, Any] = {}
+    offsets: list[tuple[Tensor, Tensor]] = []
+    for key, column in columns.items():
+        if isinstance(column, Text):
+            leaf: Any = text_stack(column.items)
+        elif column.lengths is None:
+            leaf = column.values
+        else:
+            shared = next((o for ls, o in offsets if ls is column.lengths or torch.equal(ls, column.lengths)), None)
+            leaf = jagged(column, shared)
+            if shared is None:
+                offsets.append((column.lengths, leaf.offsets()))
+        plant(tree, key, leaf)
+    return TensorDict(tree, batch_size=[columns.n])

@@ -258,11 +258,7 @@ def ragged_tokens(columns: Trajectories) -> Trajectories:
 
 
 def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat | None:
-    """Return a column with one value per token, or None if missing; trailing dimensions of 1 are dropped.
-
-    Raises:
-        DataError: if its lengths differ from those of `like`.
-    """
+    """Return a column with one value per token, or None if missing; trailing dimensions of 1 are dropped."""
     column = batch.get(key)
     if not isinstance(column, Flat):
         return None
@@ -282,16 +278,7 @@ def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat |
 def concat(
     parts: Sequence[Trajectories], order: Sequence[int] | None = None, pool: BufferPool | None = None
 ) -> Trajectories:
-    """Concatenate batches, optionally selecting and reordering their rows.
-
-    Args:
-        parts: batches with the same keys.
-        order: indices into the rows of all parts; all rows in order by default.
-        pool: provides the memory of ragged columns; None allocates it.
-
-    Raises:
-        DataError: if the parts do not have the same keys.
-    """
+    """Concatenate batches, optionally selecting and reordering their rows."""
     counts = [part.n for part in parts]
     order = range(sum(counts)) if order is None else order
     out, shared = Trajectories(len(order)), dict[tuple[int, ...], Tensor]()
@@ -337,11 +324,7 @@ def _concat_flat(
 
 
 def columns_state(columns: Trajectories) -> dict[str, Any]:
-    """Return plain tensors, lists and strings that `torch.load(weights_only=True)` reads back.
-
-    Raises:
-        DataError: if a non-tensor value is not plain data.
-    """
+    """Return plain tensors, lists and strings that `torch.load(weights_only=True)` reads back."""
     entries = []
     for key, column in columns.items():
         path = list(key) if isinstance(key, tuple) else [key]
@@ -389,11 +372,7 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
 
 
 def merge_steps(columns: Trajectories) -> Trajectories:
-    """Merge rows that may be steps into one row per trajectory.
-
-    Raises:
-        DataError: if the last trajectory is not complete.
-    """
+    """Merge rows that may be steps into one row per trajectory."""
     ended = ends(columns)
     if ended is None or bool(ended.all()):
         return columns  # the usual case: every row ends a trajectory
@@ -510,9 +489,6 @@ def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         mask: bool, flat, the tokens that have an advantage.
         lengths: int64 `[n]`, all at least 1.
 
-    Raises:
-        DataError: the advantages differ between the tokens of a trajectory.
-
     >>> one_advantage(torch.tensor([0.0, 2.0, 2.0]), torch.tensor([False, True, True]), torch.tensor([3]))
     tensor([2.])
     """
@@ -532,9 +508,6 @@ def last_position(mask: Tensor, lengths: Tensor) -> Tensor:
     Args:
         mask: bool, flat.
         lengths: int64 `[n]`, all at least 1.
-
-    Raises:
-        DataError: if a row has no tokens.
 
     >>> last_position(torch.tensor([True, True, False, False, False]), torch.tensor([3, 2])).tolist()
     [1, 4]

@@ -13,10 +13,6 @@ _ALIGN = 64
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors from the host to a device, through pinned memory in one copy that the host does not wait for.
 
-    Args:
-        tensors: of any dtypes; tensors that are on a device already are returned as they are.
-        device: the target.
-
     >>> upload([torch.arange(2), torch.tensor([True])], torch.device("cpu"))
     [tensor([0, 1]), tensor([True])]
     """

@@ -117,12 +117,7 @@ def tools_of(environment: Callable[[], Any] | None) -> list[Any]:
 
 
 def checked(step: object) -> Step:
-    """Return an environment's answer if it is one.
-
-    Raises:
-        TypeError: it is no `Step`, its reply is neither text nor messages, or a reward is no number.
-        ValueError: a reward is not finite.
-    """
+    """Return an environment's answer if it is one."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}; it must return a Step")
     if not isinstance(step.reply, str) and not _are_messages(step.reply):
@@ -133,10 +128,6 @@ def checked(step: object) -> Step:
 
 def checked_rewards(rewards: object) -> dict[str, float]:
     """Return named rewards as floats.
-
-    Raises:
-        TypeError: it is no mapping of names to numbers.
-        ValueError: a number is not finite.
 
     >>> checked_rewards({"reached": True})
     {'reached': 1.0}

@@ -19,18 +19,6 @@ class OpenEnv:
 
     The server must take as many sessions (`max_concurrent_envs`) as a rollout has conversations. Calls are made in
     threads, so a slow server stops nobody.
-
-    Args:
-        client: the server's address, for OpenEnv's `GenericEnvClient` (actions and observations are dicts); or a class
-            or function that returns a client, such as `functools.partial(CodingEnv, base_url=...)`.
-        action: makes a turn of the policy an action.
-        show: makes an observation what the policy sees, text or messages.
-        arguments: returns further arguments of `reset` for a prompt, beside `seed`.
-        reward: the name of the client's reward.
-        has_effects: it changes something outside the conversation.
-
-    Raises:
-        DefinitionError: an address is given, and the package is not installed.
     """
 
     def __init__(

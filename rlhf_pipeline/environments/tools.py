@@ -72,12 +72,6 @@ class MethodTools:
     """An environment from a class in TRL's form: `reset(**row)`, public methods that are tools, `get_reward()`.
 
     `reset` gets the columns of the prompt's data, with `prompt` and `answer`; what it returns is put after the prompt.
-
-    Args:
-        made: the class, or a function that returns such an object.
-
-    Raises:
-        DefinitionError: it has no public method but `reset` and `get_reward`.
     """
 
     def __init__(self, made: Callable[[], Any]) -> None:
@@ -195,15 +189,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def maker_of(environment: Callable[[], Any]) -> Callable[[], Environment]:
-    """Return what makes one environment per conversation.
-
-    Args:
-        environment: a class with `reset` and `step`, or anything that returns such an object when it is called without
-            arguments; or a class in TRL's form, whose public methods are tools.
-
-    Raises:
-        DefinitionError: it is none of these.
-    """
+    """Return what makes one environment per conversation."""
     if not callable(environment):
         raise DefinitionError(
             f"environment is {type(environment).__name__}; give the class itself, or a function that returns a new "

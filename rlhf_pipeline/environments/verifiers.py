@@ -33,11 +33,6 @@ class Verifiers:
     The rewards of a task arrive under their names, times their weights; its metrics are stored as `metrics`. One agent
     plays a conversation: others need a `client` of their own. An agent that rewrites its messages (compaction,
     sub-agents) fails the conversation.
-
-    Args:
-        taskset: the name of the task set's package, or a mapping with `id` and its settings.
-        has_effects: it changes something outside the conversation.
-        config: the other settings of verifiers' `EnvConfig`, as mappings.
     """
 
     def __init__(self, taskset: str | Mapping[str, Any], *, has_effects: bool = False, **config: Any) -> None:
@@ -47,11 +42,7 @@ class Verifiers:
 
     @functools.cached_property
     def env(self) -> Any:
-        """The environment itself.
-
-        Raises:
-            DefinitionError: the package is not installed.
-        """
+        """The environment itself."""
         vf = _package()
         return vf.load_environment(vf.resolve_env_config(self.config))
 
@@ -68,12 +59,7 @@ class Verifiers:
         return _Host(self.env)
 
     def prompts(self, **select: Any) -> Prompts:
-        """Return the tasks as prompts; a reward of one's own gets the other fields of a task in `meta`.
-
-        Args:
-            select: of verifiers' `SelectConfig`, for example `skip=100` or `limit=100`; a task set without an end needs
-                a limit.
-        """
+        """Return the tasks as prompts; a reward of one's own gets the other fields of a task in `meta`."""
         rows = list[dict[str, Any]]()
         for task in self.env.taskset.select(_package().SelectConfig(**select)):
             data = task.data

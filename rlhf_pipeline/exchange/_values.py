@@ -32,11 +32,7 @@ def schema_beside(path: Path, container: str) -> Path:
 
 
 def schema_of(source: Any) -> Schema | None:
-    """Return the store's columns that an export wrote down, or None.
-
-    Raises:
-        DataError: they are damaged.
-    """
+    """Return the store's columns that an export wrote down, or None."""
     if source.container == "parquet":
         found = need("pyarrow.parquet").read_schema(source.path).metadata or {}
         written = found[SCHEMA_KEY].decode() if SCHEMA_KEY in found else None

@@ -31,13 +31,7 @@ class Encoder:
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
     def row(self, record: RawRollout, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a record, apart from its ids; `meta` says what was encoded, and `source`.
-
-        Raises:
-            DataError: the text has no tokens, an unknown character or several turns, or its chat template refuses it;
-                or values per token are not one per token.
-            DefinitionError: there is no tokenizer.
-        """
+        """Return the columns of a record, apart from its ids; `meta` says what was encoded, and `source`."""
         encoded: dict[str, Any] = {}
         prompt_ids, completion_ids = record.prompt_ids, record.completion_ids
         prompt, completion = text_of(record.prompt), record.completion

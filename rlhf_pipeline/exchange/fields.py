@@ -283,15 +283,7 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
-
-    Args:
-        given: by target, with values per token of the completion; null is nothing.
-        names: those of the fields, for errors.
-
-    Raises:
-        DataError: a value is not what its target holds; the message names the field.
-    """
+    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing."""
     raw = {target: value for target, value in given.items() if value is not None}
     names = names or {}
     for target in ("prompt", "completion"):
@@ -358,11 +350,7 @@ class Fields:
         return int(found[-1]) if found else None
 
     def value(self, path: str) -> Any:
-        """Return the value at a dotted path, which must be there.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Return the value at a dotted path, which must be there."""
         self.used |= {path, path.partition(".")[0] if path not in self.row else path}
         try:
             return field_of(self.row, path)
@@ -375,11 +363,7 @@ class Fields:
         return f"The row has: {', '.join(sorted(map(str, self.row)))}."
 
     def take(self, **wanted: str | Made) -> dict[str, Any]:
-        """Return values by target, checked; those that the user names, too, and none that the user leaves out.
-
-        Raises:
-            DataError: a field is not there, or holds something else.
-        """
+        """Return values by target, checked; those that the user names, too, and none that the user leaves out."""
         wanted |= {target: path for target, path in self.given.items() if target in VALUES}
         wanted = {target: path for target, path in wanted.items() if path != NONE}
         names = {target: path if isinstance(path, str) else target for target, path in wanted.items()}
@@ -400,16 +384,7 @@ class Fields:
         flags: Mapping[str, Any] | None = None,
         **wanted: str | Made | None,
     ) -> RawRollout:
-        """Return the record that these fields make.
-
-        Args:
-            group: what names the group; None: rows in turn with one prompt are one.
-            one_turn: the tool writes text of one turn only. Else words of an environment may stand in the completion,
-                and its text is refused unless the user says that there are none.
-            meta: the fields that are kept beside; None: those that were not taken.
-            flags: other values of the record.
-            wanted: by target a field, or a value.
-        """
+        """Return the record that these fields make."""
         found = self.take(**{target: how for target, how in wanted.items() if how is not None})
         if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
             raise DataError(
@@ -444,11 +419,7 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
 
 
 def check_targets(given: Mapping[str, str]) -> None:
-    """Refuse a `--field` whose target does not exist.
-
-    Raises:
-        DefinitionError: it does not.
-    """
+    """Refuse a `--field` whose target does not exist."""
     for target, name in given.items():
         if target not in VALUES:
             raise DefinitionError(
@@ -457,15 +428,7 @@ def check_targets(given: Mapping[str, str]) -> None:
 
 
 def cut(whole: Mapping[str, Made], *, length: int | None = None) -> dict[str, Made]:
-    """Return the targets of a sequence of tokens: the completion begins with the first token that was sampled.
-
-    Args:
-        whole: `tokens` and `completion_mask`, and values beside them, each one per token of the sequence.
-        length: the tokens that are no padding; None for all.
-
-    Raises:
-        DataError: the lists are not of one length, or hold something else.
-    """
+    """Return the targets of a sequence of tokens: the completion begins with the first token that was sampled."""
     sizes = {name: len(as_list(made.value, name)) for name, made in whole.items()}
     length = sizes["tokens"] if length is None else length
     if len({*sizes.values()}) > 1 or not 0 <= length <= sizes["tokens"]:

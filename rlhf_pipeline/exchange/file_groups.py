@@ -15,12 +15,7 @@ _NAME = (
 
 
 class FileGroups:
-    """Numbers the groups of a file.
-
-    Args:
-        in_turn: how many records in turn are a group, where the user says so.
-        checked: whether groups that cannot be those of the rollout are refused.
-    """
+    """Numbers the groups of a file."""
 
     def __init__(self, in_turn: int | None, *, checked: bool) -> None:
         self._numbers: dict[bytes, tuple[int, bytes]] = {}
@@ -33,12 +28,7 @@ class FileGroups:
         self.num_members = self.num_graded = 0
 
     def number(self, record: RawRollout, row: int) -> int:
-        """Return the number of a record's group; `row` is its row in the file.
-
-        Raises:
-            DataError: the group has another prompt.
-            DefinitionError: rows without an id of their group are not in the order of their groups.
-        """
+        """Return the number of a record's group; `row` is its row in the file."""
         prompt = record.prompt if record.prompt_ids is None else record.prompt_ids
         asked, key = _digest((record.policy_version, prompt)), record.group
         if self._in_turn is not None:

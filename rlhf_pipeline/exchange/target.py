@@ -24,11 +24,7 @@ _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_vers
 
 
 def check_absent(*paths: Path) -> None:
-    """Refuse to write where something is.
-
-    Raises:
-        RunExistsError: something is there.
-    """
+    """Refuse to write where something is."""
     for path in paths:
         if path.exists():
             raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
@@ -49,11 +45,7 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(store: Path, *, shared: bool = False, refusal: str) -> Iterator[None]:
-    """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone.
-
-    Raises:
-        RunExistsError: somebody else holds it; says `refusal`.
-    """
+    """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone."""
     folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -75,11 +67,7 @@ def next_base(store: TrajectoryStore) -> int:
 
 
 def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectoryStore:
-    """Open a store for appending, or make it; other processes may do so, too.
-
-    Raises:
-        StoreError: the folder holds something else.
-    """
+    """Open a store for appending, or make it; other processes may do so, too."""
     with suppress(StoreNotFoundError):
         return TrajectoryStore.open(path, mode="a", durability=durability)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,18 +79,7 @@ def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectorySto
 
 @contextmanager
 def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterator[TrajectoryStore]:
-    """Open a store for exclusive use by an import; create it if it does not exist.
-
-    Args:
-        path: folder of the store.
-        schema: columns of a new store; an existing store gets those that it lacks.
-        durability: of the store, see `TrajectoryStore.create`.
-
-    Raises:
-        RunExistsError: another import is writing to it.
-        DefinitionError: the store lacks a column that cannot be added.
-        StoreError: the folder holds something else.
-    """
+    """Open a store for exclusive use by an import; create it if it does not exist."""
     store = open_or_create(path, schema, durability)
     refusal = f"another import is writing to {path}. Wait for it, or name another store."
     try:
@@ -123,11 +100,7 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
 
 
 def check_columns(store: TrajectoryStore, schema: Schema) -> None:
-    """Refuse columns of an export that are not those of their name in a store.
-
-    Raises:
-        DefinitionError: one is of another type or shape.
-    """
+    """Refuse columns of an export that are not those of their name in a store."""
     for column in schema:
         there = store.schema[column.name]
         if (there.dtype, there.axis, there.shape) != (column.dtype, column.axis, column.shape):
@@ -170,11 +143,7 @@ class ExistingRows:
         return base
 
     def find(self, wheres: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Return which rows are in the store, or were there before they were evicted.
-
-        Raises:
-            DataError: one is there with other tokens, log-probs, reward, version or group than the file knows of it.
-        """
+        """Return which rows are in the store, or were there before they were evicted."""
         ids = [int(row.get(NAME, -1)) for row in rows]
         spans = zip(np.searchsorted(self._names, ids), np.searchsorted(self._names, ids, "right"), strict=True)
         found: list[bool] = []

@@ -52,12 +52,7 @@ Dump = SourceFile | TorchDump
 
 
 def find_dumps(paths: Sequence[str | Path], container: Container | None = None) -> list[Dump]:
-    """Return what is to be read, in order; see `find_sources`. A folder that holds `.pt` files is those.
-
-    Raises:
-        MissingPathError: there is nothing at a path.
-        DefinitionError: a file's format is unknown, or a folder holds none.
-    """
+    """Return what is to be read, in order; see `find_sources`. A folder that holds `.pt` files is those."""
     found: list[Dump] = []
     for given in paths:
         path = Path(given).expanduser()

@@ -278,14 +278,7 @@ BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if en
 
 
 def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
-    """Return the entry of an estimator.
-
-    Args:
-        estimator: a name in `ESTIMATORS`, or an `EstimatorFunction`.
-
-    Raises:
-        DefinitionError: there is none of this name.
-    """
+    """Return the entry of an estimator."""
     if callable(estimator):
         return EstimatorEntry(lambda found: _of_function(estimator, found))
     if estimator not in ESTIMATORS:
@@ -294,11 +287,7 @@ def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
 
 
 def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunction:
-    """Return an estimator; a function of one's own is tried on two groups first.
-
-    Raises:
-        DefinitionError: the function raises, or returns another shape or values that are not finite.
-    """
+    """Return an estimator; a function of one's own is tried on two groups first."""
     if isinstance(estimator, str):
         return estimator
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
@@ -349,12 +338,6 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
         rewards: flat [sum of lengths], the steps of one trajectory after another.
         group_ids: int64 [N].
         lengths: int64 [N], steps per trajectory.
-
-    Returns:
-        One advantage and one flag per step.
-
-    Raises:
-        DefinitionError: the lengths do not add up to the number of rewards.
 
     >>> whitened_step_rewards(torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([4, 4]), torch.tensor([2, 2])).advantages
     tensor([-0.8660,  0.8660, -0.8660,  0.8660])

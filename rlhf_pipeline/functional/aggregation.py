@@ -28,9 +28,6 @@ _ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
 def canonical_aggregation(mode: str) -> str:
     """Return a mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`, `bnpo` TRL's of `token_mean`.
 
-    Raises:
-        DefinitionError: the mode is unknown.
-
     >>> canonical_aggregation("prompt_mean")
     'sequence_mean'
     """
@@ -70,9 +67,6 @@ def token_weights(
     Returns:
         [N], the weight of every assistant token of each trajectory; times the mask [B, T] it is the
         `loss_weight` that `GRPOLoss` reads.
-
-    Raises:
-        DefinitionError: the mode is unknown, or `dr_grpo` lacks `max_completion_tokens`.
 
     >>> token_weights(torch.tensor([3, 1, 0]), "sequence_mean")
     tensor([0.1667, 0.5000, 0.0000])

@@ -35,11 +35,6 @@ def weight_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `(n, sum w, sum w^2)` of `w = exp(log_ratio)`, float64; sums of micro-batches and ranks may be added.
 
-    Args:
-        log_ratio: any shape; clamped to +-20 here.
-        mask: bool, same shape; all elements by default.
-        dim: the dimension to sum over; all by default.
-
     >>> weight_sums(torch.tensor([0.0, 0.0]))[1:]
     (tensor(2., dtype=torch.float64), tensor(2., dtype=torch.float64))
     """

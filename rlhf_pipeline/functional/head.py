@@ -289,11 +289,7 @@ class HeadPass:
             y.scatter_add_(1, targets[part, None], -grad_log_prob[part, None])
 
     def accumulate(self, x: torch.Tensor, start: int, end: int, row_scale: torch.Tensor | None) -> torch.Tensor | None:
-        """Add the gradients of a chunk. `x` holds minus the logits' gradient before `row_scale`.
-
-        Returns:
-            `x @ weight` [end - start, H] if the hidden gradient is needed, else None.
-        """
+        """Add the gradients of a chunk. `x` holds minus the logits' gradient before `row_scale`."""
         if self._slope is not None:
             x.mul_(self._slope[: x.shape[0]])
         d = x.to(self.operand)
@@ -363,9 +359,6 @@ def head_backward(
         grad_entropy: [N] or None.
         needs: whether to compute the gradients of (hidden, weight, bias); the others are skipped.
         chunk_size: rows per chunk.
-
-    Returns:
-        The gradients of (hidden, weight, bias), None where not needed.
     """
     if grad_log_probs is None and grad_entropy is None:
         return None, None, None
@@ -478,9 +471,6 @@ def token_log_probs(
 
     Returns:
         float32 [N] in nats (float64 for float64 inputs); with `return_entropy`, a pair with the entropy [N].
-
-    Raises:
-        DefinitionError: shapes do not fit, or the temperature is not above 0.
 
     >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     >>> token_log_probs(hidden, Head(weight), torch.tensor([0, 2])).exp()
@@ -681,9 +671,6 @@ def fused_token_loss(
 
     Returns:
         The losses, and the log-probs and entropies [N] without gradient.
-
-    Raises:
-        DefinitionError: shapes do not fit.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     >>> out = fused_token_loss(hidden, Head(weight), torch.tensor([0, 2]), lambda lp, _: [-lp / 2])

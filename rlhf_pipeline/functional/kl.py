@@ -95,15 +95,6 @@ def kl_loss(
     `k3` is right, so its weight is differentiated too (the form of DeepSeek-V3.2). The expected gradient of all
     three is then that of the KL.
 
-    Args:
-        log_probs: any shape, with gradient.
-        other: the same shape.
-        estimator: see above.
-        behaviour: log-probs of the policy that sampled, the same shape; None for the policy itself.
-
-    Returns:
-        The term per token, in nats, same shape.
-
     >>> kl_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, float("nan")]), "k2")
     tensor([0.1250, 0.0000])
     """

@@ -64,13 +64,7 @@ sequences come along. A `policy_loss.TokenLoss` also tells where it was clipped,
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveEntry:
-    """The meaning of an objective's name.
-
-    Attributes:
-        loss: from the tokens; with one weight per token, the sum of what it returns is the policy loss.
-        per_token: whether each token's loss depends on that token alone, so that the head can form the gradient in
-            chunks. Others get all tokens of a sequence at once, with `index`.
-    """
+    """The meaning of an objective's name."""
 
     loss: Callable[[PolicyTokens], Found]
     per_token: bool = True
@@ -116,12 +110,6 @@ OBJECTIVES: Final[Mapping[str, ObjectiveEntry]] = {
 
 def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
     """Return the entry of a name, or one for a function, which is tried on six tokens of three sequences first.
-
-    Args:
-        objective: a name in `OBJECTIVES`, or an `ObjectiveFunction`.
-
-    Raises:
-        DefinitionError: the function raises, or returns another shape, values that are not finite or no gradient.
 
     >>> entry = objective_of(lambda tokens: -tokens.log_probs * tokens.advantage)
     >>> entry.loss(_six_tokens())[0].loss.tolist()

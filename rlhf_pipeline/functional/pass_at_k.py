@@ -16,9 +16,6 @@ def mean_interval(per_prompt: npt.NDArray[np.floating]) -> tuple[float, float | 
     Args:
         per_prompt: float [n], the mean of each prompt; n is at least 1.
 
-    Returns:
-        Mean, lower and upper end; no ends for a single prompt.
-
     >>> mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))[0]
     0.5
     """
@@ -34,14 +31,6 @@ def pass_at_k(counts: npt.NDArray[np.integer], successes: npt.NDArray[np.integer
 
     For a prompt with `n` completions of which `c` are right it is `1 - C(n - c, k) / C(n, k)`; the mean is over prompts
     with at least `k`. Source: arXiv:2107.03374, equation 1.
-
-    Args:
-        counts: int [P], the graded completions of each prompt.
-        successes: int [P], how many of them are right.
-        k: at least 1.
-
-    Returns:
-        The estimate, or None if no prompt has `k` completions.
 
     >>> pass_at_k(np.array([4, 4]), np.array([1, 0]), 2)
     0.25

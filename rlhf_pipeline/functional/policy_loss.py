@@ -36,13 +36,7 @@ __all__ = [
 
 
 class TokenLoss(NamedTuple):
-    """A token loss and where it was clipped.
-
-    Attributes:
-        loss: per token, to be minimised.
-        clipped_low: bool, the loss takes the branch of the lower bound.
-        clipped_high: bool, the loss takes the branch of the upper bound.
-    """
+    """A token loss and where it was clipped."""
 
     loss: torch.Tensor
     clipped_low: torch.Tensor
@@ -55,9 +49,6 @@ def clip_bounds(
     """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
 
     None means 0.2 for both; for `cispo` it means no lower clip, as in its paper: the ratio is always above `1 - 1`.
-
-    Raises:
-        DefinitionError: it is not one or two numbers, or out of the bounds of `config.GRPO`.
 
     >>> clip_bounds(0.2), clip_bounds((0.2, 0.28)), clip_bounds(None, "cispo")
     ((0.2, 0.2), (0.2, 0.28), (1.0, 0.2))
@@ -126,16 +117,6 @@ def cispo_loss(
 
     The paper has no lower clip, which is `low=1`.
 
-    Args:
-        log_probs: current log-probs per token, with gradient.
-        log_ratio: per token.
-        advantage: per token.
-        low: lower clip.
-        high: upper clip.
-
-    Returns:
-        The loss per token, and where the weight was clipped, whatever the sign of the advantage.
-
     >>> lp = torch.tensor([-1.0], requires_grad=True)
     >>> cispo_loss(lp, torch.tensor([0.5]), torch.tensor([1.0])).loss.backward()
     >>> lp.grad
@@ -157,15 +138,6 @@ def sapo_loss(
     `tau` is one temperature where `A > 0` and another elsewhere. At `w = 1` value and gradient per `w` are `2 A / tau`
     and `A`; further away the gradient fades, `4 p (1 - p) A` with `p = sigmoid(tau (w - 1))`, and never stops at once.
 
-    Args:
-        log_ratio: per token.
-        advantage: per token, same shape.
-        temperature_positive: `tau` where the advantage is above 0.
-        temperature_negative: `tau` elsewhere; larger fades sooner.
-
-    Returns:
-        The loss per token; nothing is clipped.
-
     >>> log_ratio = torch.zeros(1, requires_grad=True)
     >>> sapo_loss(log_ratio, torch.tensor([3.0])).loss.backward()
     >>> log_ratio.grad
@@ -185,9 +157,6 @@ def indexed_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> tor
         index: int64 [N], the sequence of each row.
         segments: number of sequences.
 
-    Returns:
-        [segments].
-
     >>> indexed_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3)
     tensor([3., 0., 4.])
     """
@@ -201,9 +170,6 @@ def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segmen
         log_ratio: [N].
         index: int64 [N], the sequence of each row.
         segments: number of sequences.
-
-    Returns:
-        [segments].
 
     >>> sequence_mean_log_ratio(torch.tensor([0.2, 0.4, 1.0]), torch.tensor([0, 0, 1]), 2)
     tensor([0.3000, 1.0000])
@@ -259,9 +225,6 @@ def gmpo_log_ratio(
         low: lower clip.
         high: upper clip.
 
-    Returns:
-        The logarithms in `loss`, and where a token is clipped.
-
     >>> log_ratio, advantage = torch.tensor([0.2, 0.8]), torch.ones(2)
     >>> gmpo_log_ratio(log_ratio, advantage, torch.tensor([0, 0]), 1)[0]
     tensor([0.3000, 0.3000])
@@ -276,15 +239,6 @@ def gmpo_log_ratio(
 
 def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float, floor: float | None = None) -> torch.Tensor:
     """Return `min(exp(proximal - behaviour), cap)` (truncated importance sampling), without gradient.
-
-    Args:
-        proximal: per token, the trainer's log-prob at the start of the step.
-        behaviour: per token, the sampler's log-prob.
-        cap: the largest weight.
-        floor: the smallest weight; None for no lower bound.
-
-    Returns:
-        The factor of each token's loss.
 
     >>> tis_weight(torch.tensor([0.0, -1.0]), torch.tensor([-5.0, -1.0]), 2.0)
     tensor([2., 1.])

@@ -48,12 +48,7 @@ class _Root(nn.Module):
 
 
 class Shards:
-    """A policy whose parameters are sharded over the processes of a group; made by `shard_policy`.
-
-    Attributes:
-        rank: of this process.
-        world_size: the number of processes in the group.
-    """
+    """A policy whose parameters are sharded over the processes of a group; made by `shard_policy`."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -78,9 +73,6 @@ class Shards:
 
         The first process's learner then announces each step, checkpoint and load to the others. After each step and
         load, the whole weights are copied to `mirror`, for sampling.
-
-        Args:
-            mirror: the model that samples, with parameters of the same names, in the first process; None in others.
         """
         self._leads, self._mirror, self._mirrors = self.is_first, mirror, True
 
@@ -101,11 +93,7 @@ class Shards:
                 copies[name].copy_(whole)
 
     def check(self, config: Learn) -> None:
-        """Refuse options that do not work with shards.
-
-        Raises:
-            DefinitionError: an option of `learn` needs whole weights in one process.
-        """
+        """Refuse options that do not work with shards."""
         refused = {
             f"learn.layout={config.layout}": config.layout not in ("auto", "padded"),
             f"learn.optimizer={config.optimizer}": config.optimizer != "adamw",
@@ -133,9 +121,6 @@ class Shards:
         """Return which of these micro-batches this process runs; a micro-batch always belongs to the same process.
 
         All processes run equally many, because they gather weights together: None stands for an empty one.
-
-        Args:
-            numbers: of micro-batches, the same in every process.
         """
         runs: list[list[int]] = [[] for _ in range(self.world_size)]
         for number in numbers:
@@ -150,12 +135,7 @@ class Shards:
         return found.cpu()
 
     def gather(self, outputs: dict[int, GRPOLossOutput], batches: int) -> list[GRPOLossOutput]:
-        """Return the outputs of all processes in the order of the micro-batches; without gradient.
-
-        Args:
-            outputs: the outputs of this process, by the number of the micro-batch.
-            batches: the number of micro-batches of the step.
-        """
+        """Return the outputs of all processes in the order of the micro-batches; without gradient."""
         device, names = group_device(), GRPOLossOutput.field_names()
         table = torch.zeros(batches, len(names), dtype=torch.float64, device=device)
         known = torch.zeros_like(table)
@@ -173,12 +153,7 @@ class Shards:
         return rows
 
     def exchange(self, found: dict[int, torch.Tensor], wanted: list[int]) -> dict[int, torch.Tensor]:
-        """Return the float32 vectors of all processes by their numbers; every process must call this.
-
-        Args:
-            found: the vectors of this process; no two processes have the same number.
-            wanted: the numbers of all, in the same order in every process.
-        """
+        """Return the float32 vectors of all processes by their numbers; every process must call this."""
         sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=group_device())
         dist.all_reduce(sizes)
         empty = [torch.zeros(size) for size in sizes.tolist()]
@@ -202,13 +177,6 @@ def shard_policy(policy: TokenPolicy) -> Shards:
     Every process holds a part of each float32 parameter, which is the master weight, and of the optimizer's moments.
     Layers are gathered as they are needed, in bfloat16 if the policy was in bfloat16, and gradients are summed in
     float32.
-
-    Args:
-        policy: the same in every process, on the device of this process.
-
-    Raises:
-        DefinitionError: there is no process group; start the program with torchrun and call
-            `torch.distributed.init_process_group` first.
     """
     if not dist.is_initialized():
         raise DefinitionError(

@@ -25,14 +25,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 @dataclass(frozen=True, slots=True)
 class AgeVerdict:
-    """The verdict on the trajectories of one age.
-
-    Attributes:
-        age: in versions.
-        trajectories: how many there are.
-        ess: effective sample size over their number of tokens, in [0, 1].
-        weight: the factor of their loss, in [0, 1]; 0 leaves them out.
-    """
+    """The verdict on the trajectories of one age."""
 
     age: int
     trajectories: int
@@ -129,10 +122,6 @@ def guard(
         sample: has the limits.
         policy: scores the trajectories, without gradient.
         read: returns a micro-batch of the plan.
-
-    Returns:
-        The plan with changed weights, and without gradient if all of them are 0; the mean factor of the trajectories;
-        and a sentence per age that does not count in full.
     """
     if sample.min_ess is None or not plan.batches or not (ages > 0).any():
         return plan, 1.0, ""

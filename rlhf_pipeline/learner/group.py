@@ -17,12 +17,7 @@ _LONGEST: Final = timedelta(days=1)
 
 
 def join_group(device: str, meeting: Any = None) -> str:
-    """Join the process group of `RANK` and `WORLD_SIZE` in the environment; return the device of this process.
-
-    Args:
-        device: where models are.
-        meeting: the `torch.distributed.Store` where the processes find each other; None uses torchrun's.
-    """
+    """Join the process group of `RANK` and `WORLD_SIZE` in the environment; return the device of this process."""
     if torch.device(device).type == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
@@ -59,12 +54,7 @@ def receive() -> dict[str, Any]:
 
 
 def collect_files(own: Path | None, into: Path) -> None:
-    """Copy files of the other processes to a folder of the first one; every process must call this.
-
-    Args:
-        own: a folder of this process whose files the first one cannot read; None if there are none.
-        into: the folder that receives them, in the first process.
-    """
+    """Copy files of the other processes to a folder of the first one; every process must call this."""
     if dist.get_rank():
         files = [] if own is None else sorted(path for path in own.iterdir() if path.is_file())
         _send_bytes(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())

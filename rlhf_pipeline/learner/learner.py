@@ -400,11 +400,7 @@ class Learner:
         )
 
     def _fresh(self, version: int, watermark: int | None) -> ChosenRows:
-        """Return the graded trajectories with an advantage that are young enough for the weights of a version.
-
-        Raises:
-            DataError: there are none.
-        """
+        """Return the graded trajectories with an advantage that are young enough for the weights of a version."""
         store = self.buffer.store
         oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
@@ -646,11 +642,7 @@ class Learner:
             )
 
     def _check_replaceable(self, earlier: Mapping[str, Any]) -> None:
-        """Refuse to learn from other trajectories than a step's ledger row names, unless these were lost.
-
-        Raises:
-            DataError: all of its rows are in the store, as they were or with other trajectories in them.
-        """
+        """Refuse to learn from other trajectories than a step's ledger row names, unless these were lost."""
         step, store = int(earlier["step"]), self.buffer.store
         rows = np.asarray(earlier["row_ids"], dtype=np.int64)
         if not store.holds(rows).all():

@@ -18,16 +18,6 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
     The adapters' first matrix is drawn with `seed` and their second is zero, so the policy is unchanged until the first
     step. Adapters of a bfloat16 model are float32: they are their own master weights. The head gets none, so its
     weight gradient is never computed.
-
-    Args:
-        policy: its model is wrapped.
-        rank: of the adapters.
-        alpha: their output is scaled by `alpha / rank`.
-        targets: `all-linear`, or names of modules with commas between them.
-        seed: of the first matrices.
-
-    Raises:
-        DefinitionError: peft is not installed, or no module has one of the names.
     """
     try:
         from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
@@ -56,11 +46,7 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
 
 
 class AdaptersOff:
-    """The reference of a LoRA policy: the same model with its adapters disabled, so no second copy is held.
-
-    Args:
-        policy: with adapters.
-    """
+    """The reference of a LoRA policy: the same model with its adapters disabled, so no second copy is held."""
 
     def __init__(self, policy: TokenPolicy) -> None:
         self.policy = policy

@@ -92,11 +92,7 @@ It only looks: what it raises or returns wrongly is null in the line, and one no
 
 
 def check_metrics(functions: Sequence[MetricFunction]) -> None:
-    """Refuse functions that cannot be called with a `StepSeen`, and two of one name.
-
-    Raises:
-        DefinitionError: names the function.
-    """
+    """Refuse functions that cannot be called with a `StepSeen`, and two of one name."""
     names = [function_name(function) for function in functions]
     for name, function in zip(names, functions, strict=True):
         try:
@@ -111,12 +107,7 @@ def check_metrics(functions: Sequence[MetricFunction]) -> None:
 
 
 def own_metrics(functions: Sequence[MetricFunction], seen: StepSeen) -> tuple[Metrics, list[str]]:
-    """Return the figures of a user's functions, and what went wrong, one sentence each.
-
-    Args:
-        functions: each gets the step.
-        seen: the step; a figure that it has already is not replaced.
-    """
+    """Return the figures of a user's functions, and what went wrong, one sentence each."""
     found: Metrics = {}
     problems: list[str] = []
     for function in functions:
@@ -160,11 +151,6 @@ def kl_metrics(parts: Mapping[int, LossBatch], order: Sequence[Tensor], shards: 
 
     `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over each
     trajectory, then averaged. All are None if no trajectory has reference log-probs.
-
-    Args:
-        parts: the micro-batches that this process has read, by their first position.
-        order: all micro-batches of the step, as positions in it.
-        shards: given if other processes have read the other micro-batches.
     """
     held: dict[int, tuple[Tensor, Tensor]] = {}
     for chosen in order:
@@ -191,16 +177,7 @@ def kl_metrics(parts: Mapping[int, LossBatch], order: Sequence[Tensor], shards: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """The weight counts that give the cost of a model; the formula is `functional.diagnostics.training_flops`.
-
-    Attributes:
-        trained: matmul weights of the trunk that are trained; in a mixture of experts, the routed share.
-        frozen: matmul weights of the trunk that are not trained.
-        head: weights of the head.
-        head_is_trained: whether the head has a gradient.
-        layers: attention layers.
-        width: heads times head size.
-    """
+    """The weight counts that give the cost of a model; the formula is `functional.diagnostics.training_flops`."""
 
     trained: int
     frozen: int
@@ -257,13 +234,7 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepMeter:
-    """Measures time, memory and utilisation of a policy's steps.
-
-    Args:
-        policy: the policy that learns.
-        peak_flops: operations per second of one device; None takes those of a known GPU's data sheet.
-        processes: devices that share a step.
-    """
+    """Measures time, memory and utilisation of a policy's steps."""
 
     def __init__(self, policy: TokenPolicy, *, peak_flops: float | None, processes: int = 1) -> None:
         self.device = policy.device
@@ -289,9 +260,6 @@ class StepMeter:
         useful operations per second (forward only for trajectories without a gradient) over the peak of all processes;
         None if the peak is not known. `peak_memory_mb`: the peak of device memory held by tensors in this step; on a
         CPU the peak memory of the process since it started.
-
-        Args:
-            plan: of the step, of all processes.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

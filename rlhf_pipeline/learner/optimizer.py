@@ -32,17 +32,10 @@ class PolicyOptimizer:
     Gradients are summed in float32 whatever the parameters are: for a bfloat16 parameter a hook moves each
     micro-batch's gradient into a float32 buffer as soon as it is complete, and frees it.
 
-    Args:
-        model: its parameters with `requires_grad` are optimized.
-        config: learning rate, betas, weight decay, `optimizer`, `offload_optimizer`.
-
     Attributes:
         inner: the torch optimizer.
         stepped: the tensor that `inner` steps, by parameter name: the parameter or its master.
         masters: the float32 master, by name, of each parameter that is not its own master. Saved in checkpoints.
-
-    Raises:
-        DefinitionError: nothing is trainable, or the 8-bit optimizer's library is not installed.
 
     >>> model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     >>> _ = model.weight.data.fill_(1.0)

@@ -40,11 +40,7 @@ def write_groups(folder: Path, optimizer: PolicyOptimizer) -> None:
 
 
 def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """Return what `write_groups` wrote.
-
-    Raises:
-        DataError: it is missing or not JSON.
-    """
+    """Return what `write_groups` wrote."""
     try:
         groups = json.loads((folder / _GROUPS).read_bytes())
     except (FileNotFoundError, ValueError) as error:
@@ -79,22 +75,14 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Restore what `optimizer_tensors` and `optimizer_groups` returned.
-
-    Raises:
-        DataError: the optimizer steps other tensors, or is of another kind.
-    """
+    """Restore what `optimizer_tensors` and `optimizer_groups` returned."""
     load_groups(optimizer.inner, groups)
     _load_masters(optimizer, tensors)
     _fill_state(optimizer, tensors)
 
 
 def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Load the options of an optimizer's parameter groups.
-
-    Raises:
-        DataError: the groups hold other numbers of parameters.
-    """
+    """Load the options of an optimizer's parameter groups."""
     for group, saved in zip(inner.param_groups, groups, strict=True):
         names = saved.pop("params")
         if len(names) != len(group["params"]):
@@ -116,13 +104,7 @@ def _load_masters(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> Non
 
 
 def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: str = "") -> None:
-    """Create moments of the optimizer's own form, to be loaded into, for the tensors that have saved moments.
-
-    Args:
-        optimizer: its current state is dropped.
-        saved: the saved names; a moment's is `PREFIX` and `name/moment`.
-        prefix: the prefix of the optimizer's names.
-    """
+    """Create moments of the optimizer's own form, to be loaded into, for the tensors that have saved moments."""
     state = optimizer.inner.state
     state.clear()
     if any(name.startswith(prefix) for name in saved):

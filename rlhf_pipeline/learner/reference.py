@@ -16,12 +16,6 @@ class MovingReference:
     Trajectories keep the reference log-probs that they were stored with. The average is kept in float32 if the
     reference is in lower precision, because small rates would be rounded away.
 
-    Args:
-        reference: the model that scores; its weights are changed in place.
-        policy: the model that learns, with parameters of the same names.
-        every: optimizer steps between two updates.
-        rate: 1 copies the policy.
-
     >>> reference, policy = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     >>> _ = reference.weight.data.fill_(0.0), policy.weight.data.fill_(1.0)
     >>> moving = MovingReference(reference, policy, every=2, rate=0.25)
@@ -54,11 +48,7 @@ class MovingReference:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` returned.
-
-        Raises:
-            DataError: the names are those of another model.
-        """
+        """Restore what `state_tensors` returned."""
         if tensors.keys() != self._average.keys():
             wrong = sorted(tensors.keys() ^ self._average.keys())
             raise DataError(f"the saved reference belongs to another model: {len(wrong)} names differ, {wrong[0]!r}.")

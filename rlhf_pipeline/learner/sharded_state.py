@@ -63,9 +63,6 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups
         model: whole, or in the shards of this process.
         optimizer: of the model's parameters; weights are loaded into its float32 masters if it has them.
         groups: the parameter groups of the optimizer.
-
-    Raises:
-        DataError: the shards are damaged, or belong to another model or optimizer.
     """
     alone = not dist.is_initialized()
     try:

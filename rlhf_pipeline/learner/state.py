@@ -40,16 +40,7 @@ from rlhf_pipeline.policies.weight_files import load_weights, named_write_errors
 
 
 def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
-    """Write weights, optimizer and the state of torch's random generator into a folder.
-
-    Args:
-        folder: an empty folder.
-        policy: its model and tokenizer are written with `save_pretrained`.
-        optimizer: its tensors are written by parameter name.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write weights, optimizer and the state of torch's random generator into a folder."""
     policy.save_pretrained(folder)
     saved = optimizer_tensors(optimizer)
     saved[RNG] = torch.get_rng_state()
@@ -59,22 +50,14 @@ def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write `NAME.safetensors`, which `read_tensors` reads.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write `NAME.safetensors`, which `read_tensors` reads."""
     copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
     with named_write_errors(folder):
         save_file(copies, folder / f"{name}.safetensors")
 
 
 def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
-    """Load in place what `write_state` or `write_shards` wrote.
-
-    Raises:
-        DataError: a file is missing or damaged, or the folder belongs to another model.
-    """
+    """Load in place what `write_state` or `write_shards` wrote."""
     groups = read_groups(folder)  # fails before anything is changed
     if (folder / SHARDS).is_dir():
         from rlhf_pipeline.learner.sharded_state import read_shards  # imports torch.distributed.checkpoint
@@ -90,16 +73,7 @@ def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer)
 
 
 def read_weights(folder: Path, *, policy: TokenPolicy, learn: Learn) -> None:
-    """Load in place only the weights, to sample with them.
-
-    Args:
-        folder: what `write_state` or `write_shards` wrote.
-        policy: of the same model.
-        learn: the settings of the optimizer, without which shards cannot be read.
-
-    Raises:
-        DataError: a file is missing or damaged, or the folder belongs to another model.
-    """
+    """Load in place only the weights, to sample with them."""
     if (folder / SHARDS).is_dir():
         read_state(folder, policy=policy, optimizer=PolicyOptimizer(policy.model, learn))
         return
@@ -118,11 +92,7 @@ def _named_read_errors(folder: Path) -> Iterator[None]:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
-    """Return the tensors that `write_tensors` wrote under a name, or None if there are none.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Return the tensors that `write_tensors` wrote under a name, or None if there are none."""
     file = folder / f"{name}.safetensors"
     if not file.is_file():
         return None

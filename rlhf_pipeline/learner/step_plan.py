@@ -98,11 +98,7 @@ class StepPlan:
 
 
 def check_reduction(loss: GRPOLoss) -> None:
-    """Refuse a loss whose reduction the fixed weights of a step would override.
-
-    Raises:
-        DefinitionError: the loss sums, or does not reduce.
-    """
+    """Refuse a loss whose reduction the fixed weights of a step would override."""
     if loss.reduction != "mean" or loss.aggregation == "none":
         raise DefinitionError(
             "the learner weighs tokens by the counts of the whole step, and its loss has "
@@ -133,9 +129,6 @@ def plan_step(
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         head_weight: of the policy; see `plan_micro_batches`.
         shards: given if several processes share the step.
-
-    Raises:
-        MissingKeyError: the store or a row has no advantage.
     """
     store, names = storage.store, loss.tensor_keys
     columns = column_of_key(store.schema)
@@ -236,11 +229,6 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
 def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:
     """Return the sampler of the strategy that a definition names.
 
-    Args:
-        sample: the definition's choice.
-        max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
-        updates_per_rollout: optimizer steps on each rollout; younger trajectories are of the newest rollout.
-
     >>> sampler_of(Sample(strategy="mix", tau=8.0), max_staleness=16)
     MixSampler(max_staleness=None, max_uses=None)
     """
@@ -274,10 +262,6 @@ class UseCounts:
     """How many steps have used each trajectory, counted from the ledger, so that a crash never counts a step twice.
 
     Trajectories are identified by their ids: a killed run has the same ids as a straight one, but other row ids.
-
-    Args:
-        ledger: of the run.
-        window: forget trajectories that none of the last `window` steps used; None remembers all.
 
     >>> import tempfile
     >>> from pathlib import Path

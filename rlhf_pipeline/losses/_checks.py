@@ -25,15 +25,7 @@ HARMLESS = {"gamma": (None, 1), "clip_value": (None, False)}
 
 
 def check_arguments(s: Any, *, token_level: bool) -> None:
-    """Refuse arguments that cannot work, with the reason.
-
-    Args:
-        s: the loss, with its attributes set.
-        token_level: whether the loss is a sum over tokens of functions of that token alone.
-
-    Raises:
-        DefinitionError: an argument is unknown or cannot work.
-    """
+    """Refuse arguments that cannot work, with the reason."""
     if s.kl_estimator == "k1":
         raise DefinitionError(
             "kl_estimator='k1' as a loss has an expected gradient of zero, so it would do nothing but add noise. "

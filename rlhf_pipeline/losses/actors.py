@@ -141,11 +141,7 @@ class _Logits:
         return logits
 
     def check_causal(self) -> None:
-        """Refuse a model whose logits of a token change with the tokens after it.
-
-        Raises:
-            DefinitionError: they change.
-        """
+        """Refuse a model whose logits of a token change with the tokens after it."""
         head = self.actor.get_output_embeddings()
         device = next(self.actor.parameters()).device
         ids = torch.arange(_PROBE_TOKENS, device=device).remainder(head.weight.shape[0] if head is not None else 2)
@@ -233,9 +229,6 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
     3. `log_probs(input_ids, attention_mask, score_mask)`.
     4. TorchRL's `get_dist(tensordict)`: full logits.
     5. A module that returns logits [B, T, V].
-
-    Raises:
-        DefinitionError: the actor is none of these, or is not causal.
     """
     policy = _fast_policy(actor, temperature)
     if policy is not None:

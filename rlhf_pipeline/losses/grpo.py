@@ -161,20 +161,7 @@ Head = Literal["auto", "fused", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """The constants of the loss on the masked tokens, row-major; each [N].
-
-    Attributes:
-        index: the trajectory of each token.
-        column: its position.
-        token: its id.
-        advantage: its advantage.
-        proximal: the log-prob that the ratio is taken against.
-        behaviour: the sampler's log-prob.
-        ref: the reference log-prob, or None.
-        weight: its weight in the loss.
-        policy_weight: its weight in the policy term, with the corrections for stale samples.
-        sequences: the number of trajectories in the batch.
-    """
+    """The constants of the loss on the masked tokens, row-major; each [N]."""
 
     index: torch.Tensor
     column: torch.Tensor

@@ -140,9 +140,6 @@ def read_batch(
         device: where the tensors go; None leaves them where they are.
         decoupled: whether proximal log-probs are read.
         kl_to_ref: whether the loss has a term against the reference log-probs.
-
-    Raises:
-        DataError: a key is missing or a shape does not fit.
     """
     read = _Reader(td, side, device)
     tokens = read.need(names.action, "GRPOLoss scores token ids: write them, or set_keys(action=...).")

@@ -53,9 +53,6 @@ def packed_attention(
 
     Returns:
         `[1, N, heads, D]`.
-
-    Raises:
-        PackedUnsupported: the layer asks for more than causal softmax attention.
     """
     _refuse_extras(module, query, attention_mask, dropout, segments, kwargs)
     segments.calls += 1

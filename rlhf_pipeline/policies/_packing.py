@@ -28,13 +28,6 @@ class Segments:
     """Stretches of the packed axis that attend causally to themselves, and to a prefix laid out elsewhere.
 
     Segments are in order and fill the axis; a prefix is a segment of its own.
-
-    Attributes:
-        starts: where each segment begins.
-        lengths: its tokens, 1 or more.
-        prefix_starts: where its prefix begins; a segment without one has 0.
-        prefix_lengths: the tokens of its prefix; 0 for none.
-        calls: how many attention layers have used these segments.
     """
 
     starts: list[int]
@@ -96,12 +89,7 @@ class Packing:
 
 
 def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
-    """Lay the rows of a padded batch end to end.
-
-    Args:
-        batch: on the host.
-        share_prefix: lay out a common prefix of rows once.
-    """
+    """Lay the rows of a padded batch end to end."""
     rows, columns = np.nonzero(batch.scored)
     place = batch.places[rows, columns]
     used = np.zeros(len(batch.ids), dtype=np.int64)

@@ -77,11 +77,7 @@ class HostBatch:
 def host_batch(
     parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None
 ) -> HostBatch:
-    """Check a batch and copy it to the host, waiting at most once for the device.
-
-    Raises:
-        DefinitionError: shapes differ, or a row is longer than the model's positions.
-    """
+    """Check a batch and copy it to the host, waiting at most once for the device."""
     if input_ids.ndim != 2:
         raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
     for name, mask in (("attention_mask", attention_mask), ("score_mask", score_mask)):

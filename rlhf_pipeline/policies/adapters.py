@@ -14,14 +14,7 @@ __all__ = ["Adapter", "Policy", "actor_of", "methods_are_of", "policy_of", "regi
 
 @runtime_checkable
 class Policy(Protocol):
-    """Samples completions and scores tokens, as `CausalLMPolicy` does.
-
-    Attributes:
-        temperature: of sampling and scoring.
-        tokenizer: of prompts and completions, or None for work on token ids.
-        eos_token_ids: the tokens that end a completion.
-        max_new_tokens: the limit of a completion.
-    """
+    """Samples completions and scores tokens, as `CausalLMPolicy` does."""
 
     temperature: float
     tokenizer: Any

@@ -42,26 +42,7 @@ def encode_prompt(
     template: Mapping[str, Any] | None = None,
     whole: bool = False,
 ) -> list[int]:
-    """Return the token ids that a completion continues.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        prompt: text, or chat messages with "role" and "content".
-        as_chat: put text through the chat template as a user message, where the tokenizer has a template. Messages
-            always need one.
-        tools: handed to the chat template.
-        template: further arguments of the chat template, such as `enable_thinking`.
-        whole: the text is all of a row, so an end token that the tokenizer puts after every text stays.
-
-    Returns:
-        Token ids; with a template they end with the header of the assistant's turn (the generation prompt). Text that
-        begins with the tokenizer's BOS token gets no second one.
-
-    Raises:
-        DefinitionError: there is no tokenizer, messages were given and it has no chat template, or the template
-            refuses them.
-        DataError: the prompt gives no tokens.
-    """
+    """Return the token ids that a completion continues."""
     codec = _need_tokenizer(tokenizer)
     chat_template = getattr(codec, "chat_template", None)
     if not isinstance(prompt, str) and chat_template is None:
@@ -107,16 +88,7 @@ def encode_any(
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the token ids of a text, as they are.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        text: what to encode.
-        **options: handed to the tokenizer.
-
-    Raises:
-        DataError: a character has no token.
-    """
+    """Return the token ids of a text, as they are."""
     try:
         return list(map(int, tokenizer.encode(text, **options)))
     except Exception as error:
@@ -133,15 +105,7 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
 def decode_completion(
     tokenizer: Any | None, token_ids: Sequence[int], *, keep_special: bool = False, end_token_ids: Collection[int] = ()
 ) -> str:
-    """Return the text of a completion.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        token_ids: the sampled tokens, with or without the EOS token.
-        keep_special: keep special tokens such as `<think>` in the text, but for the token that ended the completion,
-            the tokenizer's EOS and its padding.
-        end_token_ids: the tokens that end a completion, beside the tokenizer's EOS.
-    """
+    """Return the text of a completion."""
     codec, ids = _need_tokenizer(tokenizer), list(token_ids)
     if keep_special:
         silent = {*end_token_ids, getattr(codec, "eos_token_id", None), getattr(codec, "pad_token_id", None)}
@@ -165,22 +129,6 @@ def encode_reply(
     The chat template puts there: the end of the assistant's turn, unless it was sampled, the replies, and the header
     of the next turn. The sampled tokens are never encoded again: the policy continues
     `ids + completion_ids + encode_reply(...)`.
-
-    Args:
-        tokenizer: a tokenizer of transformers with a chat template.
-        messages: the conversation before the sampled turn.
-        completion_ids: the tokens of that turn.
-        replies: the messages of a tool, or of the user, that answer it.
-        turn: the sampled turn as a message; needed where it has `tool_calls`, without which many templates refuse the
-            reply of a tool.
-        tools: handed to the template.
-        template: further arguments of the template.
-        end_token_ids: the tokens that may have ended that turn; the tokenizer's special tokens when None.
-
-    Raises:
-        DefinitionError: there is no tokenizer, it has no chat template, or the template does not write the replies, in
-            their order, after the assistant's turn, or writes earlier messages there again.
-        DataError: the template refuses these messages, or does not show where the assistant's turn ends.
     """
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
@@ -262,11 +210,6 @@ def rewrites_history(
 
     A row keeps the turns as they were sampled, so with such a template the policy is trained on conversations that
     the template alone would show otherwise.
-
-    Args:
-        tokenizer: of transformers, with a chat template.
-        template: arguments of the template.
-        tools: JSON schemas of tools.
     """
     codec = _need_tokenizer(tokenizer)
     asked = {"role": "user", "content": "What is 6 x 7?"}
@@ -327,15 +270,7 @@ def continued_prompt(
     *,
     end_token_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """Return the token ids that the next turn of a conversation continues, reusing the token ids already known.
-
-    Args:
-        tokenizer: a tokenizer of transformers with a chat template.
-        messages: the conversation; the assistant's turns may be followed by replies.
-        known_ids: the tokens up to the end of the assistant's last turn, as they were sampled (TorchRL's
-            `IncrementalTokenizer` hands these on), or the whole prompt, encoded.
-        end_token_ids: see `encode_reply`.
-    """
+    """Return the token ids that the next turn of a conversation continues, reusing the token ids already known."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return [int(i) for i in known_ids] or encode_prompt(tokenizer, messages)
@@ -358,16 +293,6 @@ def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[lis
     """Return token ids of a whole conversation and the mask of the assistant's tokens.
 
     Only for conversations that exist as text. Sampled tokens are never encoded again: their ids are kept.
-
-    Args:
-        tokenizer: a tokenizer of transformers whose chat template has `{% generation %}` markers.
-        messages: chat messages, the assistant's turns included.
-
-    Returns:
-        `(token_ids, assistant_mask)`, of equal length.
-
-    Raises:
-        DefinitionError: there is no tokenizer, or its template has no markers.
     """
     codec = _need_tokenizer(tokenizer)
     if not has_generation_markers(tokenizer):

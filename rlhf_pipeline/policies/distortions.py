@@ -31,13 +31,7 @@ class Distortion(NamedTuple):
 def find_distortion(
     value_of: Callable[[str], Any], *, default_of: Callable[[str], Any] | None = None, ignore: tuple[str, ...] = ()
 ) -> Distortion | None:
-    """Return the first option that is on, or None.
-
-    Args:
-        value_of: returns the value of an option, None if it is left open.
-        default_of: returns the value that applies to an option of `ABSENT` that is left open.
-        ignore: options that are accounted for elsewhere.
-    """
+    """Return the first option that is on, or None."""
     for name in (*OFF, *ABSENT):
         if name in ignore:
             continue

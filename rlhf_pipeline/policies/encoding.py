@@ -87,10 +87,6 @@ def with_tokens(
     Returns:
         A lazy stack `[B]` (a TensorDict of the input's kind where padded) with ("tokens", "full"), ("masks",
         "all_attention_mask") and, if known, ("masks", "all_assistant_mask") beside what was there.
-
-    Raises:
-        DataError: the batch has neither histories nor text.
-        DefinitionError: there is no tokenizer, or it has no chat template.
     """
     td: Any = tensordict
     encoded: list[tuple[list[int], list[bool] | None]]

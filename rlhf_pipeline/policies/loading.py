@@ -31,12 +31,7 @@ def quiet_progress() -> Iterator[None]:
 
 
 def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:
-    """Load a causal language model; a local folder never touches the network.
-
-    Raises:
-        DataError: the folder's files cannot be read as a causal language model.
-        MissingPathError: neither a folder nor a hub model of that name could be found.
-    """
+    """Load a causal language model; a local folder never touches the network."""
     wanted: Any = "auto" if dtype is None else dtype
     try:
         with quiet_progress() if local else nullcontext():
@@ -61,11 +56,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
 
 
 def load_tokenizer(source: str, *, local: bool) -> Any | None:
-    """Load the tokenizer beside a model, or return None when the folder has none.
-
-    Raises:
-        DataError: the tokenizer files cannot be read.
-    """
+    """Load the tokenizer beside a model, or return None when the folder has none."""
     if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     # AutoTokenizer picks a class by the model's type even where the folder declares the generic one, and some of
@@ -96,11 +87,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of this name.
-
-    Raises:
-        DefinitionError: torch has no dtype of this name.
-    """
+    """Return the dtype of this name."""
     if not isinstance(dtype, str):
         return dtype
     named = getattr(torch, dtype, None)

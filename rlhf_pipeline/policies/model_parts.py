@@ -116,15 +116,7 @@ def _refuse(model: nn.Module, reason: str, advice: str) -> DefinitionError:
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Find trunk and head of `model` and check them against its own logits.
-
-    Args:
-        model: a causal language model of transformers, or one wrapped by peft.
-
-    Raises:
-        DefinitionError: the model is of another kind, or its logits are not a scaled and capped linear map of its
-            hidden states.
-    """
+    """Find trunk and head of `model` and check them against its own logits."""
     _refuse_virtual_tokens(model)
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(core, "config", None)
@@ -203,11 +195,7 @@ def evaluated(module: Any) -> Iterator[None]:
 
 
 def switch_recomputation(model: nn.Module, enabled: bool, options: dict[str, Any]) -> None:
-    """Make transformers recompute the layers that are in training mode, or stop doing so.
-
-    Raises:
-        DefinitionError: the model does not support it.
-    """
+    """Make transformers recompute the layers that are in training mode, or stop doing so."""
     name = "enable" if enabled else "disable"
     switch: Any = getattr(model, f"activation_checkpointing_{name}", None) or getattr(
         model, f"gradient_checkpointing_{name}", None
@@ -256,11 +244,7 @@ def _refuse_virtual_tokens(model: nn.Module) -> None:
 
 
 def refuse_other_directions(model: nn.Module) -> None:
-    """Refuse a model of transformers that does not predict each token from those before it.
-
-    Raises:
-        DefinitionError: by its config it has an encoder, or permutes its tokens.
-    """
+    """Refuse a model of transformers that does not predict each token from those before it."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise _refuse(model, "it is an encoder-decoder model", "Pass a decoder-only model.")

@@ -20,12 +20,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return (folder or hub name, whether it is a local folder).
-
-    Raises:
-        MissingPathError: the source looks like a path and there is no such folder.
-        DataError: the source is a file, or a folder without a model.
-    """
+    """Return (folder or hub name, whether it is a local folder)."""
     name = os.fspath(source)
     path = Path(name).expanduser()
     if path.is_dir():

@@ -60,14 +60,7 @@ _BYTES_AND_SPECIALS = 256 + 3
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
-    """What `new_model` made.
-
-    Attributes:
-        folder: the checkpoint folder.
-        vocab_size: tokens of the tokenizer and rows of the head; fewer than requested if the text yields no more.
-        num_parameters: of the model, the tied embedding counted once.
-        num_texts: the number of texts that the tokenizer was trained on.
-    """
+    """What `new_model` made."""
 
     folder: Path
     vocab_size: int
@@ -89,24 +82,6 @@ def new_model(
     """Make a small Qwen2 checkpoint with random weights and a tokenizer trained on a file.
 
     The folder appears whole or not at all: it is built under another name and renamed.
-
-    Args:
-        folder: where to put it; must not exist, or be empty.
-        text_file: trains the tokenizer: plain text, or JSONL (by its suffix), of which every string is used.
-        vocab_size: the most tokens, the 256 bytes and 3 special tokens included.
-        hidden_size: a multiple of `num_heads`.
-        num_layers: decoder layers.
-        num_heads: attention heads.
-        max_positions: the longest sequence.
-        seed: of the weights.
-
-    Returns:
-        A summary.
-
-    Raises:
-        DefinitionError: a size is out of range, or the folder is taken.
-        MissingPathError: there is no such text file.
-        DataError: the text file is not UTF-8, a line is not JSON, or there is no text in it.
     """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -157,18 +132,6 @@ def scratch_model(
     max_positions: int = 512,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Make a tiny model in memory, with a tokenizer of one token per character; random weights.
-
-    Args:
-        alphabet: every character that may occur, each once. Token ids are 0 for padding, 1 for the end of a
-            completion, then the characters in their order.
-        hidden_size: a multiple of `num_heads`.
-        num_layers: decoder layers.
-        num_heads: attention heads.
-        seed: of the weights.
-        max_positions: the longest sequence.
-
-    Raises:
-        DefinitionError: the alphabet is empty or repeats itself, or a size is out of range.
 
     >>> model, tokenizer = scratch_model("01=", hidden_size=16, num_layers=1, num_heads=2)
     >>> tokenizer.encode("10="), model.config.vocab_size

@@ -51,9 +51,6 @@ _CHECKED_TOKENS = 256
 def check_layout(name: str) -> Layout:
     """Return the layout of this name.
 
-    Raises:
-        DefinitionError: there is no such layout.
-
     >>> check_layout("packed")
     'packed'
     """
@@ -77,9 +74,6 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
 
     Returns:
         int64 index tensors that together hold each row once.
-
-    Raises:
-        DefinitionError: a single row is above the budget, or the budget is below 1.
 
     >>> [b.tolist() for b in plan_batches([58, 20, 60, 19], 120)]
     [[2, 0], [1, 3]]
@@ -170,9 +164,6 @@ def plan_micro_batches(
         group_ids: [N], the group of each row; for `prefix_shared` and `auto`.
         weight: of the model's head, for `auto`.
 
-    Raises:
-        DefinitionError: unknown layout, a single row is above the budget, or an argument of `prefix_shared` is missing.
-
     >>> plan = plan_micro_batches("prefix_shared", [10, 9, 10], 13, prompt_lengths=[8, 8, 8], group_ids=[0, 1, 0])
     >>> [rows.tolist() for rows in plan.rows], plan.positions
     ([[0, 2], [1]], [12, 9])
@@ -253,12 +244,6 @@ class LayoutScorer:
     model whose layers attend across rows or position tokens differently. A model that fails is padded from then on; a
     batch that does not fit (rows longer than a sliding window) is padded by itself. The result is right either way, and
     `take_notices` returns the reason.
-
-    Args:
-        layout: one of `LAYOUTS`.
-
-    Raises:
-        DefinitionError: unknown layout.
 
     >>> LayoutScorer("packed").in_use
     'packed'
@@ -380,11 +365,7 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
 
 
 def _packable_config(parts: ModelParts) -> Any:
-    """Return the config of the trunk.
-
-    Raises:
-        PackedUnsupported: its attention cannot be replaced.
-    """
+    """Return the config of the trunk."""
     trunk: Any = parts.trunk
     if not getattr(trunk, "_supports_attention_backend", False):
         raise PackedUnsupported("its attention is its own")

@@ -17,13 +17,6 @@ class StopStrings:
     The token ids stay the sampler's own, up to that token; whether its text is shown to a reward is another matter, see
     `without`.
 
-    Args:
-        tokenizer: of transformers.
-        texts: the texts; special tokens are written as they are decoded.
-
-    Raises:
-        DefinitionError: there is no tokenizer, or a text is empty.
-
     >>> from rlhf_pipeline import scratch_policy
     >>> stops = StopStrings(scratch_policy("0123456789=+").tokenizer, ["=1", "++"])
     >>> ids = stops.tokenizer.encode("12=13+")

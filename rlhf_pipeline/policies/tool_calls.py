@@ -12,13 +12,7 @@ from rlhf_pipeline.errors import DefinitionError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedTurn:
-    """A sampled turn as a message.
-
-    Attributes:
-        message: of the assistant, with `content` and, as far as the turn has them, `tool_calls` and thinking.
-        calls: of each call its `name` and `arguments`.
-        error: why a call could not be read, in one line; then there are no calls.
-    """
+    """A sampled turn as a message."""
 
     message: dict[str, Any]
     calls: tuple[Mapping[str, Any], ...] = ()
@@ -26,11 +20,7 @@ class ParsedTurn:
 
 
 def schema_of(tool: Any) -> dict[str, Any]:
-    """Return the JSON schema of a tool: its own, or what annotations and docstring of a function say.
-
-    Raises:
-        DefinitionError: a function lacks an annotation, or a description of an argument.
-    """
+    """Return the JSON schema of a tool: its own, or what annotations and docstring of a function say."""
     if isinstance(tool, Mapping):
         return dict(cast("Mapping[str, Any]", tool))
     from transformers.utils.chat_template_utils import get_json_schema
@@ -43,17 +33,7 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 class TurnParser:
-    """Reads turns in the form of one model.
-
-    Args:
-        tokenizer: of transformers. Its `response_template` says how calls are written; without one, that which
-            transformers has for the model's type.
-        model_type: of the model's config.
-        tools: JSON schemas; arguments are converted to their types.
-
-    Raises:
-        DefinitionError: nothing says how this model writes calls.
-    """
+    """Reads turns in the form of one model."""
 
     def __init__(self, tokenizer: Any, model_type: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
         self.tokenizer = tokenizer
@@ -72,13 +52,7 @@ class TurnParser:
             )
 
     def parse(self, turn_ids: Sequence[int], before: str, text: str) -> ParsedTurn:
-        """Read a turn.
-
-        Args:
-            turn_ids: its sampled tokens.
-            before: the end of the text that the policy had before it; templates may begin a turn there.
-            text: the turn as text, which is the content of a turn that cannot be read.
-        """
+        """Read a turn."""
         whole = self.tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         try:
             found = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)

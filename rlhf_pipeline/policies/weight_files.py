@@ -19,11 +19,7 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 @contextmanager
 def named_write_errors(folder: Path) -> Iterator[None]:
-    """Turn the error of safetensors for a file that cannot be written into the OSError that it hides.
-
-    Raises:
-        OSError: with the number of the system's error, so that a full disk can be told from a missing permission.
-    """
+    """Turn the error of safetensors for a file that cannot be written into the OSError that it hides."""
     try:
         yield
     except SafetensorError as error:
@@ -35,11 +31,7 @@ def named_write_errors(folder: Path) -> Iterator[None]:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint folder in place.
-
-    Raises:
-        RuntimeError: the weights belong to another model.
-    """
+    """Load the weights of a checkpoint folder in place."""
     if hasattr(model, "peft_config"):
         _load_adapters(path, model)
         return

@@ -31,13 +31,7 @@ class Finding:
 
 
 def check_store(path: Address, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
-    """Check every checksum of a store, and its conversations for tokens that were not sampled so.
-
-    Args:
-        path: the store.
-        part: its name in the findings.
-        what: the noun for one of its rows.
-    """
+    """Check every checksum of a store, and its conversations for tokens that were not sampled so."""
     try:
         with Stored(path, whole=True) as stored:
             report = stored.store.verify()

@@ -27,25 +27,7 @@ def compare_rows(
     ignore: Collection[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Answer:
-    """Compare the trajectories of two stores, paired by `trajectory_id` if each has one, otherwise in order of arrival.
-
-    Args:
-        left: one store.
-        right: the other.
-        ignore: columns to leave out, besides `CLOCKS`.
-        on_rows: called with the numbers of trajectories compared so far and in total.
-
-    Returns:
-        `same`, whether both have the same trajectories with equal values in the shared columns; `key`, the column by
-        which they are paired, None for the order of arrival; `num_both`; of each side `num_only_SIDE`,
-        `first_only_SIDE` (ids) and `columns_SIDE`, which the other lacks; `redefined` columns; the columns
-        `not_compared`; and the `columns` whose values differ: `name`, `num`, the `first` pairs of ids, the values of
-        the first pair as an `example`, and the `largest` difference of two floating-point values, None if only lengths
-        or NaNs differ.
-
-    Raises:
-        StoreError: a store is damaged, or its trajectories were evicted meanwhile.
-    """
+    """Compare the trajectories of two stores, paired by `trajectory_id` if each has one, else in order of arrival."""
     skip = {*ignore, *CLOCKS}
     key = KEY if all(KEY in side.columns and side.columns[KEY].axis is None for side in (left, right)) else None
     try:

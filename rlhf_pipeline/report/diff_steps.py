@@ -77,11 +77,7 @@ def compare_configs(left: RunFolder, right: RunFolder) -> list[Answer]:
 
 
 def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
-    """Compare ledgers and metrics step by step, with a few lines in memory at a time.
-
-    Raises:
-        DataError: a line is damaged.
-    """
+    """Compare ledgers and metrics step by step, with a few lines in memory at a time."""
     batch, taken = StepDifference("batch"), min(left.metrics.last_step, right.metrics.last_step)
     for step, mine, theirs in _joined(left.ledger, right.ledger):
         sizes = [None if row is None else len(row.get("row_ids", ())) for row in (mine, theirs)]
@@ -95,16 +91,7 @@ def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
 
 
 def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[str] = ()) -> StepsDifference:
-    """Compare only the figures of the steps, because runs on different stores have different row ids.
-
-    Args:
-        left: a run.
-        right: another run.
-        without: names of `STEP_VALUES` to leave out.
-
-    Raises:
-        DataError: a line is damaged.
-    """
+    """Compare only the figures of the steps, because runs on different stores have different row ids."""
     found = StepsDifference()
     values = {name: StepDifference(what) for name, what in STEP_VALUES.items() if name not in without}
     for step, mine, theirs in _joined(left.metrics, right.metrics):

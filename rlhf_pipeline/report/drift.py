@@ -51,11 +51,7 @@ def turns_problem(
 
 
 def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
-    """Yield the conversations that are not what was sampled, as far as a store can tell: row id and why.
-
-    Args:
-        stored: the store; one without `turn_spans` and `parent_id` has nothing to find.
-    """
+    """Yield the conversations that are not what was sampled, as far as a store can tell: row id and why."""
     if set(_NEEDED) <= set(stored.columns):
         prompts: dict[int, bytes] = {}
         for ids in stored.blocks():

@@ -29,24 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def grade(view: View, reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> Answer | None:
-    """Compare stored and recorded rewards with rewards graded again.
-
-    Args:
-        view: the run or store.
-        reward: the definition's reward function.
-
-    Returns:
-        None if the store has no rewards. `function`, and the numbers of `trajectories` with a stored reward (others are
-        not compared), of `different` ones, and of those that `failed_before`, so have no reward, and get one now. Of
-        `rollouts` that are complete in the store and have a line in `metrics.jsonl`, `rollouts_different`, and of those
-        recorded but incomplete in the store (dropped groups, evicted segments), `rollouts_partial`. The first examples:
-        `first_different` (`id`, `stored`, `now`, `error`) and `first_rollouts_different` (`step`, `rollout`,
-        `recorded`, `now`). `agrees` if nothing is different.
-
-    Raises:
-        StoreError: the store is damaged.
-        DataError: a file of the run, or the stored `meta`, is damaged.
-    """
+    """Compare stored and recorded rewards with rewards graded again."""
     stored, grader = view.stored, Grader(reward)
     before = stored.scalars("task_reward")
     if before is None:

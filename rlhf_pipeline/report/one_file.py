@@ -32,19 +32,7 @@ _PER_TOKEN = ("ids", "pieces", "mask", "log_probs", "ref", "policy", "entropy")
 
 
 def write_report(run: RunFolder, html_path: Path | None = None) -> Address:
-    """Write the page atomically.
-
-    Args:
-        run: the run.
-        html_path: the path of the page; `report.html` in the run folder if None.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        StoreError: the store cannot be read.
-        RunStorageError: the file cannot be written.
-    """
+    """Write the page atomically."""
     page = html_path or run.report_file
     view = View(run.address)
     try:

@@ -58,9 +58,6 @@ def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, 
         name: a text column.
         wanted: the text; not empty.
         ids: the rows to search, in the order of arrival, [N].
-
-    Yields:
-        The places in `ids` of the rows of a block that have the text, ascending, and the first place searched so far.
     """
     needle = np.frombuffer(wanted.encode().lower(), np.uint8)
     either = (needle >= 97) & (needle <= 122)
@@ -96,17 +93,7 @@ def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], eit
 
 
 class View:
-    """Reads a run, or a store alone, for showing; it never writes. A run that has stored nothing yet is empty.
-
-    Args:
-        path: the folder, or its URL.
-        name: what it is called in answers; the folder's name if None.
-        tokenizer: a folder whose tokenizer spells the tokens; the run's own if None.
-
-    Raises:
-        MissingPathError: there is neither a run nor a store, or no tokenizer in its folder.
-        StoreError: the store is damaged.
-    """
+    """Reads a run, or a store alone, for showing; it never writes. A run that has stored nothing yet is empty."""
 
     def __init__(self, path: Address | str, *, name: str | None = None, tokenizer: str | None = None) -> None:
         address = address_of(path)
@@ -132,11 +119,7 @@ class View:
 
     @property
     def stored(self) -> Stored:
-        """The store as it is now.
-
-        Raises:
-            MissingPathError: the run has stored nothing yet, or its store is gone.
-        """
+        """The store as it is now."""
         if self._stored is None:
             if not is_store(self._store_path):
                 open_run_or_store(self.address)  # says what is missing, and what to do
@@ -197,13 +180,7 @@ class View:
         return found
 
     def metrics(self, names: Sequence[str] = (), *, points: int = 600, after: int = 0) -> Answer:
-        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps.
-
-        Args:
-            names: the figures; all of the first and last row if empty.
-            points: the most steps.
-            after: only later steps.
-        """
+        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps."""
         rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
@@ -252,23 +229,7 @@ class View:
         snapshot: int | None = None,
         everything: bool = False,
     ) -> Answer:
-        """Return a page of the trajectories that meet conditions.
-
-        Args:
-            text: a text that they contain; ASCII letters of either case are equal.
-            column: where: `completion` or `prompt`.
-            where: conditions of `select`.
-            sort: `id`, `reward`, `advantage`, `version` or `group`; descending with a `-` before it.
-            offset: how many to pass over.
-            limit: how many to return, at most 500.
-            snapshot: a watermark: only trajectories stored before it, so that pages of a live run do not move.
-            everything: go on with the search after the page is full, for a second at most: `complete` says whether all
-                were searched, `scanned_to` how far.
-
-        Raises:
-            DefinitionError: a condition cannot be read.
-            MissingKeyError: there is no such column or order.
-        """
+        """Return a page of the trajectories that meet conditions."""
         key = sort.removeprefix("-")
         if key != "id" and key not in SORTS:
             raise MissingKeyError(f"there is no order '{sort}'. Known: id, {', '.join(SORTS)}, each with - before it.")
@@ -303,11 +264,7 @@ class View:
         }
 
     def rows(self, ids: Ids) -> list[Answer]:
-        """Return trajectories in brief, with whole texts.
-
-        Raises:
-            MissingRowError: an id is not in the store.
-        """
+        """Return trajectories in brief, with whole texts."""
         stored, num = self.stored, len(ids)
         numbers = {name: stored.scalars(name, ids) for name in (*SORTS.values(), *_FURTHER)}
         texts = {name: stored.texts(name, ids) for name in ("finish_reason", "prompt", "completion", "failure_reason")}
@@ -339,16 +296,7 @@ class View:
         ]
 
     def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
-        """Return all of one trajectory.
-
-        Args:
-            id: of the trajectory.
-            first: the place of the first token of the answer.
-            most: the most tokens of the answer; None for all.
-
-        Raises:
-            MissingKeyError: there is no such trajectory.
-        """
+        """Return all of one trajectory."""
         stored, one = self.stored, np.array([id], np.int64)
         ids = stored.ids()
         here = np.flatnonzero(ids == id)
@@ -400,11 +348,7 @@ class View:
         }
 
     def members(self, group: int) -> Ids:
-        """Return the members of a group.
-
-        Raises:
-            MissingKeyError: there is no such group.
-        """
+        """Return the members of a group."""
         groups = self.stored.scalars("group_id")
         found = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
         if not len(found):
@@ -413,11 +357,7 @@ class View:
         return found
 
     def group(self, group: int) -> Answer:
-        """Return all members of a group.
-
-        Raises:
-            MissingKeyError: there is no such group.
-        """
+        """Return all members of a group."""
         found = self.members(group)
         rows = self.rows(found[:MOST_ROWS])
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
@@ -445,11 +385,7 @@ class View:
         return ids[self.stored.store.holds(ids)] if len(ids) else ids
 
     def step(self, step: int) -> Answer:
-        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
-
-        Raises:
-            MissingKeyError: there is no such step.
-        """
+        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it."""
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
         figures = self.metrics_rows().of_step(step) if self.run is not None else None
         if ledger is None and figures is None:
@@ -472,11 +408,7 @@ class View:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def evaluation(self, name: str) -> View:
-        """Return the view of one of the run's stores of evaluations.
-
-        Raises:
-            MissingKeyError: there is no such store.
-        """
+        """Return the view of one of the run's stores of evaluations."""
         if name not in self._evaluations:
             place = evaluation_stores(self.run).get(name) if self.run is not None else None
             if place is None or not is_store(place):
@@ -601,11 +533,7 @@ class View:
         return {"kinds": [kind for kind in found if kind["num"]]}
 
     def list(self, name: str) -> Answer:
-        """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`.
-
-        Raises:
-            MissingKeyError: there is no such list.
-        """
+        """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`."""
         if name not in LISTS:
             raise MissingKeyError(f"there is no list '{name}'. Known: {', '.join(LISTS)}.")
         if name == "drift":

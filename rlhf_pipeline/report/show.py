@@ -20,12 +20,7 @@ _EARLY = 1 << 16
 
 
 def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
-    """Yield a table with one line per trajectory.
-
-    Args:
-        items: the trajectories to show, from `View.rows`.
-        width: columns of the terminal; texts are cut to fit.
-    """
+    """Yield a table with one line per trajectory."""
     id_width = max([len(item["id"]) for item in items] + [2])
     group_width = max([len(_or_dash(item["group"])) for item in items] + [6])
     room = max((width - id_width - group_width - 46) // 2, 12)
@@ -42,12 +37,7 @@ def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
 
 
 def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
-    """Yield all stored values of one trajectory.
-
-    Args:
-        item: the trajectory to show, all of its tokens, from `View.trajectory`.
-        max_tokens: the most rows of the token table; the completion has priority. None shows all.
-    """
+    """Yield all stored values of one trajectory."""
     yield (
         f"trajectory {item['id']}: group {_or_dash(item['group'])}, policy version {_versions(item)}, "
         f"finished by {plain(item['finish']) or '-'}"

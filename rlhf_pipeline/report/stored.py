@@ -35,15 +35,7 @@ class Context:
 
 
 class Stored:
-    """Reads the columns of a store.
-
-    Args:
-        path: the store's folder, or its URL.
-        whole: all of it will be read once: do not use memory maps, which would count as memory of this process.
-
-    Raises:
-        StoreError: there is no store, or it is damaged.
-    """
+    """Reads the columns of a store."""
 
     def __init__(self, path: Address, *, whole: bool = False) -> None:
         self.path = path
@@ -79,11 +71,7 @@ class Stored:
         return list(self.store.read(ids, [name])[name]) if name in self.columns else None
 
     def contexts(self, ids: Ids) -> list[Context]:
-        """Return the contents of `meta`; equal texts are parsed once.
-
-        Raises:
-            DataError: a `meta` is not the JSON that a run writes.
-        """
+        """Return the contents of `meta`; equal texts are parsed once."""
         known: dict[str, Context] = {}
         found: list[Context] = []
         for row, text in zip(ids, self.texts("meta", ids), strict=True):

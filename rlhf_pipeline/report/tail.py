@@ -36,16 +36,7 @@ _SHOWN = (
 
 
 class Tail:
-    """Follows a store. It only reads, so other processes may append, evict and compact meanwhile.
-
-    Args:
-        view: the run or store.
-        filters: conditions that a trajectory must meet.
-        width: columns of the terminal; completions are cut to fit, and the columns before them only get wider.
-
-    Raises:
-        DefinitionError: a condition cannot be read.
-    """
+    """Follows a store. It only reads, so other processes may append, evict and compact meanwhile."""
 
     def __init__(self, view: View, filters: Sequence[str] = (), width: int = 110) -> None:
         self._view = view
@@ -64,11 +55,7 @@ class Tail:
         yield from map(step_line, self._steps.rows[-1:] if self._steps is not None else ())
 
     def fresh(self) -> Iterator[str]:
-        """Yield what was committed since the last call, in order: a step stands after what was stored by then.
-
-        Raises:
-            MissingPathError: the store was removed or replaced.
-        """
+        """Yield what was committed since the last call, in order: a step stands after what was stored by then."""
         # Steps are read first, so that the trajectories they refer to are found afterwards.
         steps = self._steps.read() if self._steps is not None else ()
         self._view.refresh()

@@ -17,13 +17,6 @@ class TokenTexts:
     The tokenizer is the one that is named, else that of the run's newest checkpoint, or of the definition's model
     folder, else the one that an import encoded the trajectory with, where it is there. Without one, a text with as
     many characters as tokens is split into characters; any other text is shown as ids.
-
-    Args:
-        run: the run, or None for a store alone.
-        tokenizer: a folder that has a `tokenizer.json`; None for the run's.
-
-    Raises:
-        MissingPathError: the named folder has none.
     """
 
     def __init__(self, run: RunFolder | None, tokenizer: str | Path | None = None) -> None:

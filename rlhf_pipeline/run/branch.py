@@ -17,12 +17,7 @@ _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.
 
 
 def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
-    """Return the run and the checkpoint that `RUN` or `RUN@STEP` names, by default the newest whole one.
-
-    Raises:
-        MissingPathError: there is no such run, or no checkpoint of that step.
-        DataError: the checkpoint is damaged.
-    """
+    """Return the run and the checkpoint that `RUN` or `RUN@STEP` names, by default the newest whole one."""
     place, at, number = text.rpartition("@")
     asked = int(number) if at and number.isdecimal() else None
     run = RunFolder.open(address_of(place if asked is not None else text))
@@ -30,17 +25,7 @@ def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
 
 
 def checkpoint_of(run: RunFolder, asked: int | None, *, form: str) -> Path:
-    """Return the checkpoint of a step, by default the newest.
-
-    Args:
-        run: the run.
-        asked: the step; None for the newest.
-        form: how another one is named on the command line, for the messages.
-
-    Raises:
-        MissingPathError: there is no checkpoint, or none of that step.
-        DataError: the checkpoint is damaged.
-    """
+    """Return the checkpoint of a step, by default the newest."""
     saved = {step_of(path): path for path in run.saved()}
     if not saved:
         raise MissingPathError(f"the run {run.address} has no checkpoint yet: there is nothing to begin with.")
@@ -66,16 +51,6 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     Weights (or LoRA adapters), the optimizer's moments, the random generator and a moving reference are taken over.
     Steps, prompts, ledger, use counts and KL controllers begin anew. A kill at any moment leaves no run, or a whole
     one.
-
-    Args:
-        run: the run of the checkpoint.
-        checkpoint: one of its checkpoints.
-        out: the new run; free.
-        setup: the settings of the new run.
-
-    Raises:
-        RunExistsError: the new run's folder holds something.
-        DefinitionError: the new run is at a URL.
     """
     if not isinstance(out.address, Path):
         raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")

@@ -89,11 +89,7 @@ class Parts:
 
 
 def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
-    """Make or load the policy, and the reference model if the definition needs one.
-
-    Raises:
-        MissingPathError: the checkpoint folder does not exist.
-    """
+    """Make or load the policy, and the reference model if the definition needs one."""
     policy = build_policy(pipeline, seed=seed, device=device)
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
     reference: TokenPolicy | AdaptersOff | None = None
@@ -109,12 +105,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
 
 
 def checked_models(setup: Setup, run: RunFolder, on_event: EventHandler) -> Models:
-    """Build the models of a run that samples; before its first rollout, check that they have room for its prompts.
-
-    Raises:
-        MissingPathError: the model's folder does not exist.
-        DataError: a prompt is too long for the model.
-    """
+    """Build the models of a run that samples; before its first rollout, check that they have room for its prompts."""
     models = build_models(setup.pipeline, seed=setup.seed, device=setup.device)
     if run.is_free:  # later, the prompts are those of its record
         check_prompts(setup.pipeline, models.policy, setup.seed, on_event)
@@ -162,11 +153,7 @@ def take_part(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -
 
 
 def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> TokenPolicy:
-    """Make or load the policy, with its adapters if the definition asks for them.
-
-    Raises:
-        MissingPathError: the checkpoint folder does not exist.
-    """
+    """Make or load the policy, with its adapters if the definition asks for them."""
     policy, config = _policy(pipeline, seed, device), pipeline.policy
     if config.lora_rank:
         add_adapters(policy, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
@@ -238,20 +225,7 @@ def build_learner(
     check_sampler: bool = False,
     may_be_empty: bool | None = None,
 ) -> Learner:
-    """Build the learner of a definition; the only place where this is done.
-
-    Args:
-        pipeline: the definition.
-        policy: the policy that learns.
-        buffer: where trajectories are read.
-        ledger: records the trajectories of each step; None records nothing.
-        seed: the run's seed.
-        shards: of a policy that is sharded over several processes.
-        reference: a reference model that moves.
-        check_sampler: report once if sampled log-probs differ from the policy's scores.
-        may_be_empty: whether a step may have nothing to learn from; None: in a run that collects,
-            as a reward may leave out every trajectory, and with `write.zero_variance=drop`.
-    """
+    """Build the learner of a definition; the only place where this is done."""
     replay = pipeline.replay
     drawn = replay is not None and not replay.recorded_order
     return Learner(
@@ -285,16 +259,7 @@ def build_parts(
     hand_over: HandOver | None = None,
     learns: bool = True,
 ) -> Iterator[Parts]:
-    """Open or create the store and build everything that uses it; close the store at the end.
-
-    Args:
-        pipeline: the definition.
-        models: from `build_models`.
-        run: the run folder.
-        seed: the run's seed.
-        hand_over: passes the policy's weights to its engine; from `chosen_engine`.
-        learns: whether this process takes steps; one that collects does not read the ledger.
-    """
+    """Open or create the store and build everything that uses it; close the store at the end."""
     advantage = MCAdvantage(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
@@ -366,15 +331,7 @@ def _scores_beside(pipeline: Pipeline, models: Models) -> bool:
 def open_storage(
     run: RunFolder, pipeline: Pipeline, *, max_size: int | None, schema: Schema | None = None
 ) -> TrajectoryStorage:
-    """Open the run's trajectories, or create the store.
-
-    Args:
-        run: the run folder.
-        pipeline: the definition.
-        max_size: the most trajectories that it keeps; None keeps all.
-        schema: its columns; None means the usual ones, with the temperature, or all of `SAMPLED_BY` if the definition
-            calls for them, and one per reward if it has several.
-    """
+    """Open the run's trajectories, or create the store."""
     return TrajectoryStorage(
         run.store_path,
         max_size=max_size,
@@ -410,11 +367,7 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
 
 
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
-    """Return the object that moves the reference towards the policy, or None if there is nothing to move.
-
-    Raises:
-        DefinitionError: the reference is in other processes, which this one cannot reach.
-    """
+    """Return the object that moves the reference towards the policy, or None if there is nothing to move."""
     learn = pipeline.learn
     if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):
         return None

@@ -33,20 +33,6 @@ def save_checkpoint(
     """Write `folder/step-XXXXXXXX`, then drop all but the newest `keep`.
 
     If several processes learn in shards, each must call this.
-
-    Args:
-        folder: the run's `checkpoints` folder; made if absent.
-        step: optimizer steps done.
-        learner: writes weights, optimizer and random generator.
-        state: JSON-ready values that `load_checkpoint` returns; those of the first process count.
-        keep: how many checkpoints to keep, including this one.
-        besides: the steps of checkpoints that are kept as well.
-
-    Returns:
-        The new checkpoint's folder.
-
-    Raises:
-        OSError: the disk is full; earlier checkpoints are unchanged.
     """
     final, shards = checkpoint_path(folder, step), learner.shards
     if shards is not None and not shards.is_first:
@@ -118,14 +104,6 @@ def newest_checkpoint(
     """Return the newest whole checkpoint, or None if there are no checkpoints.
 
     Leftovers of a killed save are cleaned up.
-
-    Args:
-        folder: the run's `checkpoints` folder.
-        skip: called with a message for each checkpoint that is skipped.
-        bring: called with each checkpoint before it is checked; fetches its content if only its name is here.
-
-    Raises:
-        DataError: there are checkpoints, but none is whole.
     """
     if not folder.is_dir():
         return None
@@ -148,12 +126,7 @@ def newest_checkpoint(
 
 
 def read_checkpoint_state(path: Path) -> dict[str, Any]:
-    """Return the state that `save_checkpoint` was given, and `step`.
-
-    Raises:
-        MissingPathError: the checkpoint has no state.
-        DataError: the state is not JSON, or lacks the step.
-    """
+    """Return the state that `save_checkpoint` was given, and `step`."""
     try:
         state = json.loads((path / _STATE).read_bytes())
     except FileNotFoundError as error:

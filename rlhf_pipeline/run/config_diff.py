@@ -74,14 +74,7 @@ def is_allowed(field: str) -> bool:
 
 
 def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:
-    """Return one line about a change: what changes, and from which step; None if nobody needs to know.
-
-    Args:
-        change: a field that may change.
-        recorded: the definition in `config.json`, as plain data.
-        pipeline: the definition now.
-        step: the first step that is taken with it.
-    """
+    """Return one line about a change: what changes, and from which step; None if nobody needs to know."""
     if change.field in _SILENT:
         return None
     if change.field in _WITH_CONSEQUENCE:

@@ -66,15 +66,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(kw_only=True)
 class GatherCounts:
-    """Counts of what was gathered.
-
-    Attributes:
-        trajectories: rows in the run's store.
-        behaviour_scored: rows that got behaviour log-probs of the initial policy.
-        reference_scored: rows that got reference log-probs.
-        advantages: rows that got an advantage.
-        dropped: trajectories left out with their groups, which have no spread (`write.zero_variance=drop`).
-    """
+    """Counts of what was gathered."""
 
     trajectories: int = 0
     behaviour_scored: int = 0
@@ -84,11 +76,7 @@ class GatherCounts:
 
 
 def gather_schema(choice: Choice) -> Schema:
-    """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin.
-
-    Raises:
-        DataError: two sources have a column of one name with different types, or its type cannot be used here.
-    """
+    """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin."""
     columns = {column.name: column for column in trajectory_schema()}
     given: dict[str, str] = {}
     own = INTERNAL | {column.name for column in _OWN}
@@ -124,16 +112,7 @@ def _optional(column: Column) -> Column:
 
 
 class Gatherer:
-    """Fills the run's store, one commit per batch; continues where an earlier try stopped.
-
-    Args:
-        pipeline: the definition.
-        policy: has the weights that the run starts from.
-        choice: what to gather.
-        target: the run's store.
-        limits: what the policy can read.
-        on_event: receives the progress from time to time.
-    """
+    """Fills the run's store, one commit per batch; continues where an earlier try stopped."""
 
     def __init__(
         self,
@@ -154,18 +133,7 @@ class Gatherer:
         self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
-        """Gather what is still missing.
-
-        Args:
-            stop: called after every batch; True leaves the rest for a later start.
-
-        Returns:
-            The counts of the store now, or None if it was stopped before the end.
-
-        Raises:
-            DataError: a source has lost a chosen trajectory, or holds token ids that the policy does not know.
-            StoreError: the target cannot take the rows; earlier batches are in it.
-        """
+        """Gather what is still missing."""
         ends = self.choice.ends.tolist()
         starts = [0, *ends[:-1]]
         done, total = self._num_done(), len(self.choice)

@@ -22,20 +22,7 @@ _KEEP = 2
 
 @contextmanager
 def chosen_engine(pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, device: str) -> Iterator[HandOver | None]:
-    """Let a policy sample with the engine of a definition until the end of the block.
-
-    Args:
-        pipeline: the definition.
-        policy: samples with the engine inside the block.
-        run: the run folder, which exists.
-        device: where the policy is.
-
-    Yields:
-        A function that gives the engine the policy's weights, or None if the engine samples with the policy's modules.
-
-    Raises:
-        DefinitionError: the definition asks for vLLM in this process, which is not installed.
-    """
+    """Let a policy sample with the engine of a definition until the end of the block."""
     name = pipeline.collect.engine
     if name == "slots":
         yield None
@@ -54,11 +41,7 @@ def chosen_engine(pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, de
 
 @contextmanager
 def own_slots(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[bool]:
-    """Let a policy sample in this process inside the block if its engine is a server, whose weights others change.
-
-    Yields:
-        Whether that is so.
-    """
+    """Let a policy sample in this process inside the block if its engine is a server, whose weights others change."""
     apart, engine = pipeline.collect.engine not in ("slots", "vllm"), policy.engine
     if apart:
         policy.engine = None

@@ -29,23 +29,6 @@ def evaluate_once(
     """Sample and grade completions of the held-out prompts, or read those of this step that are stored already.
 
     The rows go to the store that a run of this definition would use, so the figures of a step are the run's own.
-
-    Args:
-        pipeline: the definition; its `evaluate` is set.
-        run_dir: the run folder, or the folder that takes the rows of a model; made if absent.
-        checkpoint: has the weights; None takes those that the definition begins with.
-        step: of the checkpoint.
-        seed: the run's seed.
-        device: where the model lives.
-        on_event: receives notices and the evaluation.
-
-    Returns:
-        As `evaluation_figures`.
-
-    Raises:
-        RunExistsError: another process uses the run.
-        DataError: the checkpoint is of another model, or a prompt is too long.
-        RewardError: every reward call failed; nothing was stored.
     """
     folder = RunFolder(run_dir)
     policy = build_policy(pipeline, seed=seed, device=device)

@@ -103,19 +103,7 @@ def open_evaluator(
     on_event: EventHandler,
     hand_over: HandOver | None = None,
 ) -> Iterator[Evaluator | None]:
-    """Open what evaluates a run's policy, or None if the definition does not ask for it.
-
-    Args:
-        pipeline: the definition.
-        policy: has the weights of the newest step.
-        run: the run folder.
-        seed: the run's seed.
-        on_event: receives each evaluation.
-        hand_over: passes the policy's weights to its engine; from `chosen_engine`.
-
-    Raises:
-        DataError: a prompt is too long for the model.
-    """
+    """Open what evaluates a run's policy, or None if the definition does not ask for it."""
     evaluate = pipeline.evaluate
     if evaluate is None:
         yield None
@@ -146,14 +134,7 @@ def open_evaluator(
 
 
 class Evaluations(ABC):
-    """The evaluations of a run, and which weights are the best.
-
-    Args:
-        evaluate: what is evaluated, and when.
-        store: where their rows are.
-        size: rows of one evaluation.
-        on_event: receives each evaluation.
-    """
+    """The evaluations of a run, and which weights are the best."""
 
     def __init__(self, evaluate: Evaluate, store: TrajectoryStore, *, size: int, on_event: EventHandler) -> None:
         self.store = store
@@ -224,17 +205,7 @@ class Evaluator(Evaluations):
         return self._means
 
     def evaluate(self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None) -> Figures:
-        """Evaluate the policy's weights, or read what was stored of them.
-
-        Args:
-            step: of the weights.
-            stop: a signal's request to stop.
-            digests: of published weights by step; other processes then evaluate as well, see `stored`.
-
-        Raises:
-            StopAskedError: a signal asked to stop while reward calls were running.
-            RewardError: every reward call failed.
-        """
+        """Evaluate the policy's weights, or read what was stored of them."""
         done = self._collector.collect(
             step,
             policy_version=step,

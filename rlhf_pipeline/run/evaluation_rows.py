@@ -26,11 +26,6 @@ def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> 
     """Return where the evaluations of a run are stored: a name for all that decides their completions and rewards.
 
     The weights of a run are named by their step; those of a model folder, outside a run, are part of the name.
-
-    Args:
-        run: the run folder.
-        pipeline: the definition, for its sampling and its reward.
-        evaluate: what is evaluated.
     """
     what = {name: getattr(evaluate, name) for name in ("num_prompts", "group_size", "temperature")}
     what |= {name: getattr(pipeline.collect, name) for name in ("top_k", "top_p", "min_p", "stop", "max_turns")}
@@ -61,10 +56,6 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: flo
         store: where its rows are.
         rows: int64 [n], their ids.
         success_at: the reward from which on a completion counts as right.
-
-    Returns:
-        `evaluation/reward` (mean over prompts), `evaluation/reward_low` and `_high` (its 95 % interval), `pass@K` for
-        powers of two up to the group's size, `completion_length`, `cut_off` and `failed`.
     """
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
@@ -97,14 +88,7 @@ def evaluation_stores(run: RunFolder) -> dict[str, Address]:
 def stored_evaluations(
     store: TrajectoryStore, success_at: float, *, size: int = 1, besides: Container[int] = ()
 ) -> list[dict[str, Any]]:
-    """Return the step and the figures of each evaluation in a store, by step.
-
-    Args:
-        store: of one run's evaluations.
-        success_at: the reward from which on a completion counts as right.
-        size: the least number of rows; an evaluation whose conversations are stored one by one may be in progress.
-        besides: steps that are left out.
-    """
+    """Return the step and the figures of each evaluation in a store, by step."""
     ids, steps = store.ids(), store.read_scalars("policy_version")
     found = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
     return [

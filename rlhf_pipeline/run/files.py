@@ -20,13 +20,7 @@ _CHUNK: Final = 1 << 22
 
 
 def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new.
-
-    Args:
-        path: the file; replaced if it exists.
-        content: the whole content.
-        sync: sync it to the disk before returning, so that it also survives a power loss.
-    """
+    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -55,13 +49,6 @@ def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
 
     A kill at any moment leaves the former folder or the new one: `tidy` completes the replacement. Only one process may
     do this in one parent folder at a time.
-
-    Args:
-        final: where the folder goes; its parent is made if absent.
-        sync: sync everything to the disk before the rename.
-
-    Raises:
-        OSError: the disk is full; the former folder is unchanged.
     """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -105,12 +92,7 @@ def tidy(parent: Path) -> None:
 
 
 def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
-    """Say what is wrong with a sealed folder, or return None.
-
-    Args:
-        folder: a folder that `new_folder` made.
-        checksums: False compares names and lengths only, and reads nothing else.
-    """
+    """Say what is wrong with a sealed folder, or return None."""
     try:
         listed: Any = json.loads((folder / MANIFEST).read_bytes())
         files = {str(name): (int(entry["bytes"]), str(entry["crc32c"])) for name, entry in listed["files"].items()}
@@ -132,11 +114,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
 
 
 def folder_digest(folder: Path) -> int:
-    """Return a digest of a folder's files, from 1 to 2^63 - 1.
-
-    Args:
-        folder: a folder that `new_folder` made.
-    """
+    """Return a digest of a folder's files, from 1 to 2^63 - 1."""
     digest = hashlib.blake2b((folder / MANIFEST).read_bytes(), digest_size=8).digest()
     return max(int.from_bytes(digest) >> 1, 1)
 

@@ -820,11 +820,7 @@ def run_of_evaluation(store: Address) -> RunFolder | None:
 
 
 def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
-    """Return the run at `path`, if it is one, and where its store is.
-
-    Raises:
-        MissingPathError: `path` is neither a run nor a store; the message names the runs that exist.
-    """
+    """Return the run at `path`, if it is one, and where its store is."""
     folder = address_of(path)
     if is_run(folder):
         run = RunFolder.open(folder)

@@ -122,12 +122,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
 
 
 def evaluation_inputs(pipeline: Pipeline, evaluate: Evaluate) -> Inputs:
-    """Return the part of `describe_inputs` that decides an evaluation's figures: its prompts, answers and rewards.
-
-    Args:
-        pipeline: the definition.
-        evaluate: what is evaluated.
-    """
+    """Return the part of `describe_inputs` that decides an evaluation's figures: its prompts, answers and rewards."""
     code = {
         f"{name}{more}": code
         for name, more, _, code in _own_code(replace(pipeline, evaluate=evaluate))
@@ -137,12 +132,7 @@ def evaluation_inputs(pipeline: Pipeline, evaluate: Evaluate) -> Inputs:
 
 
 def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
-    """Yield notices about code and evaluation prompts that have changed since the last start, which is allowed.
-
-    Args:
-        recorded: the result of `describe_inputs` at the last start.
-        pipeline: its definition.
-    """
+    """Yield notices about code and evaluation prompts that have changed since the last start, which is allowed."""
     for name, more, part, now in _own_code(pipeline):
         what, consequence = _OWN_CODE[name]
         if pipeline.replay is not None and name not in ("evaluate.prompts", "loss.objective", "sample.strategy"):
@@ -165,14 +155,6 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
     """Refuse to continue with other prompts or another starting model than the run began with.
 
     A missing file is reported elsewhere, and a run without a record of its files is not checked.
-
-    Args:
-        run_dir: for the message.
-        recorded: the result of `describe_inputs` when the run began.
-        pipeline: its definition.
-
-    Raises:
-        RunMismatchError: names the file, and what has changed.
     """
     now = describe_inputs(pipeline)
     paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}

@@ -20,11 +20,6 @@ class Ledger:
     learned from, however often the run was killed: `planned` returns them, and a step that repeats its row adds none.
     Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
 
-    Args:
-        rows: its rows, or the file; it need not exist yet.
-        metrics: the rows of the same steps in `metrics.jsonl`. The metrics of a replaced step, and of later ones, are
-            dropped first: a kill in between leaves no metrics of steps that are not in the ledger.
-
     >>> import tempfile
     >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")
     >>> ledger.record({"step": 1, "row_ids": [4, 5]}), ledger.record({"step": 1, "row_ids": [4, 5]})
@@ -48,10 +43,6 @@ class Ledger:
 
     def record(self, row: dict[str, Any], *, differs: Callable[[dict[str, Any]], None] = _is_allowed) -> bool:
         """Write a step's row; return False if an earlier try at this step used other trajectories.
-
-        Args:
-            row: of the step.
-            differs: called with the earlier row before it is replaced by one of other trajectories; may refuse that.
 
         Two rows of a step are the same if they name the same `trajectory_ids`, or, without these, the same `row_ids`
         (a trajectory that was evicted and sampled again is the same trajectory in another row). If both have `ages`,

@@ -22,14 +22,6 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
     takes again, are not sent twice. The definition, seed and device are its hyperparameters, by dotted path; Weights &
     Biases has one run over all resumes, whose id is in `logs/wandb-id.txt`.
 
-    Args:
-        kind: a logger of TorchRL, as in `learn.logger`; None returns `on_event` itself.
-        run: the run folder.
-        on_event: receives everything first.
-
-    Raises:
-        DefinitionError: the logger's library is not installed.
-
     >>> with_logger(None, RunFolder("run"), print) is print
     True
     """
@@ -53,11 +45,7 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
 
 
 def check_logger(kind: str | None) -> None:
-    """Refuse a logger whose library is not installed.
-
-    Raises:
-        DefinitionError: the library is not installed; the message says what to install.
-    """
+    """Refuse a logger whose library is not installed."""
     if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
         raise _not_installed(kind, f"there is no module {kind}")
 

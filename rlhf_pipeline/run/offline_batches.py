@@ -116,23 +116,6 @@ class EpochOrder:
 class Batches:
     """The batches of a run over a gathered store.
 
-    Args:
-        store: the run's store, gathered completely.
-        replay: weights and epochs.
-        sample: strategy, size, limits.
-        batch_size: of a step, unless `sample` sets it.
-        seed: of the run.
-        ledger: what earlier steps used, for `sample.max_uses`; None if that is not set.
-
-    Attributes:
-        num: the number of trajectories to learn from, without those of priority 0.
-        batch_size: trajectories of one step.
-        last_step: the step after which nothing is left, or None if there is no limit.
-
-    Raises:
-        DefinitionError: a source is too small for its share of a batch.
-        DataError: there is nothing to learn from.
-
     >>> import tempfile
     >>> from rlhf_pipeline.run.copy_rows import SOURCE
     >>> from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
@@ -183,14 +166,7 @@ class Batches:
         self.last_step = None if self._most is None else math.ceil(self._most / self.batch_size)
 
     def rows(self, step: int) -> tuple[Ints, Ints]:
-        """Return the row ids of a step, int64 `[n]`, ascending, and their ages in policy versions.
-
-        Args:
-            step: from 1.
-
-        Raises:
-            DataError: nothing may be learned from any more.
-        """
+        """Return the row ids of a step, int64 `[n]`, ascending, and their ages in policy versions."""
         counts_before, counts = self._draws((step - 1) * self.batch_size), self._draws(step * self.batch_size)
         chosen: list[Ints] = []
         for at, (start, stop) in enumerate(zip(counts_before.tolist(), counts.tolist(), strict=True)):

@@ -24,17 +24,7 @@ _DEVICES = ("cpu", "cuda", "mps")
 
 
 def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
-    """Test whether a folder can be created and written, leaving nothing behind.
-
-    Args:
-        out: the folder.
-        option: the option that names it, for the messages.
-        locks: also test that a lock there keeps others out, which a run and its store need.
-
-    Raises:
-        DefinitionError: its name cannot be passed to the libraries that write into it.
-        RunStorageError: the folder cannot be created or written, or locks do not hold there.
-    """
+    """Test whether a folder can be created and written, leaving nothing behind."""
     if not isinstance(out, Path):
         return  # the first put will show
     try:
@@ -74,11 +64,7 @@ def _keeps_others_out(path: Path) -> bool:
 
 
 def check_device(device: str) -> None:
-    """Refuse a string that cannot be a device's name.
-
-    Raises:
-        DefinitionError: the name does not have the form `cuda` or `cuda:1`.
-    """
+    """Refuse a string that cannot be a device's name."""
     kind = device.partition(":")[0]
     if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
         hint = did_you_mean(kind, _DEVICES)
@@ -86,16 +72,7 @@ def check_device(device: str) -> None:
 
 
 def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
-    """Check the prompts, the reward functions' arguments, and that the model knows the characters.
-
-    Args:
-        pipeline: the definition.
-        seed: the run's seed, which chooses the first prompt; reading it checks the whole prompt file.
-
-    Raises:
-        DataError: a prompt file is broken, or has characters that the model does not know.
-        DefinitionError: the prompt source or a reward function does not have the required form.
-    """
+    """Check the prompts, the reward functions' arguments, and that the model knows the characters."""
     prompt = prompt_at(pipeline.prompts, 0, seed)
     for reward in rewards_of(pipeline.reward):
         form_of(reward, list(prompt.meta))
@@ -111,17 +88,7 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
 
 
 def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = True) -> None:
-    """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade.
-
-    Args:
-        pipeline: the definition.
-        evaluate: its evaluation.
-        apart: whether the definition's own prompts are learned from.
-
-    Raises:
-        DefinitionError: prompts are in both sources, or a reward function asks for something that there is not.
-        PipelineError: the source reports an error in its data.
-    """
+    """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade."""
     prompt = prompt_at(evaluate.prompts, 0, 0)
     for reward in rewards_of(pipeline.reward):
         form_of(reward, list(prompt.meta))
@@ -138,12 +105,7 @@ def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = Tr
 
 
 def check_stores(replay: Replay) -> None:
-    """Check that the stores of a definition exist, and that its filters can be parsed.
-
-    Raises:
-        DefinitionError: no store is named, or a filter cannot be parsed.
-        MissingPathError: a store does not exist; the message names existing runs.
-    """
+    """Check that the stores of a definition exist, and that its filters can be parsed."""
     with open_sources(stores_of(replay)) as stores:
         for store in stores:
             select(store, replay.filters, store.ids()[:0])

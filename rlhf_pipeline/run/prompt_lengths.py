@@ -42,16 +42,6 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
     """Refuse prompts that leave no room for a completion in the model's context, or that cannot be encoded.
 
     All prompts of a file are checked; of another source, those of the first rollout.
-
-    Args:
-        pipeline: the definition.
-        policy: its model.
-        seed: the run's seed.
-        on_event: told how far a long check has come.
-
-    Raises:
-        DataError: a prompt is too long; the message names it, its tokens and the limit.
-        DefinitionError: a prompt cannot be encoded with this model's tokenizer, or a source of one's own is wrong.
     """
     source = pipeline.prompts
     if pipeline.environment is not None and not tools_of(maker_of(pipeline.environment)):
@@ -71,11 +61,7 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
 
 
 def fitting(source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events) -> PromptSource:
-    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is.
-
-    Raises:
-        DataError: no prompt is left.
-    """
+    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is."""
     if isinstance(source, Mix):
         return source.with_sources([fitting(part, policy, on_event) for part in source.sources])
     if not isinstance(source, Prompts) or "too_long" not in source.skip:

@@ -13,14 +13,6 @@ def check_repeated(run: RunFolder, store: TrajectoryStore, step: int) -> None:
     """Check the checksums of the trajectories that steps after a checkpoint use again.
 
     These are the rows that the ledger names for later steps, and those stored since the checkpoint.
-
-    Args:
-        run: the run folder.
-        store: its trajectories.
-        step: the step of the checkpoint.
-
-    Raises:
-        DataError: some of them are damaged; the run and its files are as before.
     """
     ledger = run.ledger
     ledger.refresh()

@@ -31,16 +31,6 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
     through the write path. Then every step learns from a batch of them, which is a function of the gathered store,
     the seed and the step. A resumed run continues gathering where it stopped, or continues from the newest checkpoint.
     The choice of the first start is kept, even if stores have grown since.
-
-    Args:
-        asked: the run, checked.
-        replay: of its definition.
-        on_event: called at the start, at every step, for notices and at the end.
-
-    Raises:
-        DefinitionError: a filter or weight cannot be used.
-        DataError: nothing is left to learn from, or the policy cannot read a trajectory.
-        PipelineError: as `run`.
     """
     started, folder, pipeline, seed = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline, asked.seed
     policy = build_policy(pipeline, seed=seed, device=asked.device)

@@ -38,18 +38,7 @@ _CLOSE = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepeatedSteps:
-    """One optimizer step, taken again.
-
-    Attributes:
-        step: its number.
-        num_trajectories: in its batch.
-        batch_problem: how the batch differs from the recorded one, or None.
-        recorded: the loss in `metrics.jsonl`; None if the step had nothing to learn from.
-        computed: the loss now.
-        recorded_norm: the gradient's norm in `metrics.jsonl`.
-        computed_norm: the norm now.
-        exact: whether the bits must agree: on a CPU, in one process.
-    """
+    """One optimizer step, taken again."""
 
     step: int
     num_trajectories: int
@@ -76,15 +65,7 @@ class RepeatedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RerunPlan:
-    """Which steps to take again, and from where.
-
-    Attributes:
-        run: the run; at a URL, it owns the copy of the checkpoint.
-        checkpoint: the newest one before the first step.
-        start: the step of the checkpoint.
-        first: the first step to compare.
-        last: the last step to compare.
-    """
+    """Which steps to take again, and from where."""
 
     run: RunFolder
     checkpoint: Path
@@ -94,17 +75,7 @@ class RerunPlan:
 
 
 def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None) -> RerunPlan:
-    """Find the checkpoint to start from, and check that everything needed is recorded.
-
-    Args:
-        run_dir: the run folder.
-        from_step: the first step to compare, from 1.
-        num_steps: how many to compare; None means all that are recorded.
-
-    Raises:
-        DataError: the run has not taken these steps.
-        MissingPathError: no checkpoint is old enough.
-    """
+    """Find the checkpoint to start from, and check that everything needed is recorded."""
     run = RunFolder(run_dir)
     ledger, metrics = run.ledger, run.metrics
     taken = min(ledger.last_step, metrics.last_step)
@@ -139,17 +110,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
 
 
 def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
-    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
-
-    Args:
-        pipeline: the definition that the run was started with.
-        plan: from `plan_rerun`.
-        seed: the run's seed.
-        device: where the model is put; bits can be compared only on the same kind of device as the run's.
-
-    Raises:
-        DataError: trajectories that the ledger names are no longer in the store.
-    """
+    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes."""
     exact = torch.device(device).type == "cpu"
     run, policy = plan.run, build_policy(pipeline, seed=seed, device=device)
     with closing(TrajectoryStorage(run.store_path, mode="r", backend=pipeline.buffer.backend)) as storage:

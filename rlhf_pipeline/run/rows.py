@@ -35,9 +35,6 @@ class StepRows(Sequence[Row]):
     The object sees the rows that existed when it was made or last refreshed; only the writing process may call `append`
     and `drop_from`.
 
-    Args:
-        path: the file; it need not exist yet.
-
     >>> import tempfile
     >>> rows = StepRows(Path(tempfile.mkdtemp()) / "metrics.jsonl")
     >>> rows.append({"step": 1, "loss": 0.5}), rows.append({"step": 2, "loss": 0.25})
@@ -60,11 +57,7 @@ class StepRows(Sequence[Row]):
         self.refresh()
 
     def refresh(self) -> int:
-        """Read what is on disk now, and return the number of rows.
-
-        Raises:
-            DataError: the first line or the last one is not a row.
-        """
+        """Read what is on disk now, and return the number of rows."""
         with _opened(self.path) as file:
             first, size = file.readline(), file.seek(0, os.SEEK_END)
             self._end, line = _last_line(file, size)
@@ -106,11 +99,7 @@ class StepRows(Sequence[Row]):
         return None if place is None else self[place]
 
     def known(self, step: int) -> Row:
-        """Return the row of a step that must exist.
-
-        Raises:
-            DataError: it does not.
-        """
+        """Return the row of a step that must exist."""
         row = self.of_step(step)
         if row is None:
             raise DataError(f"{self.path} has no row of step {step}. Restore it from a copy.")
@@ -167,20 +156,12 @@ class StepRows(Sequence[Row]):
                 start += len(line)
 
     def recheck(self) -> None:
-        """Compare the newest rows with their checksums; `problems` looks at all.
-
-        Raises:
-            DataError: a line has changed since it was written.
-        """
+        """Compare the newest rows with their checksums; `problems` looks at all."""
         for _ in self._lines(max(self.last_step - _LOOK_BACK + 1, self._first), len(self)):
             pass
 
     def mend(self) -> None:
-        """Cut off what a kill or a power loss left at the end.
-
-        Raises:
-            DataError: the last line is not as it was written: the file was edited or damaged.
-        """
+        """Cut off what a kill or a power loss left at the end."""
         if self.is_moved:
             raise DataError(f"{self.path}: its last line is not as it was written. {_RESTORE}")
         if self.is_torn:
@@ -188,11 +169,7 @@ class StepRows(Sequence[Row]):
             self.is_torn = False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the row of the next step.
-
-        Raises:
-            OSError: the disk is full; the file is unchanged.
-        """
+        """Write the row of the next step."""
         self._append(row)
 
     def _append(self, row: Mapping[str, Any]) -> bytes:
@@ -249,9 +226,6 @@ class NewRows:
     """Follows the rows of a file while another process writes them.
 
     A resumed learner may replace rows. The replacements are new rows, too.
-
-    Args:
-        rows: its rows, or the file; it need not exist yet. What it holds now counts as seen.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -353,11 +327,7 @@ def line_of(row: Mapping[str, object]) -> bytes:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append bytes with one `write`; if a full disk takes only some of them, none stay.
-
-    Raises:
-        OSError: the disk is full or the file cannot be written.
-    """
+    """Append bytes with one `write`; if a full disk takes only some of them, none stay."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         start = os.fstat(descriptor).st_size

@@ -60,12 +60,7 @@ class Run(Setup):
         return list(found.values())
 
     def checked(self) -> Run:
-        """Return this run if nothing is wrong with it.
-
-        Raises:
-            PipelineError: something is; the class is that of the first problem, and the message names all of them.
-            StoreError: as above.
-        """
+        """Return this run if nothing is wrong with it."""
         problems = self.check()
         if problems:
             problems[0].args = ("\n".join(map(str, problems)),)

@@ -24,18 +24,7 @@ def definition_of(
     trust: bool,
     moved: str = "name its new place: --definition FILE.py[:function]",
 ) -> definitions.Definition:
-    """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder.
-
-    Args:
-        run: the run.
-        named: the definition that the user names instead.
-        trust: also execute the code of a run that was not started here.
-        moved: the advice if its file is gone, for the message.
-
-    Raises:
-        DefinitionError: the run was not started here, and its definition is code of its own.
-        MissingPathError: neither the file nor the copy is there.
-    """
+    """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder."""
     if named:
         return definitions.find(named)
     spec = run.config.definition

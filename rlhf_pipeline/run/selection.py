@@ -34,12 +34,7 @@ _LOOKED_AT: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits of what a policy can read.
-
-    Attributes:
-        vocabulary: token ids are below this.
-        positions: the most tokens of a trajectory; None if the model has no limit.
-    """
+    """The limits of what a policy can read."""
 
     vocabulary: int
     positions: int | None
@@ -47,18 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenStore:
-    """The choice from one store.
-
-    Attributes:
-        path: the store's folder, absolute.
-        watermark: the store's watermark when the choice was made; later trajectories are not chosen.
-        num_stored: trajectories in the store at that time.
-        num_chosen: chosen trajectories.
-        num_ungraded: trajectories without a reward, which are never chosen.
-        num_repeated: older rows of trajectories that were stored again.
-        trajectory_shift: added to the trajectory ids, so that no two stores share one.
-        group_shift: added to the group ids, for the same reason.
-    """
+    """The choice from one store."""
 
     path: str
     watermark: int
@@ -109,11 +93,7 @@ class Choice:
 
     @classmethod
     def load(cls, run: RunFolder) -> Choice | None:
-        """Read what `save` wrote, or return None if nothing was chosen yet.
-
-        Raises:
-            DataError: a file has changed since it was written.
-        """
+        """Read what `save` wrote, or return None if nothing was chosen yet."""
         state = run.chosen()
         if state is None:
             return None
@@ -136,12 +116,7 @@ class Choice:
 
 
 def stores_of(replay: Replay) -> list[Address]:
-    """Return where the stores to learn from are; the store of a run, if a run is named.
-
-    Raises:
-        MissingPathError: a store does not exist.
-        DefinitionError: no store is named, one is named twice, or the number of weights does not fit.
-    """
+    """Return where the stores to learn from are; the store of a run, if a run is named."""
     if not replay.stores:
         raise DefinitionError(
             "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
@@ -158,11 +133,7 @@ def stores_of(replay: Replay) -> list[Address]:
 
 @contextmanager
 def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
-    """Open stores for reading; they are never changed.
-
-    Raises:
-        MissingPathError: a store does not exist.
-    """
+    """Open stores for reading; they are never changed."""
     with ExitStack() as stack:
         stores: list[TrajectoryStore] = []
         for path in paths:
@@ -174,17 +145,7 @@ def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
 
 
 def choose(replay: Replay, limits: Limits) -> Choice:
-    """Choose the trajectories to learn from.
-
-    Args:
-        replay: the stores and the conditions.
-        limits: what the policy can read.
-
-    Raises:
-        MissingPathError: a store does not exist.
-        DefinitionError: no store is named, one is named twice, or a condition cannot be read.
-        DataError: nothing meets the conditions, or the policy cannot read what meets them.
-    """
+    """Choose the trajectories to learn from."""
     folders = stores_of(replay)
     with open_sources(folders) as stores:
         parts = [_choose_from(store, replay.filters, limits) for store in stores]
@@ -293,11 +254,7 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
 
 
 def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> None:
-    """Refuse token ids that the policy does not know.
-
-    Raises:
-        DataError: an id is too large.
-    """
+    """Refuse token ids that the policy does not know."""
     highest = int(tokens.max(initial=0))
     if highest >= limits.vocabulary:
         raise DataError(

@@ -15,11 +15,7 @@ STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """True once a signal has asked the run to stop, or its supervisor has ended.
-
-    Args:
-        parent: the process id of the supervisor; None if there is none.
-    """
+    """True once a signal has asked the run to stop, or its supervisor has ended."""
 
     def __init__(self, parent: int | None = None) -> None:
         self.signal_number: int | None = None
@@ -37,9 +33,6 @@ def stop_on_signals(parent: int | None = None) -> Iterator[StopRequest]:
     A SIGHUP that is ignored, as with `nohup`, stays ignored.
 
     Outside the main thread Python delivers no signals, so there the request never comes.
-
-    Args:
-        parent: also stop when this process, which started us, is gone.
     """
     request = StopRequest(parent)
     if threading.current_thread() is not threading.main_thread():

@@ -52,13 +52,7 @@ class _Collected(Source):
 
 
 class MadeHere(_Collected):
-    """Rollouts that this process collects, in order; no other process writes to its store.
-
-    Args:
-        pipeline: the definition.
-        parts: collect and learn.
-        on_event: receives notices.
-    """
+    """Rollouts that this process collects, in order; no other process writes to its store."""
 
     def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
         super().__init__(pipeline, parts, on_event)
@@ -103,16 +97,7 @@ class MadeHere(_Collected):
 
 
 class Arrivals(_Collected):
-    """Rollouts that other processes store, in the order of arrival.
-
-    Args:
-        pipeline: the definition.
-        parts: the learner, and the write path whose state all collectors share.
-        rollouts: the stored rollouts.
-        run: the run folder.
-        heartbeat: of this process.
-        on_event: receives notices.
-    """
+    """Rollouts that other processes store, in the order of arrival."""
 
     def __init__(
         self,
@@ -302,27 +287,13 @@ class Arrivals(_Collected):
 def of_rollouts(
     store: TrajectoryStore, chosen: ChosenRows, rollouts: Container[int], pipeline: Pipeline
 ) -> npt.NDArray[np.bool_]:
-    """Return which trajectories are of some rollouts, bool `[n]`.
-
-    Args:
-        store: where the trajectories are.
-        chosen: the trajectories.
-        rollouts: numbers of rollouts.
-        pipeline: the definition that they were collected with.
-    """
+    """Return which trajectories are of some rollouts, bool `[n]`."""
     numbers = store.read_scalars("group_id", chosen.row_ids) // pipeline.collect.prompts_per_rollout
     return np.fromiter((rollout in rollouts for rollout in numbers.tolist()), bool, len(numbers))
 
 
 def recorded_admission(pipeline: Pipeline, learner: Learner, ledger: StepRows, step: int) -> Ints | None:
-    """Return what a step of a recorded run could draw from, int64 `[n]`; None if its loss need not know it.
-
-    Args:
-        pipeline: the definition of the run.
-        learner: takes the step again.
-        ledger: of the run.
-        step: its number, from 1.
-    """
+    """Return what a step of a recorded run could draw from, int64 `[n]`; None if its loss need not know it."""
     row = ledger.known(step)
     if not learner.chooses_a_part or "newest_version" in row:  # drawn from a gathered store, which has no phases
         return None
@@ -446,12 +417,7 @@ class RecordedLedger(Source):
 
 
 def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:
-    """Return the source that the definition of a run over stores asks for.
-
-    Raises:
-        DataError: the trajectories that it needs are missing.
-        DefinitionError: a store is too small for its share of a batch.
-    """
+    """Return the source that the definition of a run over stores asks for."""
     if not replay.recorded_order:
         return SampledBatches(pipeline, replay, learner)
     if run.bring(run.recorded_ledger).is_file():

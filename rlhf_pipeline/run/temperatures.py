@@ -24,9 +24,6 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
 
     Args:
         parts: stores, each with the rows to look at, int64 `[n]`, or None for all of them.
-
-    Raises:
-        DataError: they were sampled at different temperatures.
     """
     found: set[float] = set()
     for store, rows in parts:
@@ -43,12 +40,7 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
 
 
 def replayed_at(run: RunFolder, choice: Choice) -> float | None:
-    """Return `sampled_at` of what a run over stores learns from: of its own store, if it has gathered all of it.
-
-    Args:
-        run: the run folder.
-        choice: what it learns from.
-    """
+    """Return `sampled_at` of what a run over stores learns from: of its own store, if it has gathered all of it."""
     if run.gathered() is not None:
         with TrajectoryStore.open(run.store_path) as own:
             return sampled_at([(own, None)])

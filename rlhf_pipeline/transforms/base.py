@@ -93,13 +93,7 @@ def in_environment(transform: Transform) -> bool:
 
 
 def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: Sequence[Key] = ()) -> Composite:
-    """Declare observations and rewards with one value per token, for an environment that samples whole completions.
-
-    Args:
-        output_spec: the environment's; changed in place.
-        observed: keys of observations, inside `next`.
-        rewards: keys of rewards, inside `next`.
-    """
+    """Declare observations and rewards with one value per token, for an environment that samples whole completions."""
     shape: Any = (*output_spec.shape, -1)
     spec: Any = Unbounded(shape=shape, device=output_spec.device, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     for name, keys in (("full_observation_spec", observed), ("full_reward_spec", rewards)):
@@ -126,11 +120,7 @@ class Scorer(Protocol):
 
 
 def as_scorer(model: Any, owner: str) -> Scorer:
-    """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy.
-
-    Raises:
-        DefinitionError: if the model cannot score tokens.
-    """
+    """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy."""
     model = policy_of(model, owner)
     if callable(getattr(model, "log_probs", None)):
         return model
@@ -143,11 +133,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
 
 
 def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> Tensor:
-    """Return which tokens have or get a log-prob, bool, flat.
-
-    Raises:
-        DataError: if the assistant's tokens cannot be told from the prompt's.
-    """
+    """Return which tokens have or get a log-prob, bool, flat."""
     lengths = like.lengths
     if lengths is None:
         raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")

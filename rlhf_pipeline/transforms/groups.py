@@ -62,20 +62,7 @@ _log = logging.getLogger("rlhf_pipeline")
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A trajectory of a group.
-
-    Attributes:
-        group: the identity of its group.
-        name: its `trajectory_id`; negative if it has none.
-        since: when it arrived, seconds.
-        scores: its return, completion tokens, reward without a KL penalty and rounding, see `MemberScores`.
-        batch: holds its steps; None if a store does.
-        first: its first step in the batch.
-        end: the step after its last one.
-        row: its row id in the store; -1 if it has none yet.
-        failed: the failed members of its group that the store has recorded with it.
-        turns: the rewards of its turns, if they count.
-    """
+    """A trajectory of a group."""
 
     group: Hashable
     name: int
@@ -90,13 +77,7 @@ class Member:
 
 
 class Closed(NamedTuple):
-    """A closed group.
-
-    Attributes:
-        members: its trajectories.
-        early: whether members were still missing.
-        learned: whether its trajectories are learned from; False if its mean return is out of bounds.
-    """
+    """A closed group."""
 
     members: list[Member]
     early: bool
@@ -105,16 +86,7 @@ class Closed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRules:
-    """When a group closes, and what becomes of it; what is not listed is an argument of `MCAdvantage`.
-
-    Attributes:
-        size: trajectories of a complete group, arrived or failed.
-        least: close with this many after the timeout.
-        timeout_s: seconds until a group is overdue; None for never.
-        batch_groups: groups that close together; None if each closes alone.
-        bounds: leave out groups whose mean return is not strictly inside; None for none.
-        by_turn: whether the estimator compares turns.
-    """
+    """When a group closes, and what becomes of it; what is not listed is an argument of `MCAdvantage`."""
 
     size: int
     least: int
@@ -131,18 +103,7 @@ class GroupRules:
 
 
 class GroupQueue:
-    """Groups that wait for members, in the order in which the first of each arrived.
-
-    Args:
-        rules: when groups close, and how they are graded.
-        stats: counters, continued from their current values.
-
-    Attributes:
-        waiting: the trajectories of each group, in the order of arrival.
-        failed: the number of members that will never arrive, of groups with any.
-        late: the number of members that may still arrive, for groups that closed early.
-        unique: whether group identities are unique, so that a straggler can be told from a new group.
-    """
+    """Groups that wait for members, in the order in which the first of each arrived."""
 
     def __init__(self, rules: GroupRules, stats: dict[str, float]) -> None:
         self.rules = rules
@@ -164,11 +125,7 @@ class GroupQueue:
         return set(counts.values()) <= {self.rules.size} and not counts.keys() & {*self.failed, *self.late}
 
     def arrive(self, arrived: Sequence[Member]) -> list[Closed]:
-        """Add trajectories and return the groups that they complete.
-
-        Raises:
-            DataError: a member arrives twice, or is waiting already: it would take the place of a missing member.
-        """
+        """Add trajectories and return the groups that they complete."""
         groups = {member.group for member in arrived}
         seen = {(group, member.name) for group in groups for member in self.waiting.get(group, ())}
         for group, name in ((member.group, member.name) for member in arrived if member.name >= 0):
@@ -202,12 +159,7 @@ class GroupQueue:
         return closed
 
     def complete(self, groups: Iterable[Hashable], now: float = -math.inf) -> list[Closed]:
-        """Remove those of the groups that are complete and return them; groups of one batch close together.
-
-        Args:
-            groups: those that may have become complete.
-            now: seconds; groups that are overdue by then need fewer members.
-        """
+        """Remove those of the groups that are complete and return them; groups of one batch close together."""
         closed: list[Closed] = []
         for group in groups:
             together, each = [group], self.rules.batch_groups
@@ -296,11 +248,7 @@ class GroupQueue:
 
 
 def batch_of(group: Hashable, batch_groups: int) -> int:
-    """Return the batch of a group.
-
-    Raises:
-        DataError: the group's identity is not an integer.
-    """
+    """Return the batch of a group."""
     if not isinstance(group, int):
         raise DataError(
             f"batch_groups={batch_groups} counts groups by an integer group_id, and a trajectory's group is {group!r}. "
@@ -380,15 +328,7 @@ class MemberScores(NamedTuple):
 
 
 def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> MemberScores:
-    """Return the scores of trajectories; a trajectory without rewards has return 0.
-
-    Args:
-        batch: their steps.
-        reward: per token or per step, one row per step.
-        bounds: the first step of each trajectory, then the number of steps.
-        how: `sum`, `mean` or `max` of a trajectory's rewards; None is `sum`.
-        eps: machine epsilon of the dtype that log-probs were computed in.
-    """
+    """Return the scores of trajectories; a trajectory without rewards has return 0."""
     n, k = bounds[-1], len(bounds) - 1
     values = reward.values.detach().double()
     counts = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
@@ -520,16 +460,7 @@ def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: floa
 def new_columns(
     batch: Trajectories, reward: Flat, bounds: Sequence[int], graded: Graded, rules: GroupRules, *, one_each: bool
 ) -> dict[Key, Flat]:
-    """Return the new columns of trajectories, one row per step.
-
-    Args:
-        batch: their steps.
-        reward: of the batch; the advantage has its shape.
-        bounds: the first step of each trajectory, then the number of steps.
-        graded: the advantages.
-        rules: the estimator's options.
-        one_each: return one advantage per trajectory, whatever the reward's shape.
-    """
+    """Return the new columns of trajectories, one row per step."""
     if len(bounds) != bounds[-1] + 1:
         graded = graded.take(spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff()))
     mask, degenerate = batch.get(ASSISTANT_MASK), graded.degenerate
@@ -579,17 +510,7 @@ def shaped(graded: Graded, reward: Flat, mask: Flat | None, rules: GroupRules) -
 
 
 def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: bool) -> list[Hashable]:
-    """Return hashable identities of the groups of the trajectories whose first steps are `first`.
-
-    Args:
-        column: the identity of each step's group.
-        first: the first step of each trajectory.
-        key: the column's key, for messages.
-        numbers: return the numbers by which a store identifies groups.
-
-    Raises:
-        DataError: if an identity is neither a string, nor a number, nor a tensor.
-    """
+    """Return hashable identities of the groups of the trajectories whose first steps are `first`."""
     if isinstance(column, Text):
         items: list[Any] = column.plain()
         found: list[Hashable] = [tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i] for i in first]

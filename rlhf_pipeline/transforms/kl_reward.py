@@ -35,16 +35,7 @@ from rlhf_pipeline.transforms.kl_controllers import ConstantKLController, KLCont
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLKeys:
-    """The keys of a KL penalty in the reward.
-
-    Attributes:
-        reward: read; where missing, `task_reward` is.
-        shaped: the reward with the penalty.
-        penalty: k1 per token.
-        log_probs: behaviour log-probs.
-        ref_log_probs: reference log-probs, used if present.
-        scored: reference log-probs that the transform computed.
-    """
+    """The keys of a KL penalty in the reward."""
 
     reward: Key = REWARD
     shaped: Key = REWARD
@@ -235,11 +226,7 @@ class KLReward(ColumnTransform):
 
 
 def constant_controller(coef: Any) -> KLController:
-    """Return a controller for a plain coefficient.
-
-    Raises:
-        DefinitionError: the coefficient is a controller itself.
-    """
+    """Return a controller for a plain coefficient."""
     if isinstance(coef, KLController):
         raise DefinitionError(f"coef is a {type(coef).__name__}; pass controller=.")
     return ConstantKLController(kl_coef=float(coef))

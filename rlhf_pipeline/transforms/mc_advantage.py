@@ -40,6 +40,7 @@ from rlhf_pipeline.data.tensordicts import (
     along_one_dimension,
     attach,
     holds,
+    in_form_of,
     is_stack,
     some_steps_of,
     stack_of,
@@ -292,7 +293,7 @@ class MCAdvantage(Transform):
         rows = done.source.get(ROWS)
         if isinstance(rows, Text) and (is_stack(tensordict) or tensordict.batch_dims != 1):
             return stack_with(rows.items, done.columns)
-        return stack_of(done.batch)
+        return in_form_of(tensordict, done.batch)
 
     def _taken(self, batch: Trajectories | None, method: str) -> _Finished | None:
         """Take trajectories into their groups, and return those to write."""
@@ -455,11 +456,7 @@ class MCAdvantage(Transform):
         return self._queue
 
     def _on_store(self, method: str, instead: str) -> _StoreCall | None:
-        """Return the buffer's current call on the store; None if trajectories wait in memory.
-
-        Raises:
-            DefinitionError: groups wait in a store, and no buffer is writing to it.
-        """
+        """Return the buffer's current call on the store; None if trajectories wait in memory."""
         if self.rows is not None and self._store_call is None:
             raise DefinitionError(
                 f"the groups of this MCAdvantage wait in {self.rows.store.path}, where MCAdvantage.{method} cannot "
@@ -707,15 +704,7 @@ class MCAdvantage(Transform):
 
 @dataclass(slots=True)
 class _StoreCall:
-    """A call of a buffer on the store in which groups wait.
-
-    Attributes:
-        rows: the waiting rows.
-        alone: keeps other processes from changing groups until the call ends.
-        closed: groups that close and have members in the store, or will have.
-        waits: the trajectories of the call that are stored as waiting, if only until the update that completes them.
-        num_rows: the number of rows that `write` returned; None before.
-    """
+    """A call of a buffer on the store in which groups wait."""
 
     rows: WaitingRows
     alone: ExitStack

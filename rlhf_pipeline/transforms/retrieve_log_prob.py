@@ -185,9 +185,6 @@ class ScoringBeside:
 
     The two streams share nothing but the reference's weights, which do not change during a rollout: inputs and results
     of a pass are allocated, used and copied to the host on its own stream. So if sampling fails, nobody needs to wait.
-
-    Args:
-        retrieve: of the write path, which leaves trajectories that have reference log-probs alone.
     """
 
     def __init__(self, retrieve: RetrieveLogProb) -> None:
@@ -210,11 +207,7 @@ class ScoringBeside:
         self._longest = max(self._longest, len(row))
 
     def columns(self, batch: Trajectories) -> dict[Key, Flat]:
-        """Return the log-probs of the rollout's trajectories, which hold all its completions in sequence.
-
-        Raises:
-            EngineError: the engine did not pass on every completion.
-        """
+        """Return the log-probs of the rollout's trajectories, which hold all its completions in sequence."""
         self._start()
         tokens, scored = per_token(batch, TOKENS), sum(len(one.rows) for one in self._passes)
         if tokens is None or scored != batch.n:

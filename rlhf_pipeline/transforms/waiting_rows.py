@@ -64,11 +64,6 @@ class WaitingRows:
         store: open for appending, with the column `waiting`.
         known: returns the ids of the rows known to be waiting, int64, in order.
         refresh: shows the rows of other processes.
-
-    Attributes:
-        eps: machine epsilon of the dtype that log-probs were computed in.
-        one_each: whether the store keeps one advantage per trajectory, and one is computed.
-        by_turn: whether turns are compared, and the store has their rewards.
     """
 
     def __init__(self, store: TrajectoryStore, known: Callable[[], Ints], refresh: Callable[[], object]) -> None:
@@ -92,12 +87,7 @@ class WaitingRows:
                 raise
 
     def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
-        """Add the waiting rows of all processes to an empty queue, identified by their group's number.
-
-        Args:
-            queue: gains the members of groups, and their failures.
-            among: read these groups, and those that may be complete; None reads all.
-        """
+        """Add the waiting rows of all processes to an empty queue, identified by their group's number."""
         self.refresh()
         rows, rules = self.known(), queue.rules
         groups, failed = (self._scalars(name, rows, 0) for name in ("waiting", "failed_members"))
@@ -134,11 +124,7 @@ class WaitingRows:
                 member.turns = values.tolist()
 
     def check_new(self, members: Sequence[Member]) -> None:
-        """Look for members that begin groups among the newest rows of the store.
-
-        Raises:
-            DataError: one is there, so its group has closed: a new group would wait for the others for ever.
-        """
+        """Look for members that begin groups among the newest rows of the store."""
         begun, store = {(member.group, member.name) for member in members if member.name >= 0}, self.store
         if not begun or "group_id" not in store.schema or "trajectory_id" not in store.schema:
             return

@@ -41,11 +41,7 @@ _LONG = 1 << 14
 
 
 class Fills:
-    """The items of a ragged column that a segment lacks: every slice holds the fill.
-
-    Args:
-        column: the column.
-    """
+    """The items of a ragged column that a segment lacks: every slice holds the fill."""
 
     def __init__(self, column: Column) -> None:
         self._column = column
@@ -64,14 +60,7 @@ _fills = functools.lru_cache(maxsize=256)(Fills)
 
 
 class Gap(NamedTuple):
-    """Rows that are not served, because their commit is missing or does not match its checksum.
-
-    Attributes:
-        seq: the number of the commit.
-        first: its first row.
-        end: one past its last row.
-        why: what is wrong, in words; empty for a commit that was never acknowledged.
-    """
+    """Rows that are not served, because their commit is missing or does not match its checksum."""
 
     seq: int
     first: int
@@ -80,25 +69,7 @@ class Gap(NamedTuple):
 
 
 class Segment(ABC):
-    """One segment as a reader sees it.
-
-    Attributes:
-        ordinal: its number.
-        owners: runs `(first, last)` of the ordinals whose rows or updates a merged segment holds.
-        name: of its folder, for messages.
-        meta: its metadata.
-        schema: the columns of this segment.
-        rows: rows that its commits cover, including those of `gaps`.
-        gaps: the commits found so far that are not served, by number.
-        lost: runs `(first, last)` of commits that the catalog has recorded as lost by a power loss; None if no writer
-            has looked since.
-        records: commits seen.
-        newest_ns: the time of the newest of them; for a merged segment, the catalog has a later one.
-        finished: nothing more will be added.
-
-    Raises:
-        CorruptionError: this is not the segment that the catalog names.
-    """
+    """One segment as a reader sees it."""
 
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
@@ -164,12 +135,7 @@ class Segment(ABC):
     # What every medium shares
 
     def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
-        """Return the bytes of an array, opened at first use.
-
-        Args:
-            name: of the array.
-            rows: the rows that will be read, if only their values are needed; None for all.
-        """
+        """Return the bytes of an array, opened at first use."""
         found = self._maps.get(name)
         if found is None:
             found = self._maps[name] = self._open(name)

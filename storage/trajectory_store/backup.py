@@ -28,16 +28,6 @@ def copy_folder(source: Path, target: Path, first: State) -> None:
     A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
     the copy never counts what it does not have. If the catalog has moved on meanwhile, the next round copies what has
     changed since. Ids are kept. Holes in files stay holes.
-
-    Args:
-        source: the root folder.
-        target: the new root; must not exist, or be empty. It appears under its name when it is whole.
-        first: the first record of the store.
-
-    Raises:
-        StoreExistsError: the target holds something.
-        StoreError: the catalog cannot be read.
-        WriteFailedError: the catalog did not stand still during any round.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreExistsError(f"{target} exists already. Choose another place for the copy.")

@@ -122,10 +122,6 @@ def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
         data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values; or a list of
             rows, each a dict by column.
         n_rows: the number of rows, if it is known beforehand.
-
-    Raises:
-        BatchError: a column is missing, too short, of the wrong kind, or does not fit its dtype.
-        UnknownColumnError: the schema has no such column.
     """
     if not isinstance(data, Mapping):
         data = _by_column(data)

@@ -53,16 +53,7 @@ class Transient(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The requests made to an object store, repeats included.
-
-    Attributes:
-        puts: requests that write.
-        gets: requests that read an object or a part of one.
-        lists: requests that list keys.
-        deletes: requests that delete; they cost nothing.
-        sent: bytes of the objects that were written.
-        received: bytes of the objects that were read.
-    """
+    """The requests made to an object store, repeats included."""
 
     puts: int = 0
     gets: int = 0
@@ -84,11 +75,7 @@ class Traffic:
 
 
 def number_from(variable: str, default: float) -> float:
-    """Return the number in an environment variable, or the default if it is not set.
-
-    Raises:
-        SchemaError: the value is not a number above 0.
-    """
+    """Return the number in an environment variable, or the default if it is not set."""
     text = os.environ.get(variable, "")
     try:
         number = float(text) if text else default
@@ -100,15 +87,7 @@ def number_from(variable: str, default: float) -> float:
 
 
 def persist(call: Callable[[], R], what: str) -> R:
-    """Repeat a request, after growing pauses, until it has failed for as long as `PATIENCE` says.
-
-    Args:
-        call: raises `Transient` if another try may help.
-        what: the request, for the log.
-
-    Raises:
-        Transient: the error of the last try.
-    """
+    """Repeat a request, after growing pauses, until it has failed for as long as `PATIENCE` says."""
     began, pause, told = time.monotonic(), _FIRST_PAUSE_S, False
     while True:
         try:
@@ -137,18 +116,7 @@ def is_folder(path: Any) -> bool:
 
 
 class Bucket(ABC):
-    """A place for objects.
-
-    Attributes:
-        where: the address, for messages.
-        can_tear: the machine may go down after a put that did not wait for the disk, and take it.
-        costly: a request costs more than the bytes of an object: objects are requested whole and together, and a
-            request that failed has been repeated for long.
-        many: from this many commits on, a single finished segment is merged.
-        durable: puts wait for the disk, where they need not.
-        tail: bytes to read from the end of an object; in most commits they include the record and the directory.
-        traffic: the requests so far, where they are counted.
-    """
+    """A place for objects."""
 
     where: str
     can_tear = False
@@ -159,20 +127,12 @@ class Bucket(ABC):
     traffic: Traffic = Traffic()
 
     def make(self, fill: Callable[[Bucket], None]) -> None:
-        """Put the first objects of a store.
-
-        Raises:
-            StoreExistsError: the place holds something.
-        """
+        """Put the first objects of a store."""
         fill(self)
 
     @abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put an object unless one with this key exists; return False if one does.
-
-        Raises:
-            Transient: whether it was put is unknown.
-        """
+        """Put an object unless one with this key exists; return False if one does."""
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
@@ -223,11 +183,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Get some ranges of bytes of one object.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Get some ranges of bytes of one object."""
 
     @abstractmethod
     def keys(self, prefix: str, after: str = "") -> list[str]:
@@ -252,11 +208,7 @@ class Bucket(ABC):
         """Remember which folder this is, so that `still_here` notices another one in its place, or none."""
 
     def still_here(self) -> None:  # noqa: B027
-        """Check that the folder that `hold` remembers is still the one at this path.
-
-        Raises:
-            WriteFailedError: it was moved, removed or replaced.
-        """
+        """Check that the folder that `hold` remembers is still the one at this path."""
 
     def lock(self, key: str) -> int | None:
         """Lock an object until the returned descriptor is closed or the process ends; None where there are no locks."""
@@ -295,9 +247,6 @@ class Bucket(ABC):
 
         A put that failed or was not answered may still arrive, and a client may repeat one whose reply was lost. So the
         same bytes are put to the same key until an object is there, and that object is read back.
-
-        Raises:
-            WriteFailedError: it could not be found out.
         """
 
         def once() -> bool:
@@ -320,12 +269,7 @@ class Bucket(ABC):
 
 
 class FolderBucket(Bucket):
-    """Objects as files below a local folder.
-
-    Args:
-        root: the folder.
-        durable: wait until a file and its name are on the disk.
-    """
+    """Objects as files below a local folder."""
 
     can_tear = True
     costly = False  # reading one scalar of 5,120 rows takes a fifteenth of the time that whole objects take

@@ -34,21 +34,7 @@ class Address(NamedTuple):
 
 
 class Catalog:
-    """A reader's view of a store.
-
-    Args:
-        medium: where the store is.
-        root: the options of the store.
-        warn: warn when a segment cannot be opened.
-
-    Attributes:
-        segments: the segments whose rows count, by ordinal.
-        updates: the segments with later values, by ordinal.
-        state: the catalog record that these segments come from; the journal may have read a newer one.
-        generation: increases with every change that a reader can see.
-        problems: the damage found while opening, in words.
-        damaged: the segments in which upkeep has found damage.
-    """
+    """A reader's view of a store."""
 
     def __init__(self, medium: Medium, root: Root, *, warn: bool = True) -> None:
         self.medium = medium
@@ -86,11 +72,7 @@ class Catalog:
     # Following
 
     def refresh(self) -> None:
-        """Read new commits, new segments and removals.
-
-        Raises:
-            ReadFailedError: something cannot be read now; what was known still counts, and the next call tries again.
-        """
+        """Read new commits, new segments and removals."""
         with self.lock:
             self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
@@ -335,11 +317,7 @@ class Catalog:
         return self._tables.setdefault(name, {}) if self.medium.keeps_arrays else {}
 
     def locate(self, ids: Int64Array) -> Address:
-        """Find rows.
-
-        Raises:
-            MissingRowError: an id was never given, is not visible yet, or was evicted.
-        """
+        """Find rows."""
         ordinals, rows = (ids.view(np.uint64) >> _SHIFT).view(np.int64), ids & ROW_MASK
         every = self._homes  # before `_moved`, which another thread sets first: rows that moved are not in it then
         try:  # a negative id has a large ordinal, because it was shifted as an unsigned number

@@ -43,17 +43,7 @@ KEPT = 64
 
 @dataclass(frozen=True)
 class Entry:
-    """A segment that counts.
-
-    Attributes:
-        ordinal: its number.
-        kind: `rows` or `update`.
-        salt: the random number in its metadata and records.
-        merged: its rows came from the segments in `owners`.
-        rows: its final number of rows, if known when the record was written; else None.
-        owners: the runs `(first, last)` of ordinals whose rows a merged segment holds.
-        lost: the runs `(first, last)` of commits that a power loss took, once a writer has looked; else None.
-    """
+    """A segment that counts."""
 
     ordinal: int
     kind: Kind
@@ -76,20 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class State:
-    """One record of the catalog.
-
-    Attributes:
-        number: the record's number, from 0.
-        nonce: random; identifies the record.
-        previous: the nonce of the record before.
-        store: the `uuid` of the store.
-        time_ns: later than every commit that its writer had seen.
-        next_ordinal: above every ordinal ever used.
-        schema: the columns of the store now.
-        rows_gone: rows that were removed for good since the store was made.
-        entries: the segments that count, by ordinal.
-        claim: the owner of the upkeep claim and its end (ns), in a bucket without locks; else None.
-    """
+    """One record of the catalog."""
 
     number: int
     nonce: str
@@ -135,11 +112,7 @@ class State:
 
     @classmethod
     def from_bytes(cls, raw: bytes, number: int, store: str, where: str) -> State:
-        """Parse an object of a record.
-
-        Raises:
-            CorruptionError: it does not match its checksum, or it is a record of another store.
-        """
+        """Parse an object of a record."""
         state = _parse(raw, number)
         if state is None:
             raise CorruptionError(f"{where} is damaged: it does not match its checksum.")
@@ -209,21 +182,7 @@ def put_first(bucket: Bucket, first: State) -> None:
 
 
 class Journal:
-    """Reads and extends the chain of records.
-
-    Args:
-        bucket: where the records are.
-        first: the first record of the store; it counts before the store's creator has put it. Records of another store
-            do not count.
-
-    Attributes:
-        state: the newest record read so far.
-        top: the number that is taken last; above that of `state` if newer records cannot be read.
-        problems: the damaged records found so far, in words.
-
-    Raises:
-        CorruptionError: no record can be read.
-    """
+    """Reads and extends the chain of records."""
 
     state: State
 
@@ -257,11 +216,7 @@ class Journal:
         return sorted({number for key in keys if (number := number_of(key)) is not None})
 
     def _read(self, number: int) -> State | None:
-        """Return a record from the first of its objects that is good, or None if both are gone.
-
-        Raises:
-            CorruptionError: no object of it can be read.
-        """
+        """Return a record from the first of its objects that is good, or None if both are gone."""
         wrong: list[CorruptionError] = []
         for key in record_keys(number):
             raw = self._bucket.get(key)
@@ -301,20 +256,7 @@ class Journal:
         return top
 
     def change(self, step: Callable[[State], State | None], newest_ns: int = 0) -> State | None:
-        """Add a record.
-
-        Args:
-            step: returns the next state for the newest one, or None if there is nothing to do. It is called again
-                with a newer state if another process was first.
-            newest_ns: a time that the record's time must exceed.
-
-        Returns:
-            The new state, or None if `step` returned None.
-
-        Raises:
-            WriteFailedError: the record could not be written.
-            UnsyncedError: the record counts, and its copy could not be written.
-        """
+        """Add a record."""
         while True:
             if not self.catch_up() and self.top < 0:
                 put_first(self._bucket, self.state)
@@ -338,9 +280,6 @@ class Journal:
         """Put the second object of the newest record, if its writer was killed before it could.
 
         Before it is there, nothing is committed or removed on the record's word.
-
-        Raises:
-            UnsyncedError: it could not be put, and the record counts.
         """
         if self._bucket.get(record_keys(self.state.number)[1]) is None:
             self._put_copy()
@@ -354,11 +293,7 @@ class Journal:
             ) from error
 
     def _follows(self, before: State) -> bool:
-        """Return whether the record that this process followed is still there; False if a newer one was put since.
-
-        Raises:
-            WriteFailedError: another store, or an older state of this one, is in its place.
-        """
+        """Return whether the record that this process followed is still there; False if a newer one was put since."""
         self._bucket.still_here()
         try:
             there = self._read(before.number)

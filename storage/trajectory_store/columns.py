@@ -174,9 +174,6 @@ class ColumnReader:
         limits: how many updates of each update segment count, to read values as of a snapshot; empty for none, None
             for all.
         places: where the rows are, if that is known.
-
-    Attributes:
-        ids: the ids.
     """
 
     def __init__(

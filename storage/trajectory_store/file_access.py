@@ -65,12 +65,7 @@ def choose(path: Path, mounts: Path = MOUNTS) -> Io:
 
 
 class PreadBytes:
-    """A file that is read on demand; slices are bytes.
-
-    Args:
-        path: the file.
-        size: the bytes that it must have at least.
-    """
+    """A file that is read on demand; slices are bytes."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -103,12 +98,7 @@ FORMATS: dict[int, Literal["B", "H", "I", "L"]] = {1: "B", 2: "H", 4: "I", 8: "L
 
 
 class PreadItems:
-    """The items of a file that is read on demand; slices are memoryviews of unsigned integers.
-
-    Args:
-        raw: the file.
-        size: bytes per item.
-    """
+    """The items of a file that is read on demand; slices are memoryviews of unsigned integers."""
 
     def __init__(self, raw: PreadBytes, size: int) -> None:
         self._raw = raw
@@ -120,12 +110,7 @@ class PreadItems:
 
 
 def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
-    """Read bytes `start` to `stop` of an open file.
-
-    Raises:
-        ReadFailedError: the file system failed.
-        CorruptionError: the file ends before `stop`.
-    """
+    """Read bytes `start` to `stop` of an open file."""
     data = b""
     while start + len(data) < stop:
         try:
@@ -183,18 +168,7 @@ def will_need(view: object, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.
 
 
 def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memoryview | PreadBytes:
-    """Open a file of at least `size` bytes in the chosen way.
-
-    Args:
-        path: a regular file; links are not followed.
-        size: the bytes that it must have at least.
-        io: `"mmap"` or `"pread"`.
-        used: bytes that hold values, if the file no longer changes; a small file is loaded.
-
-    Raises:
-        FileNotFoundError: the file is gone.
-        CorruptionError: the file is shorter than the metadata says, or not a regular file.
-    """
+    """Open a file of at least `size` bytes in the chosen way."""
     if used is not None and used <= LOADED:
         fd = fs.open_fd(path, os.O_RDONLY)
         try:

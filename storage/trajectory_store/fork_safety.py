@@ -28,13 +28,7 @@ _held: list[Lock] = []
 
 
 def guard(owner: object, rank: int, *locks: Lock) -> None:
-    """Hold these locks during every fork, for as long as their owner lives.
-
-    Args:
-        owner: what they belong to.
-        rank: lower than that of the locks that are taken while these are held.
-        locks: the locks.
-    """
+    """Hold these locks during every fork, for as long as their owner lives."""
     _locks[owner] = rank, locks
 
 

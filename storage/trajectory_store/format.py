@@ -57,22 +57,14 @@ continued = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend) 
 
 
 def checked_int(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
-    """Check an integer from a JSON document, and return it.
-
-    Raises:
-        ValueError: it is not an integer, or out of bounds.
-    """
+    """Check an integer from a JSON document, and return it."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{str(value)[:40]!r} is not an integer from {least} to {most}")
     return value
 
 
 def time_after(newest_ns: int) -> int:
-    """Return the time in ns: that of the clock, or later than what was seen, whatever the clock says.
-
-    Raises:
-        WriteFailedError: the clock, or what was seen, is beyond the largest time that a store can hold.
-    """
+    """Return the time in ns: that of the clock, or later than what was seen, whatever the clock says."""
     now = max(time.time_ns(), newest_ns + 1)
     if now >= MAX_TIME_NS:
         raise WriteFailedError(
@@ -135,16 +127,7 @@ def ordinal_of(name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentMeta:
-    """The metadata of a segment.
-
-    Attributes:
-        schema: the columns of this segment.
-        rows_cap: rows that fit.
-        elems_cap: elements that fit, per axis.
-        kind: `rows`, or `update`: later values of rows elsewhere.
-        merged: the rows came from other segments, and keep their ids and times.
-        salt: random; it is in every record and in the catalog, so that nothing else is mistaken for this segment.
-    """
+    """The metadata of a segment."""
 
     kind: Kind = "rows"
     merged: bool = False
@@ -379,12 +362,7 @@ def parse(raw: bytes, salt: int, seq: int) -> Record | None:
 
 
 class Log:
-    """A reader's view of a `commits` array: bytes that only grow.
-
-    Args:
-        data: the array, `capacity * 64` bytes, mapped or read on demand.
-        salt: the salt of the segment.
-    """
+    """A reader's view of a `commits` array: bytes that only grow."""
 
     def __init__(self, data: memoryview | PreadBytes, salt: int) -> None:
         self._data = data

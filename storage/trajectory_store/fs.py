@@ -79,11 +79,7 @@ def explained(path: Path | str, doing: str) -> Generator[None]:
 
 
 def open_fd(path: Path | str, flags: int) -> int:
-    """Open a regular file.
-
-    Raises:
-        CorruptionError: the path is a link, a pipe or a device.
-    """
+    """Open a regular file."""
     try:
         fd = os.open(path, flags | _SAFE, 0o666)
     except OSError as error:

@@ -57,12 +57,7 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 class Memmap(Medium):
-    """Raw segments below a local folder.
-
-    Args:
-        bucket: the folder.
-        io: how files are read; None chooses by the file system.
-    """
+    """Raw segments below a local folder."""
 
     def __init__(self, bucket: FolderBucket, io: Io | None = None) -> None:
         self.bucket = bucket
@@ -193,11 +188,7 @@ class Memmap(Medium):
 
 
 def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
-    """Build the files of an empty segment in a folder that does not exist yet.
-
-    Returns:
-        The open, locked file of its commits, and the CRC32C of its zarr.json.
-    """
+    """Build the files of an empty segment in a folder that does not exist yet."""
     fd = -1
     try:
         for part in (folder, folder / "commits", folder / "commits" / "c", folder / "commits" / "c" / "0"):
@@ -227,15 +218,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
 
 
 class LocalWriter(SegmentWriter):
-    """Appends commits to one segment on a local disk.
-
-    Args:
-        folder: the segment.
-        ordinal: its number.
-        meta: its metadata.
-        log_fd: its commits, open and locked.
-        meta_crc: the checksum of its zarr.json.
-    """
+    """Appends commits to one segment on a local disk."""
 
     def __init__(self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int) -> None:
         super().__init__(ordinal, meta)

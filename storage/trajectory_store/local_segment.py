@@ -40,17 +40,7 @@ from trajectory_store.verify_report import VerifyReport
 
 
 class LocalSegment(Segment):
-    """A segment on a local disk.
-
-    Args:
-        folder: where it is.
-        entry: its entry in the catalog.
-        io: how its files are read.
-
-    Raises:
-        FileNotFoundError: the folder is gone.
-        CorruptionError: it is damaged, or another segment is in its place.
-    """
+    """A segment on a local disk."""
 
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
         fs.check_folder(folder)
@@ -110,9 +100,6 @@ class LocalSegment(Segment):
         """Count every valid record of a writer that is gone, and find the commits that are not served.
 
         Where the writer had synced everything, or the machine still runs that it ran on, nothing has to be checked.
-
-        Args:
-            promised: the rows that the catalog says it has; None if it does not know.
         """
         self.finished = False  # while commits are checked, files are read whole
         log, mark = self.log, self.acknowledged()
@@ -191,11 +178,7 @@ class LocalSegment(Segment):
         return found if found is not None and found <= self.meta.rows_cap else None
 
     def data_crc(self, first: int, end: int) -> int:
-        """Return the CRC32C of the values of rows `first` to `end`, in the order they were written.
-
-        Returns:
-            The checksum, or -1 if the offsets cannot be right.
-        """
+        """Return the CRC32C of the values of rows `first` to `end`, in the order they were written."""
         crc = 0
         spans: dict[str, tuple[int, int]] = {}
         for axis in self.schema.axes:

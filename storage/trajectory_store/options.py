@@ -32,9 +32,6 @@ _UNITS: Final = {"": 1, "B": 1} | {
 def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
     """Return a number of bytes given as a number or as text.
 
-    Raises:
-        SchemaError: it is neither, or below `least`.
-
     >>> size_of("max_bytes", "1GB"), size_of("max_bytes", "1.5 MiB")
     (1000000000, 1572864)
     """
@@ -88,11 +85,7 @@ def bucket_of(path: Any) -> Bucket:
 def medium_of(
     bucket: Bucket, root: Root, io: Io | None, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
 ) -> Medium:
-    """Return the medium of a store in a bucket.
-
-    Raises:
-        NotAStoreError: it needs a local folder.
-    """
+    """Return the medium of a store in a bucket."""
     if root.backend == "zarr":
         from trajectory_store.objects.backend import ObjectMedium
 

@@ -34,19 +34,7 @@ WHOLE_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """The content of a store's `zarr.json`; it never changes.
-
-    Attributes:
-        schema: the columns that the store began with; the current ones are in the catalog.
-        durability: the default of its writers.
-        max_trajectories: rows kept, or None.
-        max_bytes: disk space kept, or None.
-        segment_rows: rows of a full segment, or None for the growing default.
-        segment_elements: elements per axis of a full segment, or None.
-        preallocate: reserve blocks when a segment is made.
-        backend: `memmap` for raw segments, `zarr` for one object per commit.
-        compress: zstd for the chunks of the zarr backend.
-    """
+    """The content of a store's `zarr.json`; it never changes."""
 
     schema: Schema
     durability: Durability = "process"
@@ -68,13 +56,7 @@ class Root:
 
     @classmethod
     def from_json(cls, raw: bytes, where: str) -> Root:
-        """Parse a store's zarr.json.
-
-        Raises:
-            NotAStoreError: something else is there.
-            FormatVersionError: another version of the format wrote it.
-            CorruptionError: it is damaged.
-        """
+        """Parse a store's zarr.json."""
         attributes = read_attributes(raw, where, "store")
         try:
             known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
@@ -104,11 +86,7 @@ def _crc(attributes: Mapping[str, Any]) -> int:
 
 
 def create_root(bucket: Bucket, root: Root) -> None:
-    """Put the files of a new store; the process whose root is put creates it.
-
-    Raises:
-        StoreExistsError: the place holds something.
-    """
+    """Put the files of a new store; the process whose root is put creates it."""
 
     def fill(bucket: Bucket) -> None:
         if not bucket.put_once(KEY, root.to_json()):
@@ -119,13 +97,7 @@ def create_root(bucket: Bucket, root: Root) -> None:
 
 
 def read_root(bucket: Bucket) -> Root:
-    """Read the root of a store.
-
-    Raises:
-        StoreNotFoundError: nothing is there.
-        NotAStoreError: something else is there.
-        FormatVersionError: another version of the format wrote it.
-    """
+    """Read the root of a store."""
     raw = bucket.get(KEY)
     if raw is None and not bucket.is_empty():
         raw = bucket.get(KEY)  # it may have been created between the two requests

@@ -552,11 +552,7 @@ def _for_all(column: Column, given: Any, count: int) -> Any:
 
 
 def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
-    """Return a state with more columns, or None if all of them exist already.
-
-    Raises:
-        SchemaError: a column exists with another definition.
-    """
+    """Return a state with more columns, or None if all of them exist already."""
     new: list[Column] = []
     for column in columns:
         known = state.schema.find(column.name)

@@ -22,10 +22,6 @@ class Texts:
     Equality, `startswith` and searching work on the bytes, which for UTF-8 is the same as on characters: finding a
     value among 10^6 finish reasons takes milliseconds, where decoding them takes more than a second.
 
-    Args:
-        rows: uint8 values, one row per text.
-        kind: `str` for UTF-8 text, `bytes` for byte strings.
-
     >>> texts = Texts(RaggedArray(np.frombuffer(b"stoplength", np.uint8), [4, 6]), str)
     >>> (texts == "stop").tolist(), texts.contains("t").tolist(), texts.startswith("le").tolist()
     ([True, False], [True, True], [False, True])

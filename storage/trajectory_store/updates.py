@@ -50,11 +50,6 @@ class Later:
 
     Updates are ordered by commit time, then by first address, so every reader ends with the same values, in whatever
     order it read the commits.
-
-    Args:
-        catalog: where the segments are.
-        column: the column.
-        limits: the rows that count, per original update segment; None for all.
     """
 
     def __init__(self, catalog: Catalog, column: Column, limits: Mapping[int, int] | None = None) -> None:

@@ -69,11 +69,7 @@ class CompactReport:
 
 
 def evict(catalog: Catalog, root: Root) -> int:
-    """Remove the oldest segments that the limits of the store no longer cover.
-
-    Returns:
-        How many segments were removed; also 0 if another process was first.
-    """
+    """Remove the oldest segments that the limits of the store no longer cover."""
     if root.max_trajectories is None and root.max_bytes is None:
         return 0
     catalog.refresh()
@@ -458,12 +454,7 @@ def _take_lease(catalog: Catalog, owner: str) -> bool:
 
 
 class Background:
-    """Upkeep beside a process that appends: small segments are merged in a separate thread.
-
-    Args:
-        look_in: opens a catalog of its own.
-        root: the options of the store.
-    """
+    """Upkeep beside a process that appends: small segments are merged in a separate thread."""
 
     def __init__(self, look_in: Callable[[], AbstractContextManager[Catalog]], root: Root) -> None:
         self._look_in = look_in

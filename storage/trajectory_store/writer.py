@@ -31,14 +31,7 @@ FIRST_ELEMENTS = 1 << 12
 
 
 class Stream:
-    """The segments of one kind that this process writes, one after another.
-
-    Args:
-        catalog: of this process; the stream's times and numbers follow it.
-        root: the options of the store.
-        kind: what its segments hold.
-        durability: when a commit counts as done.
-    """
+    """The segments of one kind that this process writes, one after another."""
 
     def __init__(self, catalog: Catalog, root: Root, kind: Kind, durability: Durability) -> None:
         self._catalog = catalog
@@ -62,20 +55,7 @@ class Stream:
         return None if self._writer is None else self._writer.ordinal
 
     def append(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None = None) -> tuple[int, int]:
-        """Commit a batch of one row or more.
-
-        Args:
-            batch: the rows.
-            schema: the columns that the store has.
-            begin: called with the number of a new segment before its first commit; if it raises, so does this call.
-
-        Returns:
-            The ordinal of the segment and the first row in it.
-
-        Raises:
-            UnsyncedError: the rows are in the store, but their sync failed.
-            WriteFailedError: the disk refused; rows acknowledged before are safe.
-        """
+        """Commit a batch of one row or more."""
         with self._lock:
             writer, first = (
                 (None, -1) if self._writer is None or self._writer.pending is None else self._after_pending(batch)

@@ -670,9 +670,6 @@ def check_format(name: str) -> None:
 def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
     """Return the tool of a file from its first row; None for rows that `export` wrote, or where `is_export` says so.
 
-    Raises:
-        DefinitionError: the file is not of the tool that is named.
-
     >>> find_tool("auto", {"prompt": "1+1=", "completion": "2", "reward": 1.0}).name
     'rows'
     """

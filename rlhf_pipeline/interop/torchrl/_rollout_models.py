@@ -56,11 +56,7 @@ class RolloutModel:
         self.max_positions: int | None = positions if self.policy is None else self.policy.max_positions
 
     def sampling(self, generation_config: Any, max_new_tokens: int) -> Sampling:
-        """Return how to sample, by the generation config if one is given.
-
-        Raises:
-            DefinitionError: the config has an option that log-probs would not reflect, or another length or end token.
-        """
+        """Return how to sample, by the generation config if one is given."""
         own = getattr(self.model, "generation_config", None)
         given = generation_config
         limit = getattr(given, "max_new_tokens", None)

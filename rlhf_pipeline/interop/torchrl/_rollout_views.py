@@ -34,14 +34,7 @@ class PromptRows(NamedTuple):
 
 
 def prompt_rows(batch: Any) -> PromptRows:
-    """Read the prompts of a `PromptData`, a TensorDict, a dict or any object with these fields.
-
-    Args:
-        batch: has `input_ids` and `prompt_rindex`, and optionally `attention_mask`, by default all True.
-
-    Raises:
-        DataError: a field is missing or has a wrong shape, or a row has no prompt.
-    """
+    """Read the prompts of a `PromptData`, a TensorDict, a dict or any object with these fields."""
     input_ids, rindex = _field(batch, "input_ids"), _field(batch, "prompt_rindex")
     for name, value in (("input_ids", input_ids), ("prompt_rindex", rindex)):
         if value is None:

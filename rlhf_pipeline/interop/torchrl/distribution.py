@@ -120,9 +120,6 @@ class TokenDistribution(LLMMaskedCategorical):
 
         Args:
             value: int64 `[B, T]`; ids outside the mask are ignored, and -100 inside it gives 0.
-
-        Raises:
-            DataError: the shape differs from the mask's, or an id is outside the vocabulary.
         """
         if value.shape != self._mask.shape:
             raise DataError(

@@ -439,15 +439,6 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
 def scratch_policy(alphabet: str, *, seed: int = 0, **options: Any) -> CausalLMPolicy:
     """Make a tiny policy in memory: one token per character, random weights.
 
-    Args:
-        alphabet: every character that may occur, each once; as `policies.new_model.scratch_model`.
-        seed: of the weights.
-        **options: `hidden_size`, `num_layers`, `num_heads` and `max_positions` of `scratch_model`, and the keyword
-            arguments of `CausalLMPolicy`.
-
-    Raises:
-        DefinitionError: the alphabet is empty or repeats itself, or a size is out of range.
-
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
     >>> policy.tokenizer.encode("10="), policy.tokenizer.decode([3, 2, 12, 1], skip_special_tokens=True)
     ([3, 2, 12], '10=')

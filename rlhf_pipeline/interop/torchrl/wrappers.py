@@ -91,11 +91,7 @@ class WrapperAdapter:
         return as_policy(model, owner)
 
     def actor(self, model: Any) -> CausalLMPolicy | None:
-        """Return a policy over the wrapper's weights; None if methods of the wrapper or the model are overridden.
-
-        Raises:
-            DefinitionError: the wrapper is around an engine, which has no gradients.
-        """
+        """Return a policy over the wrapper's weights; None if methods of the wrapper or the model are overridden."""
         inner = getattr(model, "model", None)
         if not isinstance(inner, nn.Module):
             as_policy(model, "GRPOLoss")

@@ -35,11 +35,7 @@ _verified: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def verified_parts(parts: ModelParts) -> ModelParts:
-    """Return the parts with the way of masking that gives this model's own hidden states.
-
-    Raises:
-        DefinitionError: neither way gives them.
-    """
+    """Return the parts with the way of masking that gives this model's own hidden states."""
     own = _verified.get(parts.trunk)
     if own is None:
         own = _find_masking(parts)
@@ -64,17 +60,7 @@ def _find_masking(parts: ModelParts) -> bool:
 def first_right(
     parts: ModelParts, ways: Iterable[T], through: Callable[[ModelParts, T], Tensor]
 ) -> tuple[T | None, float | None, Exception | None]:
-    """Find the first way of decoding that gives a model's own hidden states, up to rounding.
-
-    Args:
-        parts: of the model.
-        ways: the ways to try, in order.
-        through: returns the states of `probe`'s tokens decoded in one way; may fail.
-
-    Returns:
-        That way or None; the error of the last way that ran, None where the model's own states are not finite; and the
-        exception of the last way that failed.
-    """
+    """Find the first way of decoding that gives a model's own hidden states, up to rounding."""
     with evaluated(parts.trunk):  # without dropout, and layers that are recomputed in training take no cache
         expected = _plain_states(parts)
         if not bool(torch.isfinite(expected).all()):

@@ -71,23 +71,7 @@ class _Server:
 
 
 class HTTPEngine:
-    """Samples with a vLLM server.
-
-    Args:
-        address: of the server, `http://HOST:PORT`.
-        owner: a name of this run, the same in all its processes; marks the weights that it gives the server.
-        vocab: the model's vocabulary size: a larger id would crash the server. None does not check.
-        max_positions: the longest sequence of the model; None takes the server's.
-        patience_s: how long a server may be out of reach before that is an error; None is `PATIENCE_S`.
-        look_s: seconds between two checks for newer weights, the deadline and an abort.
-
-    Attributes:
-        name: the address.
-        version: of the weights that this engine has given the server; None before the first.
-
-    Raises:
-        DefinitionError: the address is invalid.
-    """
+    """Samples with a vLLM server."""
 
     def __init__(
         self,
@@ -152,10 +136,6 @@ class HTTPEngine:
 
         See `Engine.load_weights`. Processes that share a run and a server take turns; weights that another process has
         loaded are not loaded again.
-
-        Raises:
-            EngineError: the server cannot load them. It stays paused, because its weights are unknown.
-            DataError: the folder is gone. The server stays paused as well.
         """
         if isinstance(weights, Mapping):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
@@ -267,11 +247,7 @@ class HTTPEngine:
         return int(number) if owner == self._owner and number.isdigit() else None
 
     def version_of(self, label: str) -> int:
-        """Return the version in a label of this run's weights.
-
-        Raises:
-            EngineError: the label is not this run's.
-        """
+        """Return the version in a label of this run's weights."""
         number = self._number(label)
         if number is None:
             raise EngineError(
@@ -314,11 +290,7 @@ class HTTPEngine:
         timeout: float | None,
         held: list[http.client.HTTPConnection] | None = None,
     ) -> tuple[int, Any]:
-        """Send one request and return the reply's status and its JSON, or its text if it is not JSON.
-
-        Raises:
-            _Unreachable: there is no connection, or it broke before the reply was complete.
-        """
+        """Send one request and return the reply's status and its JSON, or its text if it is not JSON."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=timeout)
         if held is not None:

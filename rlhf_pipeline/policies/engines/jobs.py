@@ -43,9 +43,6 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
         request: what to sample.
         limits: of each completion, int64 `[request.count]`.
         most: the most members of a job; None sets no limit.
-
-    Raises:
-        UnsupportedError: sampling is truncated.
     """
     if request.truncation is not None:
         raise UnsupportedError(
@@ -100,16 +97,7 @@ class Row:
 
 
 def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> RaggedCompletions:
-    """Return the completions of a request.
-
-    Args:
-        request: what was asked for.
-        rows: one per completion, in the order of the request.
-        versioned: whether each token's version is known.
-
-    Raises:
-        EngineError: a completion ended for an unknown reason.
-    """
+    """Return the completions of a request."""
     unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
     if unknown:
         raise EngineError(f"vLLM ended completions with {sorted(map(str, unknown))}; nothing of them is kept.")
@@ -136,12 +124,6 @@ def with_head(folder: Path) -> Iterator[Path]:
 
     When vLLM 0.32 reloads weights from a folder with the embedding alone, it leaves a tied head unchanged, and reports
     that only in its log. The yielded folder is next to the original, with links to its files.
-
-    Args:
-        folder: as `save_pretrained` writes it.
-
-    Yields:
-        The new folder, or the original if its head is not tied.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = sorted(folder.glob("*.safetensors"))

@@ -36,22 +36,7 @@ Ended = Callable[[int, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to sample.
-
-    Attributes:
-        prompts: token ids, one sequence per prompt, no padding.
-        group_size: completions per prompt; the prompt is computed once for all of them.
-        max_new_tokens: the limit, for all, per prompt, or per completion (prompt-major).
-        temperature: above 0, or 0 for the most probable token with log-probs at temperature 1.
-        end_token_ids: tokens that end a completion and belong to it; may be empty.
-        seed: fixes the random numbers of a completion, together with the stream id and the member, as far as the
-            engine's arithmetic is reproducible.
-        stream_ids: one id per prompt; the prompt's index when None.
-        members: with a `group_size` of 1, the member that each completion is of its group; 0 when None.
-        deadline_s: seconds after which unfinished completions are aborted; None waits.
-        truncation: top-k, top-p and min-p; None keeps every token. Only the slot engine has it.
-        stops: texts that end a completion. An engine may go on past them: the policy cuts what it returns.
-    """
+    """What to sample."""
 
     prompts: Sequence[Sequence[int]]
     group_size: int = 1
@@ -83,11 +68,7 @@ class Request:
         return np.tile(np.arange(self.group_size, dtype=np.int64), len(self.prompts))
 
     def streams(self) -> list[int]:
-        """Return the stream id of each prompt.
-
-        Raises:
-            DefinitionError: there is not one stream id per prompt.
-        """
+        """Return the stream id of each prompt."""
         if self.stream_ids is None:
             return list(range(len(self.prompts)))
         if len(self.stream_ids) != len(self.prompts):
@@ -97,17 +78,7 @@ class Request:
         return [int(stream) for stream in self.stream_ids]
 
     def limits(self, *, vocab: int | None = None, positions: int | None = None, positions_by: str = "") -> Int64Array:
-        """Check the request and return the most new tokens of each completion, int64 `[count]`, prompt-major.
-
-        Args:
-            vocab: the model's vocabulary size; None does not check ids against it.
-            positions: the longest sequence of the model; None sets no limit.
-            positions_by: the source of `positions`, for messages.
-
-        Raises:
-            DataError: a prompt is empty, has ids outside the vocabulary, or leaves no position for a new token.
-            DefinitionError: an argument is out of range.
-        """
+        """Check the request and return the most new tokens of each completion, int64 `[count]`, prompt-major."""
         if self.group_size < 1:
             raise DefinitionError(f"group_size is {self.group_size}; it must be at least 1.")
         if not (self.temperature >= 0 and np.isfinite(self.temperature)):
@@ -310,14 +281,7 @@ class RaggedCompletions:
 
 @dataclass(slots=True)
 class WeightRefresh:
-    """Newer weights in the middle of a rollout, as in PipelineRL (https://arxiv.org/abs/2509.19128).
-
-    Attributes:
-        load: makes the engine load the newest weights, if they are newer than its own, and returns their version.
-        every: sampled tokens of each slot between two calls. A server, which does not see single tokens go by, checks
-            about twice a second.
-        version: of the weights in use.
-    """
+    """Newer weights in the middle of a rollout, as in PipelineRL (https://arxiv.org/abs/2509.19128)."""
 
     load: Callable[[], int]
     every: int
@@ -353,24 +317,7 @@ class Engine(Protocol):
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
     ) -> RaggedCompletions:
-        """Sample `group_size` completions of every prompt, prompt-major and member-minor.
-
-        Args:
-            request: what to sample.
-            refresh: loads newer weights while completions are sampled; None keeps the weights of the start, unless
-                `load_weights` is called from another thread.
-            ended: called in this thread, once for each completion, soon after it has ended and while others are being
-                sampled; not for one that is cut short. What it raises ends the call.
-
-        Returns:
-            The completions, with the version of the weights that sampled each token. A log-prob that the engine could
-            not compute is NaN; the loss leaves such tokens out.
-
-        Raises:
-            DataError: a prompt is empty or too long; or the model gave logits that are not finite.
-            DefinitionError: an argument is out of range.
-            EngineError: the engine cannot be reached or failed; nothing is returned twice.
-        """
+        """Sample `group_size` completions of every prompt, prompt-major and member-minor."""
         ...
 
     def pause(self) -> None:

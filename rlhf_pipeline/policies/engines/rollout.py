@@ -202,11 +202,7 @@ class EngineRollout:
         log_probs: npt.NDArray[np.float32],
         log_mass: npt.NDArray[np.float32] | None,
     ) -> None:
-        """Record one token of each of these completions, and of truncated sampling the mass of its support.
-
-        Raises:
-            DataError: a log-prob is not finite.
-        """
+        """Record one token of each of these completions, and of truncated sampling the mass of its support."""
         if not np.isfinite(log_probs).all():
             bad = int(rows[int((~np.isfinite(log_probs)).argmax())])
             self.check_finite(math.nan, int(self.num_sampled[bad]), int(self.prompt_of[bad]))
@@ -227,11 +223,7 @@ class EngineRollout:
 
     @staticmethod
     def check_finite(log_prob: float, token: int, prompt: int) -> None:
-        """Refuse a log-prob that is not finite.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Refuse a log-prob that is not finite."""
         if not math.isfinite(log_prob):
             raise DataError(
                 f"The model's logits are not finite at token {token} of a completion of prompt {prompt}. Its weights "
@@ -324,9 +316,6 @@ class EngineRollout:
         Args:
             completions: their indices, int64 `[n]`.
             lengths: how many tokens of each to run, prompt included, int64 `[n]`.
-
-        Returns:
-            Per batch: its slice of `completions`, their keys and values, and their last hidden states.
         """
         most = max(1, PREFILL_TOKENS // int(lengths.max()))
         out = []

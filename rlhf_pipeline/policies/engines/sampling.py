@@ -195,14 +195,6 @@ class Truncation:
 
     The rules are those of transformers, in its order: top-k, then top-p over what is left, then min-p.
 
-    Attributes:
-        top_k: the most probable `top_k` tokens; 0 keeps all.
-        top_p: the fewest most probable tokens whose probability is at least `top_p` together; 1 keeps all.
-        min_p: the tokens whose probability is at least `min_p` times the largest; 0 keeps all.
-
-    Raises:
-        DefinitionError: a number is out of range.
-
     >>> Truncation(top_p=1.5)
     Traceback (most recent call last):
     rlhf_pipeline.errors.DefinitionError: top_p is 1.5, top_k 0, min_p 0; they must be in (0, 1], at least 0, in [0, 1].

@@ -77,11 +77,7 @@ class _PrefillLayer(CacheLayer):
 
 
 class PrefillCache(Cache):
-    """Captures the keys and values of a batch of right-padded prompts.
-
-    Args:
-        num_layers: the model's number of decoder layers.
-    """
+    """Captures the keys and values of a batch of right-padded prompts."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
@@ -91,9 +87,6 @@ class PrefillCache(Cache):
 
         Args:
             lengths: the number of tokens of each prompt, int64 `[N]`.
-
-        Returns:
-            One entry per layer; None for a layer that stored nothing, such as one that shares another's cache.
         """
         out: list[tuple[Tensor, Tensor] | None] = []
         index: Tensor | None = None
@@ -150,19 +143,6 @@ class SlotCache(Cache):
 
     Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the gaps, so a forward pass never
     computes a finished row.
-
-    Args:
-        num_layers: the model's number of decoder layers.
-        num_slots: the most live rows.
-        longest_prompt: tokens of the longest prompt that will be inserted.
-        longest_completion: the most new tokens of any completion.
-        device: of the mask; keys and values stay on the model's device.
-
-    Attributes:
-        rows: the number of live rows.
-        column: the shared column that the next forward pass writes.
-        low: the first column that any live row needs.
-        mask: bool `[slots, columns]`, True at a row's tokens.
     """
 
     def __init__(
@@ -186,14 +166,7 @@ class SlotCache(Cache):
         self.low = self.lead
 
     def begin(self, longest: int, *, rows: int, to_come: int, widest: int = 0) -> None:
-        """Make sure that the shared column is free. Call this before rows are inserted.
-
-        Args:
-            longest: tokens of the longest live row; 0 when none is live.
-            rows: the number of live rows.
-            to_come: the number of rows still to be inserted.
-            widest: the columns of the rows to insert now, which may be longer than any before.
-        """
+        """Make sure that the shared column is free. Call this before rows are inserted."""
         self.lead = max(self.lead, widest)
         if longest == 0:
             self.column = self.lead
@@ -270,16 +243,7 @@ class SlotCache(Cache):
         self.mask[target] = (columns >= begin[:, None]) & (columns < self.column)
 
     def open_column(self, rows: int, longest: int) -> Tensor:
-        """Mark the shared column as used by rows `0 .. rows - 1` and return their mask.
-
-        Args:
-            rows: the number of rows in the coming forward pass.
-            longest: the stored tokens of the longest row.
-
-        Returns:
-            bool `[rows, longest + 1]`, a view: the last column is the token being fed. After the forward pass, advance:
-            `column += 1`.
-        """
+        """Mark the shared column as used by rows `0 .. rows - 1` and return their mask."""
         self.rows = rows
         self.low = self.column - longest
         self.mask[:rows, self.column] = True

@@ -52,17 +52,6 @@ class SlotEngine:
 
     It samples with the given modules, which may be in training elsewhere: after changing their weights in place, set
     `version`. Several threads may generate at once; each has its own slots.
-
-    Args:
-        parts: trunk and head of the model.
-        num_slots: the most live completions per call of `generate`.
-        model: the model that `load_weights` loads into; None if it is never called.
-
-    Attributes:
-        version: of the weights in use; None if unknown.
-
-    Raises:
-        DefinitionError: slots cannot hold the model's kind of cache, or give other hidden states than the model's own.
     """
 
     name = "slots"
@@ -132,12 +121,7 @@ class SlotEngine:
         self.gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Load weights into the model; caches of completions in progress are computed again with them.
-
-        Raises:
-            DefinitionError: the engine was made without a model to load into.
-            RuntimeError: the weights belong to another model.
-        """
+        """Load weights into the model; caches of completions in progress are computed again with them."""
         if self.model is None:
             raise DefinitionError("This SlotEngine has no model to load weights into. Make it with model=...")
         with self.gate.still(), torch.inference_mode(False), torch.no_grad():

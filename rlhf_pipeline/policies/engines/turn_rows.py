@@ -24,18 +24,7 @@ _TURN: Final = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class TurnRow:
-    """One conversation in one row.
-
-    Attributes:
-        ids: prompt, turns and replies.
-        num_prompt: tokens before the first turn.
-        most: the most tokens of the row.
-        log_probs: of each token, in nats at the sampling temperature; NaN where the policy did not sample it.
-        log_mass: of truncated sampling, of each token; 0 where the policy did not sample it. Else empty.
-        turn_spans: first token and role (`POLICY_ROLE` or `REPLY_ROLE`) of each turn and reply after the prompt.
-        version_spans: first token and version of each stretch that one version sampled; empty if it is unknown.
-        aborted: the row was cut short.
-    """
+    """One conversation in one row."""
 
     ids: list[int]
     num_prompt: int
@@ -81,13 +70,7 @@ class TurnRow:
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """A turn that has ended.
-
-    Attributes:
-        place: of the conversation in the request.
-        row: the conversation, the turn included.
-        stopped: an end token or a stop string ended it, and not a limit.
-    """
+    """A turn that has ended."""
 
     place: int
     row: TurnRow
@@ -111,11 +94,7 @@ class Partner(Protocol):
         ...
 
     def arrived(self, *, wait: bool) -> Answers:
-        """Return answers that were missing.
-
-        Args:
-            wait: there is nothing else to do, so wait for one, but not for longer than half a second.
-        """
+        """Return answers that were missing."""
         ...
 
 
@@ -135,23 +114,7 @@ def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
 def converse(
     engine: Engine, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
 ) -> list[TurnRow]:
-    """Run conversations until each is over.
-
-    Args:
-        engine: one with a method `converse` of its own schedules single turns: the slots. Another one samples the turns
-            of all conversations that wait for it in one call, again and again; while it does, partners answer.
-        request: the beginnings of conversations; `max_new_tokens` is the limit of one turn.
-        partner: answers turns.
-        row_tokens: the most tokens of a row.
-        refresh: loads newer weights during sampling.
-
-    Returns:
-        The rows, prompt-major and member-minor.
-
-    Raises:
-        DataError: a prompt is empty or too long; or the model gave logits that are not finite.
-        EngineError: the engine cannot be reached or failed.
-    """
+    """Run conversations until each is over."""
     own = getattr(engine, "converse", None)
     if own is not None:
         return own(request, partner, row_tokens=row_tokens, refresh=refresh)

@@ -34,13 +34,6 @@ class VLLMEngine:
         dtype: the model's compute dtype, for example `float32`.
         memory: share of a GPU's memory for weights and cache. On a CPU vLLM reads `VLLM_CPU_KVCACHE_SPACE`, in GiB.
         eager: do not compile or capture; for a CPU and for tests.
-
-    Attributes:
-        name: `vllm`.
-        version: of the weights in use; None before the first `load_weights`.
-
-    Raises:
-        DefinitionError: vLLM cannot be imported.
     """
 
     name = "vllm"
@@ -158,11 +151,7 @@ class VLLMEngine:
         self._gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Load weights; completions in progress are recomputed with them up to their current token.
-
-        Raises:
-            EngineError: vLLM cannot load them.
-        """
+        """Load weights; completions in progress are recomputed with them up to their current token."""
         with self._gate.still():
             try:
                 if isinstance(weights, Mapping):

@@ -44,11 +44,6 @@ class Guard:
 
     A page of another site reaches a loopback address too: by its own requests (Origin, Sec-Fetch-Site) or by a name
     that it lets point here (Host). On a shared machine any user reaches it, so a cookie is needed, which the key buys.
-
-    Args:
-        app: what answers.
-        port: of the server.
-        key: of the printed URL.
     """
 
     def __init__(self, app: ASGIApp, *, port: int, key: str) -> None:
@@ -88,13 +83,7 @@ def _same(given: str, wanted: str) -> bool:
 
 
 def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
-    """Return the application.
-
-    Args:
-        views: the runs, in the order in which pages name them.
-        port: on which it will be served; requests must name it.
-        key: opens the first page as `/?key=...`.
-    """
+    """Return the application."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     files = {
         path.name: path.read_bytes() for path in (*STATIC.iterdir(), *(STATIC / "vendor").iterdir()) if path.is_file()
@@ -131,11 +120,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
 
 
 def listen(port: int | None) -> socket.socket:
-    """Return a socket on the loopback address: on a port, or on any free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Return a socket on the loopback address: on a port, or on any free one."""
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -148,13 +133,7 @@ def listen(port: int | None) -> socket.socket:
 
 
 def serve(views: Sequence[View], bound: socket.socket, key: str) -> None:
-    """Answer requests until Ctrl-C.
-
-    Args:
-        views: the runs.
-        bound: a socket of `listen`.
-        key: of the URL `http://127.0.0.1:PORT/?key=KEY`.
-    """
+    """Answer requests until Ctrl-C."""
     app = make_app(views, port=bound.getsockname()[1], key=key)
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off", server_header=False)
     uvicorn.Server(config).run(sockets=[bound])

@@ -102,18 +102,7 @@ class Exit:
 
 
 class Child:
-    """One process of a run, or a group of them, which a supervisor keeps alive.
-
-    Args:
-        name: `learner`, `collector-0`, ...; the name of its lock, heartbeat and log. In a group it is the name of the
-            first process, which receives signals; the others are `learner-1`, ...
-        command: the command to execute.
-        size: the number of processes in the group.
-        folder: the run's `processes` folder.
-        config: the timeouts.
-        launch: starts it.
-        count: returns the child's progress from its heartbeat: a number that grows with each rollout or step.
-    """
+    """One process of a run, or a group of them, which a supervisor keeps alive."""
 
     def __init__(
         self,
@@ -159,11 +148,7 @@ class Child:
         return {name: None if (found := self._processes.get(name)) is None else found.pid for name in self.names}
 
     def heartbeat(self, name: str | None = None) -> dict[str, Any]:
-        """Return the last heartbeat of the living process; empty until it has one.
-
-        Args:
-            name: of a process in the group; None for the first.
-        """
+        """Return the last heartbeat of the living process; empty until it has one."""
         name = self.name if name is None else name
         said, pid = read_heartbeat(self._folder, name), self.pids[name]
         return said if pid is not None and said.get("pid") == pid else {}
@@ -216,11 +201,7 @@ class Child:
         return Exit(name=name, log=self._log_of(name), code=code, advanced=advanced, last_words=words)
 
     def fail(self, steps: int) -> float:
-        """Count a failure and return the seconds until the next start.
-
-        Args:
-            steps: the number of optimizer steps that the run has taken.
-        """
+        """Count a failure and return the seconds until the next start."""
         self.failures += 1
         self._steps_at_failure.append(steps)
         return self.rest(self.config.delay_s(self.failures))

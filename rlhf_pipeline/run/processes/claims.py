@@ -69,12 +69,7 @@ class StalenessLimit:
 
 
 class ClaimableWork(ABC):
-    """Numbered work that collectors share.
-
-    Attributes:
-        place: where its claims are kept, below the run.
-        what: a piece of it, in messages before its number.
-    """
+    """Numbered work that collectors share."""
 
     place: ClassVar[str]
     what: ClassVar[str]
@@ -89,12 +84,7 @@ class ClaimableWork(ABC):
 
     @abstractmethod
     def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
-        """Return the lowest number that is neither done nor in flight, or None if it may not start yet.
-
-        Args:
-            published: what the learner has published.
-            in_flight: the numbers that living collectors work on, each with the version of the newest weights then.
-        """
+        """Return the lowest number that is neither done nor in flight, or None if it may not start yet."""
 
     def is_refused(self, published: Published, begun: int) -> bool:
         """Return whether nothing may start if all numbers below this one are done or in flight, without a look."""
@@ -102,12 +92,7 @@ class ClaimableWork(ABC):
 
 
 class FreeRollouts(ClaimableWork):
-    """The rollouts that are not stored.
-
-    Args:
-        rollouts: the stored ones.
-        flow: the limits.
-    """
+    """The rollouts that are not stored."""
 
     place = filenames.CLAIMS
     what = "rollout"
@@ -149,11 +134,7 @@ class FreeRollouts(ClaimableWork):
 
 
 class RequestedEvaluations(ClaimableWork):
-    """The steps whose weights the learner asks to evaluate.
-
-    Args:
-        stored: returns the steps whose evaluations are stored by now.
-    """
+    """The steps whose weights the learner asks to evaluate."""
 
     place = f"{filenames.CLAIMS}/{filenames.EVALUATIONS}"
     what = "the evaluation of step"
@@ -179,15 +160,7 @@ class RequestedEvaluations(ClaimableWork):
 
 
 class Claims(ABC):
-    """One collector's claims on work.
-
-    Args:
-        name: the collector's name.
-        work: what is claimed.
-
-    Attributes:
-        is_first: no collector had claimed the rollout before, so none of its trajectories can be in the store.
-    """
+    """One collector's claims on work."""
 
     is_first = False
 
@@ -201,11 +174,7 @@ class Claims(ABC):
 
     @abstractmethod
     def release(self, *, done: bool) -> None:
-        """Release the claim.
-
-        Args:
-            done: whether the work is done and stored; else it is free for the next try.
-        """
+        """Release the claim."""
 
     @abstractmethod
     def close(self) -> None:
@@ -213,13 +182,7 @@ class Claims(ABC):
 
 
 class FolderClaims(Claims):
-    """Claims of a run in a folder.
-
-    Args:
-        run: the run folder.
-        name: the collector's name, which this process holds.
-        work: what is claimed.
-    """
+    """Claims of a run in a folder."""
 
     def __init__(self, run: RunFolder, name: str, work: ClaimableWork) -> None:
         super().__init__(name, work)

@@ -284,12 +284,7 @@ class _Worker:
 
 
 def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> None:
-    """Load published weights into the policy's engine, or into the policy if it samples by itself.
-
-    Raises:
-        DataError: a file is damaged, or the folder is gone because a newer version may have replaced it.
-        EngineError: the engine cannot load them.
-    """
+    """Load published weights into the policy's engine, or into the policy if it samples by itself."""
     problem, folder = weights_problem(run, published), weights_folder(run, published)
     if problem is not None:
         raise DataError(

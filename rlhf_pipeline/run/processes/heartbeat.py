@@ -26,10 +26,6 @@ class Heartbeat:
     `time` in the file is when the process last showed that it is not stopped or frozen: inside `with`, a thread renews
     it, however long a rollout or a step takes. `since` is when its state last changed: if it hangs, that gets old.
 
-    Args:
-        folder: the run's `processes` folder.
-        name: `learner`, `supervisor`, `collector-0`, ...
-
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with Heartbeat(folder, "learner") as heartbeat:
@@ -123,9 +119,6 @@ def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[No
         folder: the run's `processes` folder; made if absent.
         name: the name of the process.
         wait_s: how long to wait for another process to leave, in seconds.
-
-    Raises:
-        RunExistsError: another live process has the name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.lock").open("a+", encoding="utf-8") as file:

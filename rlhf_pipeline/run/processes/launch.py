@@ -20,11 +20,7 @@ PLACE: Final = "RLHF_PIPELINE_PLACE"
 
 
 def is_one_of_several() -> bool:
-    """Return True in a process that belongs to a group.
-
-    Raises:
-        DefinitionError: WORLD_SIZE or RANK is not a number.
-    """
+    """Return True in a process that belongs to a group."""
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
     if not size.isdecimal() or not (rank is None or rank.isdecimal()):
         raise DefinitionError(
@@ -63,23 +59,12 @@ class Launcher(Protocol):
     """Starts processes."""
 
     def __call__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-        """Start a process of a run.
-
-        Args:
-            name: of the process; its heartbeat is put beside its log.
-            command: the command to execute; `--parent` and the id of the process that it must not outlive are added.
-            log: receives its stderr, at its end at the latest.
-            environment: variables for this process only.
-        """
+        """Start a process of a run."""
         ...
 
 
 class Subprocesses:
-    """Starts processes on this machine, numbered in the order of their first starts.
-
-    Args:
-        environment: of the processes; None inherits this one's.
-    """
+    """Starts processes on this machine, numbered in the order of their first starts."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = environment

@@ -50,14 +50,7 @@ class Look(NamedTuple):
 
 
 class Host:
-    """The actor of one process.
-
-    Args:
-        name: of the process.
-        command: the command to execute.
-        environment: variables in addition to those of the node.
-        folder: for its heartbeat and its log, where the supervisor reads them; None if it cannot read on this node.
-    """
+    """The actor of one process."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], folder: str | None) -> None:
         self._name = name
@@ -85,14 +78,7 @@ class Host:
 
 
 class Placed:
-    """A process that Ray places, as its actor last reported it to the supervisor.
-
-    Args:
-        ray: the package.
-        actor: a `Host`.
-        name: of the process.
-        log: receives the log of a process that has ended; heartbeats are put in its folder.
-    """
+    """A process that Ray places, as its actor last reported it to the supervisor."""
 
     def __init__(self, ray: Any, actor: Any, name: str, log: Path) -> None:
         self.pid: int | None = None
@@ -178,18 +164,7 @@ class _Launcher:
 def on_ray(
     address: str, run_dir: Address, *, processes: int, collector_gpus: float, learner_gpus: float
 ) -> Iterator[Launcher]:
-    """Connect to a cluster; the processes started there end with the block.
-
-    Args:
-        address: of the cluster; `HERE` starts one on this machine.
-        run_dir: of the run; if it is a folder on this machine, all processes run here.
-        processes: the number of processes.
-        collector_gpus: GPUs per collector; may be a fraction.
-        learner_gpus: GPUs of each learner.
-
-    Raises:
-        DefinitionError: ray is missing or too old, there is no such cluster, or it cannot access the folder.
-    """
+    """Connect to a cluster; the processes started there end with the block."""
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:

@@ -24,19 +24,7 @@ from trajectory_store import TrajectoryStore
 
 
 class RemoteEvaluations(Evaluations):
-    """What the learner knows of a run's evaluations; made by `open_awaited`.
-
-    Args:
-        evaluate: what is evaluated, and when.
-        store: where collectors store the rows.
-        size: rows of one evaluation.
-        run: the run folder.
-        heartbeat: of this process.
-        on_event: receives each evaluation.
-
-    Attributes:
-        asked: digests of the weights whose evaluation has not arrived, by step.
-    """
+    """What the learner knows of a run's evaluations; made by `open_awaited`."""
 
     def __init__(
         self,
@@ -101,18 +89,7 @@ class RemoteEvaluations(Evaluations):
 def open_awaited(
     pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler
 ) -> Iterator[RemoteEvaluations | None]:
-    """Open what a learner knows of evaluations, or None if the definition does not ask for any.
-
-    Args:
-        pipeline: the definition.
-        policy: reads the prompts.
-        run: the run folder.
-        heartbeat: of this process.
-        on_event: receives each evaluation.
-
-    Raises:
-        DataError: a prompt is too long for the model.
-    """
+    """Open what a learner knows of evaluations, or None if the definition does not ask for any."""
     evaluate = pipeline.evaluate
     if evaluate is None:
         yield None

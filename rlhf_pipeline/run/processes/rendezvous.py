@@ -21,15 +21,7 @@ _Store: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] 
 
 
 def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
-    """Return the `torch.distributed.Store` where the processes of this group meet; None under torchrun.
-
-    Args:
-        run: the run.
-        stop: ends the waiting.
-
-    Raises:
-        KeyboardInterrupt: this process was asked to stop before the first one wrote its address.
-    """
+    """Return the `torch.distributed.Store` where the processes of this group meet; None under torchrun."""
     group = os.environ.get(GROUP)
     if group is None:
         return None

@@ -109,11 +109,7 @@ class Rollouts(ABC):
         """Return the record of a rollout, or None if it is not stored."""
 
     def known(self, rollout: int) -> StoredRollout:
-        """Return the record of a rollout that must be stored.
-
-        Raises:
-            DataError: it is not stored.
-        """
+        """Return the record of a rollout that must be stored."""
         found = self.get(rollout)
         if found is None:
             raise DataError(f"the record of rollout {rollout} is missing. Restore the run from a copy.")
@@ -130,11 +126,7 @@ class Rollouts(ABC):
 
 
 class FolderRollouts(Rollouts):
-    """The rollouts of a run in a folder: rows of a separate store, in the order of arrival.
-
-    Args:
-        store: open, for appending if rollouts are added.
-    """
+    """The rollouts of a run in a folder: rows of a separate store, in the order of arrival."""
 
     def __init__(self, store: TrajectoryStore) -> None:
         self._store = store

@@ -34,19 +34,6 @@ def shared_run(
     """Take part in a run as one of its processes; make the folder, its record and its stores if they are missing.
 
     If what this process has begun in a folder turns out to be wrong before anything is stored, it is removed again.
-
-    Args:
-        folder: the run folder.
-        setup: the settings of this process.
-        on_event: receives notices about changes since the last start.
-        record_again: write the record of an existing run again, because steps and targets may have changed.
-        make_stores: False makes no stores, and imports no torch.
-
-    Raises:
-        RunExistsError: the folder is something else, or a run in one process uses it.
-        RunMismatchError: the run was started with another definition or seed, or as a run in one process.
-        DataError: parts of the run are missing or damaged.
-        RunStorageError: the folder cannot be written, now or later in the block.
     """
     pipeline, seed, begins = setup.pipeline, setup.seed, False
     with folder.named_disk_errors():
@@ -89,9 +76,6 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
         run: the run folder.
         name: of the process; None takes the first free one of `collector-0`, `collector-1`, ...
         wait_s: how long to wait for another process on this machine to leave, in seconds.
-
-    Raises:
-        RunExistsError: another live process has the name.
     """
     with ExitStack() as held:
         if name is not None:
@@ -132,12 +116,7 @@ def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
-    """Return the stored rollouts of a run.
-
-    Args:
-        run: a run of several processes.
-        adds: whether this process adds rollouts.
-    """
+    """Return the stored rollouts of a run."""
     if run.mirror is None:
         return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
     from rlhf_pipeline.run.remote.rollouts import BucketRollouts
@@ -146,14 +125,7 @@ def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
 
 
 def open_claims(run: RunFolder, name: str, work: ClaimableWork, store: TrajectoryStore) -> Claims:
-    """Return a collector's claims on work.
-
-    Args:
-        run: a run of several processes.
-        name: the collector's name.
-        work: what is claimed.
-        store: where the collector appends the trajectories of this work.
-    """
+    """Return a collector's claims on work."""
     if run.mirror is None:
         return FolderClaims(run, name, work)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims

@@ -114,17 +114,7 @@ def share_cores(num_processes: int) -> dict[str, str]:
 
 
 class Supervisor:
-    """Keeps the processes of one run alive until its learner publishes the end.
-
-    Args:
-        run_dir: the run folder.
-        commands: the command of each process, by name; one is `learner`, all others collect.
-        config: the number of learner processes, and the timeouts.
-        total_steps: of the run, for the events.
-        heartbeat: the supervisor's own.
-        launch: starts the processes; None starts them on this machine.
-        on_event: receives steps, and notices about processes.
-    """
+    """Keeps the processes of one run alive until its learner publishes the end."""
 
     def __init__(
         self,
@@ -164,11 +154,7 @@ class Supervisor:
         self._has_advanced: set[str] = set()
 
     def work(self, stop: StopRequest) -> Literal["target", "steps", "interrupted"]:
-        """Watch until the run has ended or a signal asks to stop; return why it ended.
-
-        Raises:
-            ProcessFailedError: a process cannot be kept alive.
-        """
+        """Watch until the run has ended or a signal asks to stop; return why it ended."""
         try:
             while (reason := self._finished()) is None and not stop:
                 self._tick()

@@ -46,12 +46,7 @@ Files = Mapping[str, list[tuple[str, Span]]]
 
 
 class BundledFolders:
-    """The sealed folders of a run, written by one process.
-
-    Args:
-        bucket: where the run is.
-        root: this process's files.
-    """
+    """The sealed folders of a run, written by one process."""
 
     def __init__(self, bucket: ObstoreBucket, root: Path) -> None:
         self._bucket = bucket
@@ -110,11 +105,7 @@ class BundledFolders:
         return [key.removesuffix(".json") for key in keys if key.endswith(".json") and key != filenames.NEWEST_WEIGHTS]
 
     def bring(self, name: str) -> None:
-        """Fetch a folder, damaged or not; the local copy of a removed folder stays.
-
-        Raises:
-            DataError: a piece is gone, because a newer folder may have replaced this one.
-        """
+        """Fetch a folder, damaged or not; the local copy of a removed folder stays."""
         final = self._root / name
         if final.is_dir() and folder_problem(final, checksums=False) is None:
             return

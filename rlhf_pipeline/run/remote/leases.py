@@ -43,9 +43,6 @@ class Leases:
 
     An observer judges by its own clock: a process is alive when its lease is first seen, and dead once the lease has
     not changed for its length. After a late check, because the network or the observer was stalled, the wait restarts.
-
-    Args:
-        bucket: where the run is.
     """
 
     def __init__(self, bucket: ObstoreBucket) -> None:
@@ -65,9 +62,6 @@ class Leases:
             wait_s: how long to wait for another live process that has it, in seconds. Finding out whether it is alive
                 always takes until it renews its lease, or fails to for the length of one.
             said: returns what the lease reports of the process.
-
-        Raises:
-            RunExistsError: another process has it.
         """
         tag = self._take(name, life, wait_s, said)
         leave = threading.Event()

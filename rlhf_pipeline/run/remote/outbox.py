@@ -22,14 +22,7 @@ class Outbox:
         self._failed: BaseException | None = None
 
     def add(self, job: Callable[[], None]) -> threading.Event:
-        """Run a job after all jobs that were added before it.
-
-        Returns:
-            An event that is set when the job has run, or never will because an earlier one failed.
-
-        Raises:
-            Exception: what an earlier job raised.
-        """
+        """Run a job after all jobs that were added before it."""
         self._raise()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="puts of a run", daemon=True)
@@ -39,11 +32,7 @@ class Outbox:
         return done
 
     def flush(self) -> None:
-        """Wait until all jobs have run.
-
-        Raises:
-            Exception: what one of them raised.
-        """
+        """Wait until all jobs have run."""
         self._jobs.join()
         self._raise()
 

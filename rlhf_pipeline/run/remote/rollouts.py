@@ -28,9 +28,6 @@ class BucketRollouts(Rollouts):
 
     That order wastes no more than the order of arrival: a new rollout takes the lowest free number, and the decision
     that it may start counts all lower ones that are not learned from yet.
-
-    Args:
-        bucket: where the run is.
     """
 
     def __init__(self, bucket: ObstoreBucket) -> None:
@@ -69,12 +66,6 @@ class LeasedClaims(Claims):
     a collector that takes the claim over ends that segment first: a commit that was under way is found after that, or
     it is refused. Before the stalled collector continues in a new segment, it must note the segment in its claim, and
     finds that the claim is gone.
-
-    Args:
-        mirror: of the run.
-        name: the collector's name.
-        work: what is claimed.
-        store: where this collector appends the trajectories of this work.
     """
 
     def __init__(self, mirror: Mirror, name: str, work: ClaimableWork, store: TrajectoryStore) -> None:
@@ -131,11 +122,7 @@ class LeasedClaims(Claims):
             self._change(number)
 
     def _note_segment(self, segment: int) -> None:
-        """Note in the claim the segment that is appended to from now on.
-
-        Raises:
-            LeaseLostError: another collector has taken the work over.
-        """
+        """Note in the claim the segment that is appended to from now on."""
         if self._held is not None and not self._change(self._held, segment=segment):
             raise LeaseLostError(
                 f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more "

@@ -35,14 +35,7 @@ class Part:
 
 
 class LineLog:
-    """The parts of one file.
-
-    Args:
-        bucket: where the run is.
-        name: of the file.
-        writer: identifies the parts of this process.
-        outbox: sends them.
-    """
+    """The parts of one file."""
 
     def __init__(self, bucket: ObstoreBucket, name: str, writer: str, outbox: Outbox) -> None:
         self._bucket = bucket
@@ -56,11 +49,7 @@ class LineLog:
         self.is_writing = False
 
     def new(self) -> list[Part]:
-        """Return the parts that are new since the last call; within a second after it, return none without a request.
-
-        Raises:
-            DataError: a part is damaged or missing.
-        """
+        """Return the parts that are new since the last call; within a second after it, none, without a request."""
         if self.is_writing or time.monotonic() - self._looked < _LOOK_EVERY_S:
             return []
         self._looked = time.monotonic()
@@ -87,11 +76,7 @@ class LineLog:
         return found
 
     def add(self, part: Part) -> None:
-        """Put a part after all others.
-
-        Raises:
-            LeaseLostError: another process has taken over as writer.
-        """
+        """Put a part after all others."""
         if not self.is_writing:
             raise AssertionError(f"{self._name} is written by a process that has not begun to")
         self._outbox.add(lambda: self._put(self._pack(part)))
@@ -139,13 +124,7 @@ class LineLog:
 
 
 class SharedRows(StepRows):
-    """The rows of a file that is kept in parts; the file itself is this process's copy.
-
-    Args:
-        path: the copy, which is created.
-        log: the parts.
-        owner: owns the folder of the copy; held here so that the folder outlives these rows.
-    """
+    """The rows of a file that is kept in parts; the file itself is this process's copy."""
 
     def __init__(self, path: Path, log: LineLog, owner: object = None) -> None:
         self._log = log

@@ -84,17 +84,7 @@ def pack(entries: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
-    """Return where the data of each entry begins and ends.
-
-    Args:
-        tail: the last bytes of the object, or all of it.
-        size: of the whole object.
-        key: its name, for messages.
-
-    Raises:
-        CorruptionError: it is not a zip of this form.
-        NeedMore: the tail is too short.
-    """
+    """Return where the data of each entry begins and ends."""
     try:
         magic, _, _, _, count, length, start, _ = _END.unpack(tail[-_END.size :])
         if magic != b"PK\5\6" or start + length + _END.size != size:
@@ -115,11 +105,7 @@ def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
 
 
 class NeedMore(Exception):
-    """The tail does not reach back to the directory.
-
-    Args:
-        size: the bytes from the end that are needed.
-    """
+    """The tail does not reach back to the directory."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -131,23 +117,7 @@ class NeedMore(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The record of one commit.
-
-    Attributes:
-        ordinal: of the segment.
-        seq: its number in the segment, from 0.
-        salt: of the segment.
-        time_ns: later than every commit that its writer had seen.
-        n_rows: its rows; 0 marks the end of the segment.
-        rows_end: rows of the segment after it.
-        starts: elements per axis before it.
-        ends: elements per axis after it.
-        catalog: the newest record of the catalog that its writer had seen.
-        sealed: whether this is an end that a process other than the writer put.
-        synced: whether this is an end that the writer put after it had synced every object before it.
-        crc: CRC32C of the values of each array, before compression.
-        before: `[n_rows, time_ns, *ends]` of each commit before it in its block; only in the last of a block.
-    """
+    """The record of one commit."""
 
     ordinal: int
     seq: int
@@ -174,9 +144,6 @@ class Commit:
         """Parse the group's zarr.json: a record that no commit of this segment can have is damage.
 
         The reader, which knows the commits before it, checks whether it follows them.
-
-        Raises:
-            CorruptionError: a field is missing, or its value is impossible.
         """
         attributes = read_attributes(raw, key, "commit")
         caps = {axis: meta.elems_cap[axis] for axis in meta.schema.axes}
@@ -233,13 +200,7 @@ def entry_name(spec: ArraySpec) -> str:
 
 
 def build(commit: Commit, arrays: Mapping[str, tuple[ArraySpec, npt.NDArray[Any]]], *, compress: bool) -> bytes:
-    """Build the object of a commit.
-
-    Args:
-        commit: its record.
-        arrays: per array, its spec with the actual length, and its values.
-        compress: zstd for the chunks that it makes a fifth smaller.
-    """
+    """Build the object of a commit."""
     data: list[tuple[str, bytes]] = []
     docs: list[tuple[str, bytes]] = []
     for name, (spec, values) in arrays.items():
@@ -264,12 +225,7 @@ def _compressed(raw: bytes) -> bytes:
 
 
 def read_commit(tail: bytes, size: int, key: str, meta: SegmentMeta) -> Commit:
-    """Read the record of a commit of a segment from the end of its object.
-
-    Raises:
-        CorruptionError: it is damaged.
-        NeedMore: the tail is too short.
-    """
+    """Read the record of a commit of a segment from the end of its object."""
     return Commit.from_json(read_record(tail, size, key), key, meta)
 
 
@@ -294,18 +250,7 @@ def read_record(tail: bytes, size: int, key: str) -> bytes:
 
 
 def decode(raw: bytes | memoryview, size: int, crc: int, where: str, used: int | None = None) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a chunk's values, checked.
-
-    Args:
-        raw: the chunk; if it is as long as its values, it holds them raw, else it is a zstd frame.
-        size: bytes of the chunk.
-        crc: CRC32C of the values.
-        where: its name, for messages.
-        used: bytes of the values, if the rest of the chunk is fill.
-
-    Raises:
-        CorruptionError: the chunk does not hold what was committed.
-    """
+    """Return the bytes of a chunk's values, checked."""
     if len(raw) == size:
         plain = np.frombuffer(raw, np.uint8)[:used]
         if crc32c(plain) == crc:

@@ -60,14 +60,7 @@ os.register_at_fork(after_in_child=lambda: [medium.begin_anew() for medium in _o
 
 
 class ObjectMedium(Medium):
-    """Segments of a store in a bucket.
-
-    Args:
-        bucket: where the objects are.
-        root: the options of the store.
-        cache_dir: holds the folder with fetched columns, which is removed at the end; None for the system's.
-        cache_bytes: how much of them is kept; None for the value of the environment variable, else 16 GiB.
-    """
+    """Segments of a store in a bucket."""
 
     complete = False
 
@@ -450,16 +443,7 @@ def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport
 
 
 class ObjectWriter(SegmentWriter):
-    """Appends commits to one segment in a bucket.
-
-    Args:
-        bucket: where it is.
-        ordinal: its number.
-        meta: its metadata.
-        own: gets every commit, for the readers of this process.
-        lock: the descriptor whose lock says that the writer lives; None where there are no locks.
-        compress: zstd for chunks that it makes smaller.
-    """
+    """Appends commits to one segment in a bucket."""
 
     def __init__(
         self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], lock: int | None, *, compress: bool

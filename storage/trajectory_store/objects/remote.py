@@ -30,12 +30,7 @@ class Tagged(NamedTuple):
 
 
 def open_bucket(target: Any, *, durable: bool) -> Bucket:
-    """Return the bucket that a path, a URL, an obstore store or a zarr `Store` names.
-
-    Raises:
-        SchemaError: no store can be kept there.
-        StoreError: a package is missing.
-    """
+    """Return the bucket that a path, a URL, an obstore store or a zarr `Store` names."""
     if is_folder(target):
         return FolderBucket(Path(target), durable=durable)
     if isinstance(target, str):
@@ -112,12 +107,7 @@ class _Parallel(Bucket):
 
 
 class ObstoreBucket(_Parallel):
-    """Objects behind obstore: S3, Google Cloud Storage, Azure, memory.
-
-    Args:
-        store: an obstore store.
-        where: its address, for messages.
-    """
+    """Objects behind obstore: S3, Google Cloud Storage, Azure, memory."""
 
     def __init__(self, store: Any, where: str) -> None:
         super().__init__()
@@ -165,15 +155,7 @@ class ObstoreBucket(_Parallel):
         self._again(once, f"putting {key}")
 
     def tagged(self, key: str, known: str | None = None) -> Tagged | None:
-        """Get an object with its tag.
-
-        Args:
-            key: the object.
-            known: a tag; the object is not sent again if it still has this tag.
-
-        Returns:
-            None if there is no object, or if it still has the tag.
-        """
+        """Get an object with its tag."""
         options = {} if known is None else {"if_none_match": known}
 
         def once() -> Tagged | None:
@@ -194,14 +176,6 @@ class ObstoreBucket(_Parallel):
 
         A failed request may have taken effect, or may do so later; the object's content then shows which call wrote
         it. So no other call may write the same bytes.
-
-        Args:
-            key: the object.
-            data: its new content, which no other call writes.
-            tag: of the content to replace; None if there must be no object.
-
-        Raises:
-            WriteFailedError: whether it was replaced could not be found out.
         """
         mode: Any = "create" if tag is None else {"e_tag": tag}
 
@@ -226,11 +200,7 @@ class ObstoreBucket(_Parallel):
             ) from error
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Get some ranges of bytes of one object, and nothing else of it.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Get some ranges of bytes of one object, and nothing else of it."""
 
         def once() -> list[bytes]:
             self._count(gets=len(spans))
@@ -310,11 +280,7 @@ def _prototype() -> Any:
 
 
 class ZarrBucket(_Parallel):
-    """Objects in any zarr `Store`; put-if-absent is as safe as that store makes it.
-
-    Args:
-        store: a zarr store.
-    """
+    """Objects in any zarr `Store`; put-if-absent is as safe as that store makes it."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()

@@ -71,12 +71,7 @@ def _grows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 
 class Cache:
-    """Files of fetched columns, within a budget.
-
-    Args:
-        parent: where the cache folder is made; None for the system's temporary folder.
-        max_bytes: how much is kept; the least recently used columns go first.
-    """
+    """Files of fetched columns, within a budget."""
 
     def __init__(self, parent: str | os.PathLike[str] | None, max_bytes: int) -> None:
         self._parent = tempfile.gettempdir() if parent is None else parent
@@ -119,15 +114,7 @@ class Cache:
 
 
 class ObjectSegment(Segment):
-    """A segment in a bucket.
-
-    Args:
-        bucket: where it is.
-        cache: where fetched columns go.
-        entry: its entry in the catalog.
-        meta: its metadata.
-        sealed: rows, elements and checksums of a merged segment; else None.
-    """
+    """A segment in a bucket."""
 
     def __init__(
         self, bucket: Bucket, cache: Cache, entry: Entry, meta: SegmentMeta, sealed: Mapping[str, Any] | None
@@ -188,11 +175,7 @@ class ObjectSegment(Segment):
         return True
 
     def pass_over(self, following: Commit) -> bool:
-        """Leave out commits that are missing or unreadable: the one that follows says which rows they must have held.
-
-        Returns:
-            Whether that is possible.
-        """
+        """Leave out commits that are missing or unreadable: the one that follows says which rows they held."""
         last, rows_end = self._last, following.rows_end - following.n_rows - sum(row[0] for row in following.before)
         starts = tuple(following.before[0][2:]) if following.before else tuple(following.starts.values())
         first = following.seq - len(following.before)

@@ -62,13 +62,7 @@ def shards(folder: str, spec: ArraySpec) -> list[str]:
 
 
 class ShardWriter:
-    """Writes one array in order.
-
-    Args:
-        folder: of the segment.
-        spec: the array; its capacity is not known yet.
-        put: puts an object.
-    """
+    """Writes one array in order."""
 
     def __init__(self, folder: str, spec: ArraySpec, put: Callable[[str, bytes], None]) -> None:
         self._folder = folder
@@ -136,21 +130,7 @@ def read_chunks(
     chunks: Sequence[int],
     indexes: dict[str, Int64Array],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Get some inner chunks of an array, each checked; adjacent ones are requested together.
-
-    Args:
-        bucket: where the shards are.
-        objects: shards that were fetched already.
-        folder: of the segment.
-        spec: the array; its capacity is its size.
-        crc: CRC32C of all its chunks, eight digits each.
-        chunks: the numbers of the chunks, ascending.
-        indexes: per known shard, where its chunks begin and end; completed here.
-
-    Raises:
-        FileNotFoundError: a shard is missing.
-        CorruptionError: a shard is damaged.
-    """
+    """Get some inner chunks of an array, each checked; adjacent ones are requested together."""
     asked = {shard: list(some) for shard, some in itertools.groupby(chunks, lambda chunk: chunk // CHUNKS)}
     keys = {shard: shard_key(folder, spec, shard) for shard in asked}
     unknown = [key for key in keys.values() if key not in indexes and key not in objects]

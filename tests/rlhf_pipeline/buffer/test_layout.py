@@ -8,9 +8,8 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import PROVENANCE
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.tensordicts import on_device, steps_of
+from rlhf_pipeline.data.tensordicts import on_device, padded_of, steps_of, td_of
 from tests.rlhf_pipeline.fake_device import CUDA, FakeDevice, OnDevice
-from tests.rlhf_pipeline.forms import padded_of, td_of
 
 
 @pytest.fixture

@@ -12,16 +12,17 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import (
     ROWS,
     attach,
+    in_form_of,
     is_stack,
     some_steps_of,
     steps_of,
+    td_of,
     trajectories_of,
     unjagged,
     with_all_columns,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, concat, segment_sum
 from rlhf_pipeline.errors import IncompleteError
-from tests.rlhf_pipeline.forms import td_of
 
 
 def same(left, right):
