@@ -79,7 +79,7 @@ def test_a_module_name_has_one_meaning():
     for room, names in rooms.items():
         allowed = {"errors", "files"} if room == "local" else set[str]()
         assert {name for name in names if names.count(name) > 1} == allowed, room
-    assert {*rooms["local"]} & {*rooms["remote"], *rooms["objects"]} == {"medium", "rollouts", "rows"}
+    assert {*rooms["local"]} & {*rooms["remote"], *rooms["objects"]} == {"backend", "rollouts", "rows"}
 
 
 def test_a_class_name_has_one_meaning():

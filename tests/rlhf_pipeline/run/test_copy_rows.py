@@ -18,7 +18,7 @@ from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data.keys import ATTENTION_MASK
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange import export_store, import_files
-from rlhf_pipeline.run import choice as sources
+from rlhf_pipeline.run import selection as sources
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.copy_rows import Gatherer, gather_schema
 from rlhf_pipeline.run.events import ignore_events
