@@ -29,7 +29,7 @@ from rlhf_pipeline.collectors.sampled_rows import (
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
@@ -154,7 +154,7 @@ class Collector:
                 config=config,
                 temperature=self.temperature,
                 seed=seed,
-                as_chat=prompts.as_chat,
+                as_chat=through_template(prompts),
                 template=template_options(prompts),
                 rewards=self.grader.rewards,
             )
@@ -398,7 +398,7 @@ class Collector:
         num_before: int,
     ) -> SampledRows:
         """Sample one turn for each member, after so many of earlier rounds; their reward calls begin as they end."""
-        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
+        as_chat, options = through_template(self.prompts), template_options(self.prompts)
         prompt_ids = [
             encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
         ]
