@@ -33,7 +33,8 @@ def test_examples_in_docstrings(name):
     assert failed == 0
 
 
-PAGES = [ROOT / "README.md", ROOT / "storage" / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = [ROOT / "README.md", ROOT / "storage" / "README.md"]
+PAGES = [*READMES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
