@@ -37,19 +37,20 @@ from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if "```py" in path.read_text())
+WRITTEN = [path for folder in (".", "docs", "storage", "benchmarks") for path in sorted((ROOT / folder).glob("*.md"))]
+PAGES = [path for path in WRITTEN if "```py" in path.read_text(encoding="utf-8")]
 
 ELSEWHERE = {
-    ("environments.md", "Verifiers("): "peers/test_verifiers.py::test_the_page",
-    ("environments.md", "OpenEnv("): "peers/test_openenv.py::test_one_conversation",
-    ("exchange.md", "GRPOTrainer("): "rlhf_pipeline/exchange/test_trl.py::test_the_blocks_of_the_page",
-    ("learner.md", "init_process_group("): (
+    ("docs/environments.md", "Verifiers("): "peers/test_verifiers.py::test_the_page",
+    ("docs/environments.md", "OpenEnv("): "peers/test_openenv.py::test_one_conversation",
+    ("docs/exchange.md", "GRPOTrainer("): "rlhf_pipeline/exchange/test_trl.py::test_the_blocks_of_the_page",
+    ("docs/learner.md", "init_process_group("): (
         "rlhf_pipeline/learner/test_distributed.py::test_the_program_of_the_page_runs_on_two_processes"
     ),
-    ("many_machines.md", "RayReplayBuffer("): "test_printed_commands.py::test_many_machines",
-    ("offline.md", "run(offline()"): "test_printed_commands.py::test_offline",
-    ("torchrl_collectors.md", "LLMCollector("): "peers/test_docs.py::test_python_blocks_of_the_page",
-    ("use_the_model.md", ""): "test_use_the_model.py::test_the_page_runs",
+    ("docs/many_machines.md", "RayReplayBuffer("): "test_printed_commands.py::test_many_machines",
+    ("docs/offline.md", "run(offline()"): "test_printed_commands.py::test_offline",
+    ("docs/torchrl_collectors.md", "LLMCollector("): "peers/test_docs.py::test_python_blocks_of_the_page",
+    ("docs/use_the_model.md", ""): "test_use_the_model.py::test_the_page_runs",
 }
 """Blocks that need a server, other processes or a finished run, by a word in them: the test that runs them."""
 
@@ -66,12 +67,17 @@ SMALL = {
 OWN_FUNCTIONS = {"advantage_only": "objective", "newest": "strategy", "longest": "metrics"}
 
 
+def name_of(page: Path) -> str:
+    """Return a page's path in the tree."""
+    return str(page.relative_to(ROOT))
+
+
 def blocks(page: Path) -> Iterator[tuple[str, str | None]]:
     """Yield each Python block of a page, with the test that runs it if that is another one."""
     for block in re.findall(r"```py(?:thon)?\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         yield (
             block,
-            next((test for (name, word), test in ELSEWHERE.items() if name == page.name and word in block), None),
+            next((test for (name, word), test in ELSEWHERE.items() if name == name_of(page) and word in block), None),
         )
 
 
@@ -142,7 +148,7 @@ def definitions(page: ModuleType) -> Iterator[Pipeline]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", HERE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", HERE, ids=name_of)
 def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In order, as one file; one step is taken with what they make."""
     monkeypatch.chdir(folder)
@@ -151,7 +157,7 @@ def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchRL's own imports
         made = list(definitions(load_module(file)))
-    assert len(made) == RUNS[page.name]
+    assert len(made) == RUNS[name_of(page)]
     for number, pipeline in enumerate(made):
         if isinstance(pipeline.replay, Replay):
             continue  # it needs runs: see `ELSEWHERE`
@@ -162,13 +168,14 @@ def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypa
 
 RUNS = {
     "README.md": 1,
-    "coming_from.md": 2,
-    "environments.md": 2,
-    "evaluation.md": 1,
-    "exchange.md": 0,
-    "learner.md": 1,
-    "offline.md": 1,
-    "prompts.md": 6,
-    "rewards.md": 1,
+    "docs/coming_from.md": 2,
+    "docs/environments.md": 2,
+    "docs/evaluation.md": 1,
+    "docs/exchange.md": 0,
+    "docs/learner.md": 1,
+    "docs/offline.md": 1,
+    "docs/prompts.md": 6,
+    "docs/rewards.md": 1,
+    "storage/README.md": 0,
 }
 """How many definitions each page makes."""

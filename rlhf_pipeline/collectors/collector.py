@@ -156,7 +156,6 @@ class Collector:
                 seed=seed,
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
-                rewards=self.grader.rewards,
             )
         self.keeps_each = (
             environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
@@ -351,7 +350,7 @@ class Collector:
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades)
+            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades, self.grader.rewards)
         for number, reward in enumerate(self.grader.rewards):
             values = [item.values[number] for item in one.grades]
             found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
