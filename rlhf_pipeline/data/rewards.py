@@ -32,13 +32,13 @@ def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[st
     raise DefinitionError("the definition has no reward function; it learns from stores, whose rewards are stored.")
 
 
-def environment_reward(rewards: Mapping[str, float]) -> tuple[float, Mapping[str, float]] | None:
-    """Return the sum of an environment's rewards, with their names; None if it gave none.
+def environment_reward(rewards: Mapping[str, float]) -> float | tuple[float, Mapping[str, float]]:
+    """Return the sum of an environment's rewards, with their names; 0 if it gave none, as none was earned.
 
-    >>> environment_reward({"reached": 1.0, "nearer": 0.5})
-    (1.5, {'reached': 1.0, 'nearer': 0.5})
+    >>> environment_reward({"reached": 1.0, "nearer": 0.5}), environment_reward({})
+    ((1.5, {'reached': 1.0, 'nearer': 0.5}), 0.0)
     """
-    return (sum(rewards.values()), rewards) if rewards else None
+    return (sum(rewards.values()), rewards) if rewards else 0.0
 
 
 def answer_text(answer: JsonValue) -> str:
@@ -238,9 +238,9 @@ class EnvironmentReward:
                 f"Reward({self.name!r}): a name must be letters, digits and single underscores, and not 'trusted'."
             )
 
-    def __call__(self, rewards: Mapping[str, float]) -> float | None:
-        """Return it, or None if the environment did not give it."""
-        return rewards.get(self.name)
+    def __call__(self, rewards: Mapping[str, float]) -> float:
+        """Return it; 0 if the environment did not give it."""
+        return rewards.get(self.name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
