@@ -4,7 +4,7 @@ A function takes by name whichever it asks for of
 
 - `prompt`, `completion` (texts), `messages` (the conversation, the completion last), `answer`, `meta`, `token_ids` (the
   sampled ones), `finish_reason`; with an environment `completion` is the last turn, and there are
-  `rewards` (the environment's, summed over the turns by name) and `turns` (their number),
+  `rewards` (the environment's, summed over the turns by name), `turns` (their number) and `environment` (the object),
 - `prompt_text`: all that the model read before the completion, as its chat template rendered it,
 - verl's names for these: `solution_str`, `ground_truth`, `extra_info`, `data_source`,
 - any column of the prompt's data: the keys of `meta`.
@@ -53,6 +53,8 @@ class Sampled:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The environment's rewards."""
     turns: int = 1
+    environment: Any = None
+    """The object that answered the conversation, for functions that look into it, as TRL's do; None if it is gone."""
 
     @property
     def asked(self) -> list[dict[str, Any]]:
@@ -94,6 +96,7 @@ _MORE: Final[dict[str, Getter]] = {
     "prompt_text": _prompt_text,
     "rewards": lambda one: dict(one.rewards),
     "turns": lambda one: one.turns,
+    "environment": lambda one: one.environment,
     "solution_str": lambda one: one.completion,
     "ground_truth": lambda one: one.prompt.answer,
     "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
@@ -104,6 +107,7 @@ _TRL: Final[dict[str, Getter]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
     "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
     "completion_ids": lambda one: list(one.token_ids),
+    "environments": lambda one: one.environment,
 }
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
