@@ -85,10 +85,11 @@ class TinyPolicy(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedPolicy(Settings):
-    """A causal language model from a checkpoint folder, or from the Hugging Face hub by name."""
+    """A causal language model from a checkpoint folder, a GGUF file, or the Hugging Face hub by name."""
 
     path: str = setting(
-        help="A folder as `save_pretrained` writes it, or a hub name. Only a hub name touches the network.",
+        help="A folder as `save_pretrained` writes it, a GGUF file, or a hub name. Only a hub name touches the "
+        "network.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
