@@ -14,10 +14,10 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
-from rlhf_pipeline.buffer.trajectory_schema import CURSOR
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EVALUATION
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
-from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
+from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.collectors.sampled_rows import (
     SampledRows,
@@ -29,11 +29,12 @@ from rlhf_pipeline.collectors.sampled_rows import (
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.data.reward_forms import Sampled
 from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
+from rlhf_pipeline.environments.outcomes import BROKEN
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, encode_any
@@ -132,7 +133,13 @@ class Collector:
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
-        self.grader = Grader(reward, concurrency=config.reward_concurrency, timeout_s=config.reward_timeout_s)
+        self.marks = dict(marks or {})
+        self.grader = Grader(
+            reward,
+            concurrency=config.reward_concurrency,
+            timeout_s=config.reward_timeout_s,
+            leaves_out=not self.marks.get(EVALUATION.name, False),
+        )
         self._names = [one.label for one in self.grader.rewards] if has_columns(reward) else []
         self.buffer = buffer
         self.config = config
@@ -141,7 +148,6 @@ class Collector:
         self.hand_over = hand_over
         self.retrieve = retrieve
         self.temperature = config.temperature if temperature is None else temperature
-        self.marks = dict(marks or {})
         self.conversations: Conversations | None = None
         if environment is not None:
             if not isinstance(self.policy, TokenPolicy):
@@ -154,9 +160,8 @@ class Collector:
                 config=config,
                 temperature=self.temperature,
                 seed=seed,
-                as_chat=prompts.as_chat,
+                as_chat=through_template(prompts),
                 template=template_options(prompts),
-                rewards=self.grader.rewards,
             )
         self.keeps_each = (
             environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
@@ -351,7 +356,7 @@ class Collector:
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades)
+            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades, self.grader.rewards)
         for number, reward in enumerate(self.grader.rewards):
             values = [item.values[number] for item in one.grades]
             found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
@@ -398,7 +403,7 @@ class Collector:
         num_before: int,
     ) -> SampledRows:
         """Sample one turn for each member, after so many of earlier rounds; their reward calls begin as they end."""
-        as_chat, options = self.prompts.as_chat, template_options(self.prompts)
+        as_chat, options = through_template(self.prompts), template_options(self.prompts)
         prompt_ids = [
             encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
         ]
@@ -545,6 +550,7 @@ def _grade(grading: Grading, place: int, conversation: Conversation) -> None:
         num_asked=conversation.num_asked,
         rewards=dict(conversation.rewards),
         turns=conversation.num_turns,
+        environment=getattr(conversation.environment, "owner", conversation.environment),
     )
     grading.add(place, one, ended=True)
 

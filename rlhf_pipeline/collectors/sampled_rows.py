@@ -16,6 +16,7 @@ from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.rewards import Reward, of_turn
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
@@ -254,14 +255,14 @@ def trajectories(
     return out
 
 
-def turn_rewards(drawn: SampledRows, grades: Sequence[Grade]) -> Flat:
+def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> Flat:
     """Return the rewards of the turns of conversations, float32, with a count per row.
 
     They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.
     """
     rows = list[list[float]]()
     for meta, grade in zip(drawn.metas, grades, strict=True):
-        before: list[float] = meta["turn_rewards"][:-1]
+        before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
         rows.append([*before, grade.reward - sum(before)])
     lengths = torch.tensor([len(row) for row in rows])
     return Flat(torch.tensor([value for row in rows for value in row]), lengths)

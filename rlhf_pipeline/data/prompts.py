@@ -71,14 +71,10 @@ class Prompt:
 class PromptSource(Protocol):
     """A source of prompts: `prompt(cursor, seed)` must depend on nothing else.
 
-    A source with a length is finite: it is asked for prompts 0 to `len(source) - 1`, epoch by epoch, shuffled by the
-    seed. A source may have `chat_template_kwargs`, a mapping that the tokenizer's chat template gets.
+    Any object with that method is one. A source with a length is finite: it is asked for prompts 0 to
+    `len(source) - 1`, epoch by epoch, shuffled by the seed. A source may have `as_chat`, False if its text is not put
+    through the tokenizer's chat template, and `chat_template_kwargs`, a mapping that the template gets.
     """
-
-    @property
-    def as_chat(self) -> bool:
-        """True if the text goes through the tokenizer's chat template, where it has one."""
-        ...
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor` (0, 1, 2, ...) of the order that `seed` gives."""
@@ -115,6 +111,11 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
             "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
         )
     return found
+
+
+def through_template(source: PromptSource) -> bool:
+    """Return whether a source's text goes through the tokenizer's chat template, where it has one; of most it does."""
+    return bool(getattr(source, "as_chat", True))
 
 
 def template_options(source: PromptSource) -> dict[str, Any]:
@@ -373,7 +374,9 @@ class Mix(Settings):
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
-        same = {(source.as_chat, json.dumps(template_options(source), sort_keys=True)) for source in self.sources}
+        same = {
+            (through_template(source), json.dumps(template_options(source), sort_keys=True)) for source in self.sources
+        }
         return [
             (len(self.sources) > 0, "there are no sources."),
             (
@@ -386,7 +389,7 @@ class Mix(Settings):
     @property
     def as_chat(self) -> bool:
         """As of the sources."""
-        return self.sources[0].as_chat
+        return through_template(self.sources[0])
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ A function takes by name whichever it asks for of
 
 - `prompt`, `completion` (texts), `messages` (the conversation, the completion last), `answer`, `meta`, `token_ids` (the
   sampled ones), `finish_reason` (`stop` or `length`); with an environment `completion` is the last turn, and there are
-  `rewards` (the environment's, summed over the turns by name) and `turns` (their number),
+  `rewards` (the environment's, summed over the turns by name), `turns` (their number) and `environment` (the object),
 - verl's names for these: `solution_str`, `ground_truth`, `extra_info`, `data_source`,
 - any column of the prompt's data: the keys of `meta`.
 
@@ -46,6 +46,8 @@ class Sampled:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The environment's rewards."""
     turns: int = 1
+    environment: Any = None
+    """The object that answered the conversation, for functions that look into it, as TRL's do; None if it is gone."""
 
     @property
     def asked(self) -> list[dict[str, Any]]:
@@ -79,6 +81,7 @@ _ONE: Final[dict[str, Callable[[Sampled], Any]]] = {
 _ENVIRONMENT: Final[dict[str, Callable[[Sampled], Any]]] = {
     "rewards": lambda one: dict(one.rewards),
     "turns": lambda one: one.turns,
+    "environment": lambda one: one.environment,
 }
 _VERL: Final[dict[str, Callable[[Sampled], Any]]] = {
     "solution_str": lambda one: one.completion,
@@ -90,6 +93,7 @@ _MANY: Final[dict[str, Callable[[Sampled], Any]]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
     "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
     "completion_ids": lambda one: list(one.token_ids),
+    "environments": lambda one: one.environment,
     "solution_strs": _VERL["solution_str"],
     "ground_truths": _VERL["ground_truth"],
     "extra_infos": _VERL["extra_info"],

@@ -25,7 +25,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Evaluate, Pipeline
-from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
@@ -60,7 +60,7 @@ class FirstPrompts:
     @property
     def as_chat(self) -> bool:
         """As the source says."""
-        return self.source.as_chat
+        return through_template(self.source)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
