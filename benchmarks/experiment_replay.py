@@ -26,9 +26,9 @@ measured is the policy itself, which replay cannot flatter:
   curve. The target of `frozen_lake` is a mean of 0.3 over three evaluations: every run rests for a while below 0.25,
   walking right and down blindly.
 
-Prints a table with 95 % intervals over the seeds (Student's t): of each arm, and of its paired differences to
-`fresh x3` at the end and to `fresh` over the whole budget; of the tokens to the target the median, and the second
-lowest and second highest seed (with 8 seeds a 93 % interval of the median). Writes `results/experiment_replay.{json,svg}` with
+Prints a table with 95 % intervals over the seeds (Student's t): of each arm, and of its paired differences to `fresh
+x3` at the end and to `fresh` over the whole budget; of the tokens to the target the median, and the second lowest and
+second highest seed (with 8 seeds a 93 % interval of the median). Writes `results/experiment_replay.{json,svg}` with
 --save; of another pipeline, with its name. A finished run is a file in the folder of --keep, and is not repeated.
 """
 
