@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import extras
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader, Side
@@ -299,12 +299,9 @@ class StoreReads:
             A `pyarrow.Table`; values that were not given are null.
 
         Raises:
-            ImportError: pyarrow is not installed.
+            MissingPackageError: pyarrow is not installed.
         """
-        try:
-            pa: Any = importlib.import_module("pyarrow")
-        except ImportError as error:
-            raise ImportError("to_arrow needs the package pyarrow. Install it with `pip install pyarrow`.") from error
+        pa = extras.load("pyarrow", "to_arrow")
         arrays: dict[str, Any] = {}
         among = self.ids() if ids is None else as_ids(ids)
         for column in self.schema.select(columns):
