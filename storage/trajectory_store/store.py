@@ -38,7 +38,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, StoreReads, as_ids, following
 from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
-from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, sweep
+from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, recover_claimed, sweep
 from trajectory_store.verify import verify
 from trajectory_store.verify_report import VerifyReport
 from trajectory_store.writer import Stream
@@ -196,6 +196,8 @@ class TrajectoryStore(StoreReads):
                 if mine:
                     recover(store._catalog)
                     sweep(store._catalog, store._catalog.state)
+            if mine is None:
+                recover_claimed(store._catalog)
         return store
 
     def _add_columns(self, columns: Sequence[Column]) -> None:

@@ -261,6 +261,14 @@ def recover(catalog: Catalog) -> None:
         catalog.refresh()
 
 
+def recover_claimed(catalog: Catalog) -> None:
+    """Bring the catalog in line where there are no locks, if a record or a segment is lost."""
+    if not catalog.journal.is_sound or catalog.failed:
+        with _claim(catalog) as mine:
+            if mine:
+                recover(catalog)
+
+
 def _with_rows(state: State, rows: Mapping[int, int]) -> State | None:
     """Return a state that knows how many rows some segments have for good."""
     entries = tuple(replace(e, rows=rows[e.ordinal]) if e.ordinal in rows else e for e in state.entries)
