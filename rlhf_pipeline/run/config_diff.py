@@ -158,6 +158,9 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
             before = old.get(name, defaults.get(name))
             after = getattr(config, name) if name in defaults else new.get(name)
             yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
+    elif isinstance(old, dict) and isinstance(new, dict) and old.get("type") == new.get("type") is not None:
+        for name in sorted({**old, **new}):  # an object of a class of one's own
+            yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
     elif isinstance(config, tuple) and len(old or ()) == len(config) and all(map(dataclasses.is_dataclass, config)):
         for place, (before, after) in enumerate(zip(old, config, strict=True)):
             yield from _differences(f"{prefix}.{place}", before, after)
