@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from rlhf_pipeline.collectors.calls import Caller
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import Reward, describe_error, environment_reward, of_turn
+from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.environments.environment import (
     Environment,
     Failure,
@@ -58,11 +58,12 @@ class Conversation:
         finish_reason: `stop` (the environment said so), `length` (no room for more), `turns` (the limit of turns) or
             `failed`.
         rewards: of the environment, summed by name.
-        turn_rewards: what each turn adds to the reward, see `of_turn`.
+        turn_rewards: those of each turn, by name; what `end` gives belongs to the last one.
         info: what the environment wants stored.
         failure: why its reward is not to be trusted, or None.
         row: its tokens, once it is over.
         last_text: the last turn as text.
+        prompt_text: what the model read before it, if a reward function asks for that.
         as_chat: it goes through the chat template.
     """
 
@@ -73,12 +74,19 @@ class Conversation:
     num_turns: int = 0
     finish_reason: str = ""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
-    turn_rewards: list[float] = field(default_factory=list[float])
+    turn_rewards: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     failure: Failure | None = None
     row: TurnRow | None = None
     last_text: str = ""
+    prompt_text: str | None = None
     as_chat: bool = False
+
+    def gain(self, gains: Mapping[str, float]) -> None:
+        """Add named rewards to those of the newest turn and of the conversation."""
+        for counted in (self.rewards, *self.turn_rewards[-1:]):
+            for name, value in gains.items():
+                counted[name] = counted.get(name, 0.0) + value
 
     def fail(self, error: BaseException) -> None:
         """Note a failure; the first one stays."""
@@ -100,9 +108,7 @@ class Conversations:
         seed: int,
         as_chat: bool,
         template: Mapping[str, Any],
-        rewards: Sequence[Reward] = (Reward(environment_reward),),
     ) -> None:
-        self.rewards = rewards
         self.make = maker_of(environment)
         self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
@@ -272,6 +278,7 @@ class Conversations:
         conversation, tokens = self.conversations[ended.place], ended.tokens
         text = self.text(tokens)
         conversation.num_turns += 1
+        conversation.turn_rewards.append({})
         conversation.last_text = text
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
         if self.parser is not None:
@@ -306,9 +313,7 @@ class Conversations:
             step = checked(outcome)
             gains = checked_rewards(step.rewards)
             json.dumps(dict(step.info))
-            for name, value in gains.items():
-                conversation.rewards[name] = conversation.rewards.get(name, 0.0) + value
-            conversation.turn_rewards.append(of_turn(self.rewards, gains))
+            conversation.gain(gains)
             conversation.info.update(step.info)
             if step.done:
                 conversation.finish_reason = "stop"
@@ -369,13 +374,7 @@ class Conversations:
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
-                gains = checked_rewards(outcome or {})
-                for name, value in gains.items():
-                    conversation.rewards[name] = conversation.rewards.get(name, 0.0) + value
-                if gains:
-                    conversation.turn_rewards[-1:] = [
-                        sum(conversation.turn_rewards[-1:]) + of_turn(self.rewards, gains)
-                    ]
+                conversation.gain(checked_rewards(outcome or {}))
             except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded
                 conversation.fail(error)
         for place in places:

@@ -16,6 +16,7 @@ from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.rewards import Reward, of_turn
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
@@ -69,7 +70,10 @@ class SampledRows:
 
 
 def drawn_completions(
-    prompt_ids: Sequence[Sequence[int]], completions: RaggedCompletions, texts: Sequence[str]
+    prompt_ids: Sequence[Sequence[int]],
+    completions: RaggedCompletions,
+    texts: Sequence[str],
+    shown: Sequence[str | None],
 ) -> SampledRows:
     """Return rows of one turn.
 
@@ -77,6 +81,7 @@ def drawn_completions(
         prompt_ids: token ids of the prompts, [P].
         completions: `n` completions with behaviour log-probs, each naming its prompt.
         texts: the completions as text, [n].
+        shown: the prompts as the model reads them, [P]; None where no reward function asks for it.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -107,7 +112,7 @@ def drawn_completions(
         member=completions.member,
         reasons=np.where(completions.stopped, "stop", "length").tolist(),
         texts=texts,
-        metas=[{}] * len(lengths),
+        metas=[{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner],
         version_spans=None
         if spans is None
         else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
@@ -183,6 +188,7 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
         "num_asked": conversation.num_asked,
         "rewards": conversation.rewards,
     }
+    graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
     return known | ({"info": conversation.info} if conversation.info else {})
 
@@ -254,14 +260,14 @@ def trajectories(
     return out
 
 
-def turn_rewards(drawn: SampledRows, grades: Sequence[Grade]) -> Flat:
+def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> Flat:
     """Return the rewards of the turns of conversations, float32, with a count per row.
 
     They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.
     """
     rows = list[list[float]]()
     for meta, grade in zip(drawn.metas, grades, strict=True):
-        before: list[float] = meta["turn_rewards"][:-1]
+        before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
         rows.append([*before, grade.reward - sum(before)])
     lengths = torch.tensor([len(row) for row in rows])
     return Flat(torch.tensor([value for row in rows for value in row]), lengths)

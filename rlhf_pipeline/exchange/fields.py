@@ -368,7 +368,10 @@ class Fields:
         wanted = {target: path for target, path in wanted.items() if path != NONE}
         names = {target: path if isinstance(path, str) else target for target, path in wanted.items()}
         self.about |= {target: path if isinstance(path, str) else path.how for target, path in wanted.items()}
-        reward = self.reward(wanted.pop("reward")) if isinstance(wanted.get("reward"), str) else None
+        named = wanted.get("reward")
+        reward = self.reward(named) if isinstance(named, str) else None
+        if reward is not None:
+            del wanted["reward"]
         made = values_of(
             {target: self.value(path) if isinstance(path, str) else path.value for target, path in wanted.items()},
             names,
@@ -377,6 +380,8 @@ class Fields:
 
     def record(
         self,
+        made: Mapping[str, str | Made | None] | None = None,
+        /,
         *,
         group: Made | None = None,
         one_turn: bool = True,
@@ -384,8 +389,8 @@ class Fields:
         flags: Mapping[str, Any] | None = None,
         **wanted: str | Made | None,
     ) -> RawRollout:
-        """Return the record that these fields make."""
-        found = self.take(**{target: how for target, how in wanted.items() if how is not None})
+        """Return the record that these fields make, of those in `made` and of those by name."""
+        found = self.take(**{target: how for target, how in {**(made or {}), **wanted}.items() if how is not None})
         if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
             raise DataError(
                 "the completion may hold words of an environment (the file does not tell which words were sampled). "

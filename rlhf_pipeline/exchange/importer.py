@@ -364,7 +364,7 @@ def _decide(item: _Item) -> bool:
         groups.check()
     except DefinitionError as error:
         raise DefinitionError(f"{source.path}: {error}") from None
-    about |= how.given | ({} if how.group is None else {"group": str(how.group)})
+    about = {**about, **how.given} | ({} if how.group is None else {"group": str(how.group)})
     item.report.about = ", ".join(path if path == target else f"{target}={path}" for target, path in about.items())
     return evaluates
 

@@ -276,7 +276,7 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
     identity = None if trace.get("id") is None else ("trace", trace["id"], path[-1], _is_evaluation(row))
     return row.of(trace).record(
-        **_tokens([trace["nodes"][place] for place in path]),
+        _tokens([trace["nodes"][place] for place in path]),
         reward=Made("sum of rewards[].score*weight", sum(map(_weighed, rewards)) if rewards else None),
         finish_reason=Made("the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")),
         failure=Made("ok, errors", _failure(row.row, trace)),
@@ -395,7 +395,7 @@ def token_exports(row: Fields) -> RawRollouts:
     if not made["completion_ids"].value:
         yield None
         return
-    yield row.record(**made, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
+    yield row.record(made, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
 
 
 # -- open-instruct, SkyRL, NeMo-RL, OpenRLHF, tinker-cookbook, GSM8K ---------------------------------------------------
@@ -488,7 +488,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
     learned = as_number(values["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: values[name] for name in ("idx", "agent_ref") if name in values}
     yield row.of(values).record(
-        **cut(whole, length=as_int(values["input_lengths"], "input_lengths")),
+        cut(whole, length=as_int(values["input_lengths"], "input_lengths")),
         prompt=Made("content", "".join(texts[:-1])),
         completion=Made("content", texts[-1] if texts else ""),
         reward="filtered_rewards" if "filtered_rewards" in values else "rewards",
@@ -588,7 +588,7 @@ def gsm8k_solutions(row: Fields) -> RawRollouts:
         if _is_solution(value):
             group, each = Made("one per line", row.number), row.of({**row.row, **value})
             names = {"prompt": "question", "answer": "ground_truth", "completion": "solution", "reward": "is_correct"}
-            yield each.record(**names, group=group, meta={"model": model})
+            yield each.record(names, group=group, meta={"model": model})
 
 
 # -- files of no tool's ------------------------------------------------------------------------------------------------
@@ -621,7 +621,7 @@ def rows(row: Fields) -> RawRollouts:
         group = row.row.get("group")
         is_missing = group is None or group != group  # NaN, as data frames write a missing number
         yield row.record(
-            **names, group=None if is_missing else Made("group", (row.row.get("policy_version"), str(group)))
+            names, group=None if is_missing else Made("group", (row.row.get("policy_version"), str(group)))
         )
         return
     values = {target: row.value(path) for target, path in names.items() if "+" not in path and "*" not in path}
@@ -633,7 +633,7 @@ def rows(row: Fields) -> RawRollouts:
         one = row.of(each)
         one.given = {}
         group = Made("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
-        yield one.record(**{target: target for target in each if each[target] is not None}, group=group, meta=meta)
+        yield one.record({target: target for target in each if each[target] is not None}, group=group, meta=meta)
 
 
 def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:

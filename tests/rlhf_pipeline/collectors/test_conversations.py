@@ -122,7 +122,8 @@ def test_limits_end_a_conversation():
         assert conversation.row is not None
         assert len(conversation.row.ids) <= 60
         assert math.isfinite(conversation.row.log_probs[-1])
-        assert sum(conversation.turn_rewards) == pytest.approx(sum(conversation.rewards.values()))
+        each = [value for gains in conversation.turn_rewards for value in gains.values()]
+        assert sum(each) == pytest.approx(sum(conversation.rewards.values()))
         assert len(conversation.turn_rewards) == conversation.num_turns
 
 

@@ -17,12 +17,14 @@ from rlhf_pipeline import (
     Learner,
     MCAdvantage,
     Pipeline,
+    Reward,
     TrajectoryReplayBuffer,
     TrajectoryStorage,
     WritePath,
     definitions,
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURN_FIGURES, TURNS, trajectory_schema
+from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.advantage import turn_advantage
 from rlhf_pipeline.run.start import run
@@ -138,10 +140,10 @@ def test_what_does_not_fit_is_refused():
 
 
 def lake() -> Pipeline:
-    """Two steps on small rollouts of the frozen lake, turn by turn, with a reward for the whole beside it."""
+    """Two steps on small rollouts of the frozen lake, turn by turn, weighted, with one for the whole beside."""
 
     def brief(completion: str, rewards: dict[str, float]) -> float:
-        return sum(rewards.values()) + 0.25 * len(completion)
+        return 0.25 * len(completion) - sum(rewards.values())
 
     found = definitions.find("frozen_lake").pipeline(
         [
@@ -154,7 +156,7 @@ def lake() -> Pipeline:
             ("write.turn_discount", "0.5"),
         ]
     )
-    return dataclasses.replace(found, evaluate=None, reward=brief)
+    return dataclasses.replace(found, evaluate=None, reward=(environment_reward, Reward("nearer", weight=0.5), brief))
 
 
 def test_a_run_learns_from_turns(tmp_path):
@@ -168,7 +170,8 @@ def test_a_run_learns_from_turns(tmp_path):
     ):
         given = json.loads(meta)["turn_rewards"]
         assert len(turns) == len(advantages) == (spans[:, 1] == 1).sum() == len(given)
-        assert turns[:-1].tolist() == pytest.approx(given[:-1], abs=1e-6)
+        weighted = [sum(one.values()) + 0.5 * one["nearer"] for one in given[:-1]]
+        assert turns[:-1].tolist() == pytest.approx(weighted, abs=1e-6)
         assert turns.sum() == pytest.approx(total, abs=1e-5)
     counts = torch.tensor([len(one) for one in rows["turn_rewards"]])
     flat = torch.from_numpy(np.concatenate([*rows["turn_rewards"]])).double()
