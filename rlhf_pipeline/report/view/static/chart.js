@@ -31,7 +31,8 @@ export function ticks(values) {
   const step = Math.min(...known.slice(1).map((value, i) => Math.abs(value - known[i])).filter(Boolean), Infinity);
   if (!most || !Number.isFinite(step)) return values.map(value => value === null ? "" : fmt(value));
   const exponent = most >= 1e5 || most < 1e-2 ? 3 * Math.floor(Math.log10(most) / 3 + 1e-9) : 0, unit = 10 ** exponent;
-  const digits = Math.max(0, Math.min(12, Math.ceil(-Math.log10(step / unit) - 1e-9)));
+  let digits = Math.max(0, Math.min(12, Math.ceil(-Math.log10(step / unit) - 1e-9)));
+  for (const most = digits + 3; digits < most && Math.abs(step / unit * 10 ** digits - Math.round(step / unit * 10 ** digits)) > 1e-6;) digits++;
   return values.map(value => value === null ? "" : value === 0 ? "0" : `${(value / unit).toFixed(digits)}${exponent ? `e${exponent}` : ""}`);
 }
 
