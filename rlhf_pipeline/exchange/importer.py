@@ -64,6 +64,7 @@ class ImportReport:
             loss; they count for their group, and nothing is learned from them.
         num_unended: trajectories of which nobody knows why they ended.
         num_without_log_probs: trajectories without behaviour log-probs.
+        num_at_unknown_temperature: trajectories with log-probs of which the file does not say at which temperature.
         num_without_reward: trajectories whose reward is not finite.
         reward_sum: of the others.
         groups: the first reward of each group; None where it has two different ones.
@@ -77,6 +78,7 @@ class ImportReport:
     num_masked: int = 0
     num_unended: int = 0
     num_without_log_probs: int = 0
+    num_at_unknown_temperature: int = 0
     num_without_reward: int = 0
     reward_sum: float = 0.0
     groups: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
@@ -117,6 +119,7 @@ class ImportReport:
         self.num_failed += not row.get("reward_trusted", True)
         self.num_unended += not row.get("finish_reason", "")
         self.num_without_log_probs += not scored
+        self.num_at_unknown_temperature += scored and math.isnan(row.get("temperature", math.nan))
         reward, group = float(row.get("task_reward", math.nan)), int(row.get("group_id", -1))
         first = self.groups.setdefault(group, reward) if group != -1 else None
         if math.isfinite(reward):  # as for the learner, which passes over the others
