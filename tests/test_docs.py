@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -33,10 +32,11 @@ def test_examples_in_docstrings(name):
     assert failed == 0
 
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = [ROOT / "README.md", ROOT / "storage" / "README.md"]
+PAGES = [*READMES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     """Each link of a page names a file that is there, and a heading in it where it names one."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
@@ -80,37 +80,3 @@ def test_options_that_are_mapped_to_ours_exist(page):
         taken = inspect.signature(getattr(rlhf_pipeline, name)).parameters
         assert set(re.findall(r"(\w+)=", arguments)) <= set(taken), name
     assert len(calls) >= 4
-
-
-def test_python_blocks_of_the_readme():
-    """Every Python block of the README runs, in order, in one namespace each."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) >= 3
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-
-
-def test_python_on_the_pages(tmp_path, monkeypatch):
-    """What the pages for users define is taken as it stands; the prompts come from files as the pages name them."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the pages read Parquet files")
-    from pyarrow import parquet
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    for name in ("train", "test", "maths"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    rows = [{"prompt": "1 + 1?", "answer": "2", "reward_model": {"ground_truth": "2"}}]
-    for name in ("code", "data/part-0"):
-        parquet.write_table(pyarrow.Table.from_pylist(rows), f"{name}.parquet")
-    match = rlhf_pipeline.token_match
-    given = {"dataset": [{"prompt": "1 + 1?", "messages": [{"role": "user", "content": "1 + 1?"}]}]}
-    shown, made = {}, []
-    for page in ("prompts", "rewards", "evaluation", "environments", "coming_from"):
-        shown[page] = space = {"__name__": page, "my_reward": match, "brief": match, "made": made, **given}
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-            for statement in ast.parse(block).body:
-                code = ast.unparse(statement)
-                exec(f"made.append({code})" if isinstance(statement, ast.Expr) else code, space)
-    assert ["1 + 1?" in str(prompts.prompt(0, 0)) for prompts in made] == [True] * 4
-    assert shown["coming_from"]["main"]().collect.group_size == 8

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.report.formatting import count, duration
 
-_NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "zarr")
+_NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "google-crc32c")
 _FREE_GB = 2.0
 
 HELP = "check whether this machine and this folder have what a run needs"

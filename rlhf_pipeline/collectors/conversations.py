@@ -63,6 +63,7 @@ class Conversation:
         failure: why its reward is not to be trusted, or None.
         row: its tokens, once it is over.
         last_text: the last turn as text.
+        prompt_text: what the model read before it, if a reward function asks for that.
         as_chat: it goes through the chat template.
     """
 
@@ -78,6 +79,7 @@ class Conversation:
     failure: Failure | None = None
     row: TurnRow | None = None
     last_text: str = ""
+    prompt_text: str | None = None
     as_chat: bool = False
 
     def gain(self, gains: Mapping[str, float]) -> None:

@@ -10,6 +10,7 @@ from trajectory_store.errors import (
     BatchError,
     CorruptionError,
     FormatVersionError,
+    MissingPackageError,
     MissingRowError,
     NotAStoreError,
     ReadFailedError,
@@ -60,4 +61,5 @@ __all__ = [
     "UnsyncedError",
     "ReadFailedError",
     "CorruptionError",
+    "MissingPackageError",
 ]

@@ -17,6 +17,7 @@
     |   +-- UnsyncedError                     what was written is in the store, and may not be on the disk
     +-- ReadFailedError (OSError)             the file system failed to deliver bytes
     +-- CorruptionError (ValueError)          the files contradict themselves
+    +-- MissingPackageError (ImportError)     an optional package is not installed
 
 Every message says what was found, where, and what to do next.
 """
@@ -92,6 +93,10 @@ class ReadFailedError(StoreError, OSError):
 
 class CorruptionError(StoreError, ValueError):
     """The files contradict themselves."""
+
+
+class MissingPackageError(StoreError, ImportError):
+    """A package that only some stores or forms need is not installed."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

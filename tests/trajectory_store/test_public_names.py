@@ -24,7 +24,7 @@ def test_every_public_name_is_there_once():
 
 def test_every_error_is_a_store_error_and_a_standard_one():
     """`except StoreError` catches all of them, and so does the standard class."""
-    standard = (ValueError, OSError, LookupError)
+    standard = (ValueError, OSError, LookupError, ImportError)
     for name in trajectory_store.__all__:
         value = getattr(trajectory_store, name)
         if isinstance(value, type) and issubclass(value, Exception) and value is not trajectory_store.StoreError:

@@ -8,7 +8,6 @@ and the directory. So one read of the last bytes gives the record and the place 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import struct
 import zlib
@@ -19,6 +18,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import extras
 from trajectory_store.errors import CorruptionError
 from trajectory_store.format import (
     FORMAT_NAME,
@@ -57,8 +57,7 @@ class _Codec(Protocol):
 @functools.cache
 def zstd(level: int = LEVEL) -> _Codec:
     """Return the codec; decoding does not depend on the level."""
-    module: Any = importlib.import_module("numcodecs.zstd")
-    return cast("_Codec", module.Zstd(level=level))
+    return cast("_Codec", extras.load("numcodecs.zstd", "a store with backend='zarr'").Zstd(level=level))
 
 
 # The zip

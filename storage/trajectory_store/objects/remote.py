@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
+from trajectory_store import extras
 from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, is_folder, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
@@ -56,10 +57,7 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
 
 
 def _from_url(url: str) -> Any:
-    try:
-        stores: Any = importlib.import_module("obstore.store")
-    except ImportError as error:
-        raise StoreError(f"{url} needs the package obstore. Install it with `pip install obstore`.") from error
+    stores = extras.load("obstore.store", url)
     return stores.from_url(url, retry_config={"max_retries": 0})  # `persist` repeats, and every try is counted
 
 

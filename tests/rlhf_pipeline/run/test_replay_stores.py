@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 from pathlib import Path
 
@@ -355,12 +354,3 @@ def test_mistakes_are_answered(small_run, capsys, typed, words):
     assert main(typed) == 2
     assert words in capsys.readouterr().err
     assert not Path("runs/small-replay").exists()
-
-
-def test_the_examples_of_the_page_run():
-    """Every Python block of docs/offline.md, in one namespace."""
-    text = (Path(__file__).resolve().parents[3] / "docs" / "offline.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "docs/offline.md", "exec"), {"__name__": "page"})
