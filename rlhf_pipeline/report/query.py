@@ -23,8 +23,8 @@ from rlhf_pipeline.buffer.text_search import search, text_bytes
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
-from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, order_of, values_of
 from rlhf_pipeline.report.figures import figure_of
+from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, order_of, values_of
 from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
