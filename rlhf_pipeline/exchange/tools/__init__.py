@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import (
-    NONE,
+from rlhf_pipeline.exchange.fields import NONE, Fields, Made, cut, part_of
+from trajectory_store.raw_rollout import (
     VALUES,
-    Fields,
-    Made,
     RawRollout,
     Row,
     as_ids,
@@ -26,10 +24,8 @@ from rlhf_pipeline.exchange.fields import (
     as_mask,
     as_number,
     as_reward,
-    cut,
     is_messages,
     message_text,
-    part_of,
     shown,
 )
 
