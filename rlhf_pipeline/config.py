@@ -37,7 +37,7 @@ Estimator = Literal[
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
-Strategy = Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix"]
+Strategy = Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix", "anchored"]
 Level = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "product"]
 
@@ -85,10 +85,11 @@ class TinyPolicy(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedPolicy(Settings):
-    """A causal language model from a checkpoint folder, or from the Hugging Face hub by name."""
+    """A causal language model from a checkpoint folder, a GGUF file, or the Hugging Face hub by name."""
 
     path: str = setting(
-        help="A folder as `save_pretrained` writes it, or a hub name. Only a hub name touches the network.",
+        help="A folder as `save_pretrained` writes it, a GGUF file, or a hub name. Only a hub name touches the "
+        "network.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -348,7 +349,8 @@ class Sample(Settings):
         "one once per epoch, groups together, in a new order each time, `batch_size` in a step. The others "
         "draw `batch_size`: `uniform` all with equal probability; `recency` by age; `priority` by the size of the "
         "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
-        "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age. See "
+        "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age; `anchored` the whole "
+        "newest rollout in its first step, and in the others of `updates_per_rollout` a batch by age. See "
         "`rlhf_pipeline.buffer.samplers`. Or a function of one's own, `StrategyFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
@@ -833,6 +835,11 @@ class Pipeline(Settings):
                 or (self.sample.max_uses or updates) >= updates,
                 f"learn.updates_per_rollout is {updates}, and each update takes all of the newest rollout, but "
                 f"sample.max_uses is {self.sample.max_uses}. Set sample.max_uses to at least {updates}.",
+            ),
+            (
+                self.sample.strategy != "anchored" or (self.replay is None and updates > 1),
+                "sample.strategy=anchored takes a rollout whole and replays between rollouts: it needs a run that "
+                f"samples, with learn.updates_per_rollout of at least 2 (it is {updates}).",
             ),
             (
                 self.replay is not None or self.buffer.max_staleness >= last_update,

@@ -75,6 +75,7 @@ class Conversation:
         whole_turn: whether the newest turn ended by itself.
         row: its tokens, once it is over.
         last_text: the last turn as text.
+        prompt_text: what the model read before it, if a reward function asks for that.
         as_chat: it goes through the chat template.
     """
 
@@ -94,6 +95,7 @@ class Conversation:
     whole_turn: bool = True
     row: TurnRow | None = None
     last_text: str = ""
+    prompt_text: str | None = None
     as_chat: bool = False
 
     def gain(self, gains: Mapping[str, float]) -> None:

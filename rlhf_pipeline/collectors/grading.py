@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rlhf_pipeline.data.reward_forms import Form, Result, Sampled, form_of, result_of, results_of
-from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, RewardFunction, describe_error, rewards_of
+from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
+from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, describe_error
 from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
 from rlhf_pipeline.errors import RewardError, StopAskedError
@@ -73,11 +73,12 @@ class _Call:
 
 
 class Grader:
-    """Calls the reward functions of a definition.
+    """Calls the reward functions of a definition, as they are bound to its data.
 
     >>> from rlhf_pipeline.data.prompts import Prompt
+    >>> from rlhf_pipeline.data.reward_forms import bind
     >>> from rlhf_pipeline.data.rewards import exact_match
-    >>> grader = Grader([exact_match, lambda completions, **columns: [len(text) for text in completions]])
+    >>> grader = Grader(bind([exact_match, lambda completions, **columns: [len(text) for text in completions]]))
     >>> grades = grader.grade([Sampled(prompt=Prompt(text="2+2=", answer="4"), completion="4")])
     >>> grades[0].reward, grades[0].values
     (2.0, (1.0, 1.0))
@@ -85,17 +86,16 @@ class Grader:
 
     def __init__(
         self,
-        reward: RewardFunction | Reward | Sequence[RewardFunction | Reward],
+        bound: BoundRewards,
         *,
         concurrency: int = 16,
         timeout_s: float | None = None,
-        columns: Sequence[str] | None = None,
         leaves_out: bool = True,
     ) -> None:
         self.leaves_out = leaves_out
         """Whether a function may leave a completion out; in an evaluation it only does not apply."""
-        self.rewards = rewards_of(reward)
-        self.forms = tuple(form_of(one, columns) for one in self.rewards)
+        self.bound = bound
+        self.rewards, self.forms = bound.rewards, bound.forms
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.in_main: set[int] = set()

@@ -126,7 +126,7 @@ class Encoder:
 
 def _load(name: str) -> Any:
     folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.count("/") != 1 or folder.parent.is_dir()):
+    if not folder.exists() and (name.count("/") != 1 or folder.parent.is_dir()):
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = did_you_mean(folder.name, beside) if beside else ""
         raise MissingPathError(
@@ -134,7 +134,7 @@ def _load(name: str) -> Any:
         )
     from rlhf_pipeline.policies import loading
 
-    found = loading.load_tokenizer(str(folder) if folder.is_dir() else name, local=folder.is_dir())
+    found = loading.load_tokenizer(str(folder) if folder.exists() else name, local=folder.exists())
     if found is None:
         raise DataError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
     return found

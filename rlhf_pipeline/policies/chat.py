@@ -113,6 +113,12 @@ def decode_completion(
     return codec.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False)
 
 
+def decode_prompt(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
+    """Return what a model reads before its completion as text, with everything that the chat template wrote."""
+    codec = _need_tokenizer(tokenizer)
+    return codec.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 def encode_reply(
     tokenizer: Any | None,
     messages: Sequence[Message],

@@ -29,6 +29,7 @@ from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
+from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.evaluation_rows import Figures, evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, EventHandler
@@ -121,7 +122,7 @@ def open_evaluator(
         collector = Collector(
             policy=policy,
             prompts=prompts,
-            reward=pipeline.reward,
+            reward=bound_rewards(pipeline),
             buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
             config=config,
             seed=seed + _STREAMS,

@@ -112,9 +112,9 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     """
     found = _contents(_all_prompt_paths(pipeline))
     if isinstance(pipeline.policy, PretrainedPolicy):
-        folder = Path(pipeline.policy.path).expanduser()
-        if folder.is_dir():
-            found["policy.path"] = model_folder(folder)
+        model = Path(pipeline.policy.path).expanduser()
+        if model.exists():
+            found["policy.path"] = model_files(model)
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
@@ -256,8 +256,10 @@ def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"it has {now['size']:,} bytes as before, and other content"
 
 
-def model_folder(folder: Path) -> dict[str, Any]:
-    """Return the record of a model folder; see `describe_inputs`."""
+def model_files(folder: Path) -> dict[str, Any]:
+    """Return the record of a model folder or GGUF file; see `describe_inputs`."""
+    if folder.is_file():
+        return {folder.name: f"{folder.stat().st_size}:{_ends(folder)}"}
     found = {name: _digest_of(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
     for pattern in _WEIGHTS:
         found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}
