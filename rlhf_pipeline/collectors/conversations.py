@@ -20,7 +20,6 @@ from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.environments.environment import (
     Environment,
     Failure,
-    Message,
     Step,
     Turn,
     checked,
@@ -258,6 +257,11 @@ class Conversations:
         while any(inspect.isawaitable(outcome) for outcome in shown):
             for place, outcome in self._caller.arrived(wait=True).items():
                 shown[place] = outcome
+        for place, outcome in enumerate(shown):
+            try:
+                shown[place] = _readable(outcome)
+            except TypeError as error:
+                shown[place] = error
         self.conversations, firsts = [], dict[int, list[int]]()
         for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
             group, prompt = [*members], prompts[index]
@@ -300,10 +304,10 @@ class Conversations:
         if shown is None:
             shown = prompt.text if prompt.messages is None else prompt.messages
         if not isinstance(shown, str):
-            shown = checked_messages(shown, "what reset returned")
+            shown = checked_messages(shown, "the prompt")
         as_chat = self.as_chat or not isinstance(shown, str)
         said = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
-        if not any(message["content"] for message in said):
+        if not any(message["content"].strip() for message in said):
             raise DataError("reset shows nothing: its text is empty, and the policy cannot answer that.")
         tools = self._kind_of(prompt).tools or None
         ids = encode_prompt(self.policy.tokenizer, shown, as_chat=as_chat, tools=tools, template=self.template)
@@ -533,7 +537,9 @@ class Conversations:
                 self._gain(conversation, checked_rewards(outcome or {}))
         except Exception as error:  # noqa: BLE001 - what `end` gives may be anything; it costs its own conversation
             conversation.fail(error)
-        known = (*(self._kind_of(conversation.prompt).rewards or ()), *self.names) if conversation.failure is None else ()
+        known = (
+            (*(self._kind_of(conversation.prompt).rewards or ()), *self.names) if conversation.failure is None else ()
+        )
         conversation.rewards = dict.fromkeys(known, 0.0) | conversation.rewards
         if self._ended is not None and not (self._may_retry and _is_to_retry(conversation)):
             self._ended(self._places[place], conversation)
@@ -542,6 +548,13 @@ class Conversations:
 def _is_to_retry(conversation: Conversation) -> bool:
     """Return whether the world failed a conversation, or the engine left it before it was over."""
     return conversation.failure is not None or conversation.row is None or conversation.row.aborted
+
+
+def _readable(shown: Any) -> Any:
+    """Return what `reset` showed as text, messages or None; an error as it is."""
+    if shown is None or isinstance(shown, (str, BaseException)):
+        return shown
+    return checked_messages(shown, "what reset returned")
 
 
 def _reset(environment: Any, prompt: Prompt, seed: int) -> Any:

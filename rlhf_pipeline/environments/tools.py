@@ -89,7 +89,7 @@ class MethodTools:
 
     `reset` gets the columns of the prompt's data that it asks for, with `prompt` (messages, where it is messages) and
     `answer`; what it returns is put after the prompt. The generators of `random` and NumPy are seeded for it, so that
-    members of a group that draw what they ask for draw the same. `get_reward` may be `async`, and return a number, None,
+    members of a group that draw a task draw the same. `get_reward` may be `async`, and return a number, None,
     or a mapping of names to numbers; a class attribute `told` names further errors of tools that the policy is told.
 
     Args:
@@ -194,12 +194,12 @@ def _as_text(name: str, result: Any) -> str:
     """Return a tool's result as the policy reads it."""
     if isinstance(result, str):
         return result
-    if isinstance(result, list) and result and all(isinstance(part, Mapping) and "type" in part for part in result):
-        return text_of(cast("list[Any]", result), f"the result of the tool {name}")
-    if hasattr(result, "tolist"):  # of NumPy or torch
-        result = result.tolist()
+    parts = cast("list[Any]", result) if isinstance(result, list) else []
+    if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
+        return text_of(parts, f"the result of the tool {name}")
+    plain: Any = cast("Any", result).tolist() if hasattr(result, "tolist") else result  # of NumPy or torch
     try:
-        return json.dumps(result, ensure_ascii=False)
+        return json.dumps(plain, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
 
@@ -227,7 +227,8 @@ def _shown(prompt: Prompt, shown: Any) -> Sequence[Mapping[str, Any]] | None:
     if not isinstance(shown, (str, list)):
         raise TypeError(f"reset returned {type(shown).__name__}; it must return text, parts of text, or None")
     said = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
-    whole = text_of(said[-1]["content"], "the prompt") + text_of(cast("Any", shown), "what reset returned")
+    asked = text_of(said[-1]["content"], "the prompt")
+    whole = (asked if asked.strip() else "") + text_of(cast("Any", shown), "what reset returned")
     return [*said[:-1], {**said[-1], "content": whole}]
 
 
