@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 import types
@@ -20,25 +22,62 @@ T = TypeVar("T")
 
 
 def to_json(config: object) -> Any:
-    """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names."""
+    """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names.
+
+    So does any other object, with its attributes: those that begin with an underscore are its own affair. What JSON has
+    no form for is recorded by its type and, where it is bytes or long, by its digest.
+
+    >>> class Sums:
+    ...     def __init__(self, largest):
+    ...         self.largest, self._known = largest, {}
+    >>> to_json(Sums(9))
+    {'type': 'Sums', 'largest': 9}
+    """
+    return _json(config, ())
+
+
+def _json(config: object, within: tuple[int, ...]) -> Any:
+    """Return `to_json` of a value; `within` are the objects that hold it, so that a circle ends."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         recorded = [item.name for item in dataclasses.fields(config) if item.metadata.get("recorded", True)]
-        values = {name: to_json(getattr(config, name)) for name in recorded}
+        values = {name: _json(getattr(config, name), within) for name in recorded}
         return {"type": type(config).__name__, **values}
     if isinstance(config, functools.partial):
         given = cast("functools.partial[object]", config)
-        return {"type": "partial", "function": to_json(given.func), "args": to_json(given.args)} | {
-            "keywords": to_json(given.keywords)
-        }
+        parts = {"function": given.func, "args": given.args, "keywords": given.keywords}
+        return {"type": "partial", **{name: _json(part, within) for name, part in parts.items()}}
     if callable(config):
         return name_of(config)
     if isinstance(config, Path):
         return str(config)
     if isinstance(config, dict):
-        return {str(key): to_json(value) for key, value in cast("dict[object, object]", config).items()}
+        return {str(key): _json(value, within) for key, value in cast("dict[object, object]", config).items()}
     if isinstance(config, (list, tuple)):
-        return [to_json(value) for value in cast("list[object]", config)]
-    return config
+        return [_json(value, within) for value in cast("list[object]", config)]
+    if isinstance(config, (set, frozenset)):
+        return sorted((_json(value, within) for value in cast("set[object]", config)), key=repr)
+    if config is None or isinstance(config, (str, bool, int, float)):
+        return config
+    return _object_json(config, within)
+
+
+_LONGEST_ATTRIBUTE: Final = 4096
+"""Characters of an object's attribute that are recorded as they are."""
+
+
+def _object_json(config: object, within: tuple[int, ...]) -> dict[str, Any]:
+    """Return the record of an object of any class; its values must not depend on the process."""
+    found: dict[str, Any] = {"type": type(config).__name__}
+    with contextlib.suppress(TypeError, ValueError, BufferError):
+        return found | {"sha256": hashlib.sha256(memoryview(cast(Any, config)).cast("B")).hexdigest()}
+    attributes: dict[str, object] = {} if id(config) in within else getattr(config, "__dict__", {})
+    for name, value in sorted(attributes.items()):
+        if not name.startswith("_"):
+            recorded = _json(value, (*within, id(config)))
+            text = json.dumps(recorded)
+            digest = {"type": type(value).__name__, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            found[name] = recorded if len(text) <= _LONGEST_ATTRIBUTE else digest
+    return found
 
 
 def name_of(function: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -81,38 +80,3 @@ def test_options_that_are_mapped_to_ours_exist(page):
         taken = inspect.signature(getattr(rlhf_pipeline, name)).parameters
         assert set(re.findall(r"(\w+)=", arguments)) <= set(taken), name
     assert len(calls) >= 4
-
-
-@pytest.mark.parametrize(("page", "least"), [("README.md", 3), ("storage/README.md", 1)])
-def test_python_blocks_of_the_readmes(page, least):
-    """Every Python block of a README runs, in order, in one namespace each."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) >= least
-    for block in blocks:
-        exec(compile(block, page, "exec"), {"__name__": "readme"})
-
-
-def test_python_on_the_pages(tmp_path, monkeypatch):
-    """What the pages for users define is taken as it stands; the prompts come from files as the pages name them."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the pages read Parquet files")
-    from pyarrow import parquet
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    for name in ("train", "test", "maths"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    rows = [{"prompt": "1 + 1?", "answer": "2", "reward_model": {"ground_truth": "2"}}]
-    for name in ("code", "data/part-0"):
-        parquet.write_table(pyarrow.Table.from_pylist(rows), f"{name}.parquet")
-    match = rlhf_pipeline.token_match
-    given = {"dataset": [{"prompt": "1 + 1?", "messages": [{"role": "user", "content": "1 + 1?"}]}]}
-    shown, made = {}, []
-    for page in ("prompts", "rewards", "evaluation", "environments", "coming_from"):
-        shown[page] = space = {"__name__": page, "my_reward": match, "brief": match, "made": made, **given}
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-            for statement in ast.parse(block).body:
-                code = ast.unparse(statement)
-                exec(f"made.append({code})" if isinstance(statement, ast.Expr) else code, space)
-    assert ["1 + 1?" in str(prompts.prompt(0, 0)) for prompts in made] == [True] * 4
-    assert shown["coming_from"]["main"]().collect.group_size == 8

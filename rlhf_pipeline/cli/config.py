@@ -176,7 +176,9 @@ def _shown(value: Any) -> str:
         return type(value).__name__
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
-    return f"{value:,}".replace(",", "_") if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "_")
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def page() -> Iterator[str]:

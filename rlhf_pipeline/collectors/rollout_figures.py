@@ -9,8 +9,8 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.collectors.grading import BROKEN
 from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.environments.outcomes import BROKEN, LENGTH
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
@@ -72,7 +72,7 @@ def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: S
     kinds = [kind or ("grader_error" if lacks else "") for kind, lacks in zip_longest(kinds, np.isnan(rewards))]
     return rollout_figures(
         lengths=np.asarray(store.lengths("input_ids", rows)) - read("num_prompt_tokens", rows),
-        cut_off=np.array([reason == "length" for reason in store.read(rows, ["finish_reason"])["finish_reason"]], bool),
+        cut_off=np.array([reason == LENGTH for reason in store.read(rows, ["finish_reason"])["finish_reason"]], bool),
         rewards=rewards,
         groups=read("group_id", rows),
         kinds=kinds,

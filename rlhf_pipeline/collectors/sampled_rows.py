@@ -70,7 +70,10 @@ class SampledRows:
 
 
 def drawn_completions(
-    prompt_ids: Sequence[Sequence[int]], completions: RaggedCompletions, texts: Sequence[str]
+    prompt_ids: Sequence[Sequence[int]],
+    completions: RaggedCompletions,
+    texts: Sequence[str],
+    shown: Sequence[str | None],
 ) -> SampledRows:
     """Return rows of one turn.
 
@@ -78,6 +81,7 @@ def drawn_completions(
         prompt_ids: token ids of the prompts, [P].
         completions: `n` completions with behaviour log-probs, each naming its prompt.
         texts: the completions as text, [n].
+        shown: the prompts as the model reads them, [P]; None where no reward function asks for it.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -108,7 +112,7 @@ def drawn_completions(
         member=completions.member,
         reasons=np.where(completions.stopped, "stop", "length").tolist(),
         texts=texts,
-        metas=[{}] * len(lengths),
+        metas=[{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner],
         version_spans=None
         if spans is None
         else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
@@ -184,8 +188,15 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
         "num_asked": conversation.num_asked,
         "rewards": conversation.rewards,
     }
+    graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
-    return known | ({"info": conversation.info} if conversation.info else {})
+    beside = {
+        "info": conversation.info,
+        "retried": conversation.retried,
+        "call_errors": conversation.call_errors,
+        "cut_replies": conversation.cut_replies,
+    }
+    return known | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:

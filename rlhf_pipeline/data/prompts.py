@@ -7,6 +7,7 @@ repeated.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import functools
@@ -17,7 +18,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from rlhf_pipeline.data.files import field_of, find_sources
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, PipelineError, did_you_mean
@@ -71,14 +72,10 @@ class Prompt:
 class PromptSource(Protocol):
     """A source of prompts: `prompt(cursor, seed)` must depend on nothing else.
 
-    A source with a length is finite: it is asked for prompts 0 to `len(source) - 1`, epoch by epoch, shuffled by the
-    seed. A source may have `chat_template_kwargs`, a mapping that the tokenizer's chat template gets.
+    Any object with that method is one. A source with a length is finite: it is asked for prompts 0 to
+    `len(source) - 1`, epoch by epoch, shuffled by the seed. A source may have `as_chat`, False if its text is not put
+    through the tokenizer's chat template, and `chat_template_kwargs`, a mapping that the template gets.
     """
-
-    @property
-    def as_chat(self) -> bool:
-        """True if the text goes through the tokenizer's chat template, where it has one."""
-        ...
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor` (0, 1, 2, ...) of the order that `seed` gives."""
@@ -117,6 +114,37 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
     return found
 
 
+_PROMPTS_LOOKED_AT: Final = 16
+"""Of a source that does not list its prompts; their columns are taken for those of all."""
+
+
+def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
+    """Return the columns that the prompts of a source have beside prompt and answer, all together, sorted.
+
+    >>> rows = Prompts(rows=[{"question": "1?", "gold": "1"}], answer_field=None, as_chat=False)
+    >>> columns_of(Mix((rows, CopyDigits())))
+    ('gold', 'source_line')
+    """
+    if isinstance(source, Mix):
+        return tuple(sorted({name for part in source.sources for name in columns_of(part, seed)}))
+    if isinstance(source, ChosenPrompts):
+        return columns_of(source.source, seed)
+    if isinstance(source, Prompts):
+        listed: Sequence[Prompt] = source.all_prompts()
+    else:
+        length = getattr(source, "__len__", None)
+        most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
+        listed = [prompt_at(source, 0, seed)]
+        with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
+            listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
+    return tuple(sorted({name for prompt in listed for name in prompt.meta}))
+
+
+def through_template(source: PromptSource) -> bool:
+    """Return whether a source's text goes through the tokenizer's chat template, where it has one; of most it does."""
+    return bool(getattr(source, "as_chat", True))
+
+
 def template_options(source: PromptSource) -> dict[str, Any]:
     """Return what a source hands to the tokenizer's chat template; empty for most."""
     return dict(getattr(source, "chat_template_kwargs", {}))
@@ -136,6 +164,23 @@ class NoPrompts:
             DefinitionError: always.
         """
         raise DefinitionError(f"there is no prompt {cursor} (seed {seed}): the definition learns from stores alone.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyPrompts:
+    """Prompts that ask nothing, for environments that say themselves what is asked.
+
+    >>> EmptyPrompts().prompt(3, seed=0).text.strip()
+    ''
+    """
+
+    as_chat: bool = True
+    """Whether what the environment shows goes through the chat template."""
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return a blank."""
+        del cursor, seed
+        return Prompt(text=" ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +418,9 @@ class Mix(Settings):
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
-        same = {(source.as_chat, json.dumps(template_options(source), sort_keys=True)) for source in self.sources}
+        same = {
+            (through_template(source), json.dumps(template_options(source), sort_keys=True)) for source in self.sources
+        }
         return [
             (len(self.sources) > 0, "there are no sources."),
             (
@@ -386,7 +433,7 @@ class Mix(Settings):
     @property
     def as_chat(self) -> bool:
         """As of the sources."""
-        return self.sources[0].as_chat
+        return through_template(self.sources[0])
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]:

@@ -32,16 +32,25 @@ def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[st
     raise DefinitionError("the definition has no reward function; it learns from stores, whose rewards are stored.")
 
 
-def environment_reward(rewards: Mapping[str, float]) -> tuple[float, Mapping[str, float]] | None:
-    """Return the sum of an environment's rewards, with their names; None if it gave none.
+def environment_reward(rewards: Mapping[str, float]) -> float | tuple[float, Mapping[str, float]]:
+    """Return the sum of an environment's rewards, with their names; 0 if it gave none, as none was earned.
 
-    >>> environment_reward({"reached": 1.0, "nearer": 0.5})
-    (1.5, {'reached': 1.0, 'nearer': 0.5})
+    >>> environment_reward({"reached": 1.0, "nearer": 0.5}), environment_reward({})
+    ((1.5, {'reached': 1.0, 'nearer': 0.5}), 0.0)
     """
-    return (sum(rewards.values()), rewards) if rewards else None
+    return (sum(rewards.values()), rewards) if rewards else 0.0
 
 
-def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
+def answer_text(answer: JsonValue) -> str:
+    """Return a reference answer as text, as rewards of the text compare it; an answer may be any JSON value.
+
+    >>> answer_text(18), answer_text(None)
+    ('18', '')
+    """
+    return "" if answer is None else str(answer)
+
+
+def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
     """Return the share of the answer's characters that are in the right place, in [0, 1].
 
     Characters beyond the answer's length count as wrong, so running on is not rewarded.
@@ -51,7 +60,7 @@ def token_match(prompt: str, completion: str, answer: str | None, meta: Mapping[
     >>> token_match("12=", "1299", "12", {})
     0.5
     """
-    expected = answer or ""
+    expected = answer_text(answer)
     longest = max(len(expected), len(completion))
     if longest == 0:
         return 1.0
@@ -89,13 +98,13 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
     return float(given is not None and given in [final_number(str(item)) for item in answers if item is not None])
 
 
-def exact_match(completion: str, answer: str | None) -> float:
+def exact_match(completion: str, answer: JsonValue) -> float:
     r"""Return 1.0 if the completion is the answer, without the space around both, else 0.0.
 
     >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris")
     (1.0, 0.0)
     """
-    return float(completion.strip() == str("" if answer is None else answer).strip())
+    return float(completion.strip() == answer_text(answer).strip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +192,7 @@ def mask_truncated(finish_reason: str) -> None:
         raise LeftOut("truncated")
 
 
-def math_verify_match(completion: str, answer: str | None) -> float | None:
+def math_verify_match(completion: str, answer: JsonValue) -> float | None:
     """Return 1.0 if math-verify finds the completion equal to the answer, else 0.0; None if the answer is no maths.
 
     Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its own time limits, which need signals, are off:
@@ -196,7 +205,7 @@ def math_verify_match(completion: str, answer: str | None) -> float | None:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise DefinitionError('math_verify_match needs math-verify: pip install "rlhf-pipeline[math]"') from error
-    gold = parse(str("" if answer is None else answer), parsing_timeout=None)
+    gold = parse(answer_text(answer), parsing_timeout=None)
     if not gold:
         return None
     return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
@@ -229,9 +238,9 @@ class EnvironmentReward:
                 f"Reward({self.name!r}): a name must be letters, digits and single underscores, and not 'trusted'."
             )
 
-    def __call__(self, rewards: Mapping[str, float]) -> float | None:
-        """Return it, or None if the environment did not give it."""
-        return rewards.get(self.name)
+    def __call__(self, rewards: Mapping[str, float]) -> float:
+        """Return it; 0 if the environment did not give it."""
+        return rewards.get(self.name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,16 @@ from trajectory_store.raw_rollout import (
     as_list,
     as_mask,
     as_reward,
+    ended,
     shown,
+    state_of,
     values_of,
 )
 
+MESSAGES = "messages"
+"""A target of its own: chat messages that are a prompt and a completion in one."""
 NONE = "none"
 """What the user writes to leave out a target that the rows have."""
-
 
 # -- the fields of a row -----------------------------------------------------------------------------------------------
 
@@ -55,9 +58,12 @@ class Fields:
         path: Path = Path(),
         number: int = 0,
         one_turn: bool = False,
+        shown: bool = False,
         beside: dict[Any, Any] | None = None,
     ) -> None:
         self.row, self.given, self.one_turn = row, given or {}, one_turn
+        self.shown = shown
+        """The rows are only looked at: what cannot be learned from is let through, and out of the loss."""
         self.path, self.number = path, number
         """The file, and the row's place in it."""
         self.beside = beside or {}
@@ -70,6 +76,7 @@ class Fields:
     def of(self, row: Row) -> Fields:
         """Return the fields of another row in the place of this one."""
         made = Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn, beside=self.beside)
+        made.shown = self.shown
         made.about = self.about
         return made
 
@@ -105,6 +112,7 @@ class Fields:
         made = values_of(
             {target: self.value(path) if isinstance(path, str) else path.value for target, path in wanted.items()},
             names,
+            shown=self.shown,
         )
         return made if reward is None else made | {"reward": reward}
 
@@ -120,15 +128,25 @@ class Fields:
         **wanted: str | Made | None,
     ) -> RawRollout:
         """Return the record that these fields make, of those in `made` and of those by name."""
-        found = self.take(**{target: how for target, how in {**(made or {}), **wanted}.items() if how is not None})
-        if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
-            raise DataError(
-                "the completion may hold words of an environment (the file does not tell which words were sampled). "
-                "Export token ids with a mask, skip such rows with --skip-bad N, or say that there are none: --one-turn"
+        asked = {target: how for target, how in {**(made or {}), **wanted}.items() if how is not None}
+        if "failure" not in asked:
+            field, reason, failure = state_of(self.row)
+            asked |= {"failure": Made(field, failure)} if failure else {}
+            asked |= {"finish_reason": Made(field, reason)} if reason else {}
+        found = self.take(**asked)
+        reason, failure = ended(found.get("finish_reason", ""), found.get("failure", ""))
+        found |= {"finish_reason": reason, "failure": failure}
+        known = one_turn or not found.get("completion") or "completion_ids" in found
+        if not (known or self.one_turn or self.shown):
+            raise DefinitionError(
+                "the completions are text, and whether they hold words of an environment is not in the file. Say that "
+                "they are of one turn: --one-turn. Else export token ids with a mask of what was sampled"
             )
         self.about["group"] = "rows in turn with one prompt" if group is None else group.how
         kept = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
-        return RawRollout(**found, group=None if group is None else group.value, meta=kept, **(flags or {}))
+        named = None if group is None else group.value
+        about = {"one_turn": known, "mask_known": known or not self.shown, **(flags or {})}
+        return RawRollout(**{**about, **found}, group=named, meta=kept)
 
     def reward(self, text: str) -> float:
         """Return the reward that a field, or a sum such as `A+0.5*B`, holds; NaN where no part has a value."""
@@ -156,9 +174,9 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
 def check_targets(given: Mapping[str, str]) -> None:
     """Refuse a `--field` whose target does not exist."""
     for target, name in given.items():
-        if target not in VALUES:
+        if target not in (*VALUES, MESSAGES):
             raise DefinitionError(
-                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, VALUES)
+                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, [*VALUES, MESSAGES])
             )
 
 

@@ -38,6 +38,7 @@ from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import Address, is_url
+from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup
@@ -291,7 +292,7 @@ def build_parts(
             collector=Collector(
                 policy=models.policy,
                 prompts=prompts,
-                reward=pipeline.reward,
+                reward=bound_rewards(pipeline),
                 buffer=buffer,
                 config=pipeline.collect,
                 seed=seed,

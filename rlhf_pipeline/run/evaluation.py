@@ -25,10 +25,11 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Evaluate, Pipeline
-from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
+from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.evaluation_rows import Figures, evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, EventHandler
@@ -60,7 +61,7 @@ class FirstPrompts:
     @property
     def as_chat(self) -> bool:
         """As the source says."""
-        return self.source.as_chat
+        return through_template(self.source)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def open_evaluator(
         collector = Collector(
             policy=policy,
             prompts=prompts,
-            reward=pipeline.reward,
+            reward=bound_rewards(pipeline),
             buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
             config=config,
             seed=seed + _STREAMS,

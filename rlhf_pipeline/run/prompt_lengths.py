@@ -14,13 +14,23 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.data.prompts import ChosenPrompts, Mix, Prompt, Prompts, PromptSource, prompt_at, template_options
+from rlhf_pipeline.data.prompts import (
+    ChosenPrompts,
+    Mix,
+    Prompt,
+    Prompts,
+    PromptSource,
+    prompt_at,
+    template_options,
+    through_template,
+)
 from rlhf_pipeline.environments.environment import tools_of
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_any, rewrites_history
 from rlhf_pipeline.policies.token_policy import TokenPolicy
@@ -103,15 +113,22 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
             f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
         )
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    if pipeline.environment is not None and pipeline.prompts.as_chat and has_template:
+    if pipeline.environment is not None and through_template(pipeline.prompts) and has_template:
         notice = rewrites_history(tokenizer, template=template_options(pipeline.prompts))
         if notice is not None:
             yield notice
-    if pipeline.prompts.as_chat and not has_template:
-        yield (
-            "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model gets "
-            "the plain text. --set prompts.as_chat=false says the same without this notice."
-        )
+    for part in _parts(pipeline.prompts):
+        if getattr(part, "as_chat", False) and not has_template:  # a source that says nothing takes what there is
+            advice = (
+                "--set prompts.as_chat=false says the same without this notice."
+                if part is pipeline.prompts and is_dataclass(part)
+                else f"as_chat=False of {type(part).__name__} says the same without this notice."
+            )
+            yield (
+                "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model "
+                f"gets the plain text. {advice}"
+            )
+            break
 
 
 def _parts(source: PromptSource) -> Iterator[PromptSource]:
@@ -166,7 +183,7 @@ def _size(prompt: Prompt) -> int:
 
 def _num_tokens(tokenizer: Any, prompt: Prompt, source: PromptSource, *, enough: int) -> int:
     """Count the tokens of a prompt, or return `enough` if its beginning alone has as many."""
-    options: dict[str, Any] = {"as_chat": source.as_chat, "template": template_options(source)}
+    options: dict[str, Any] = {"as_chat": through_template(source), "template": template_options(source)}
     beginning = prompt.text[: _CHARACTERS_A_TOKEN * enough]
     cut = prompt.messages is None and len(beginning) < len(prompt.text)
     if cut and len(encode_any(tokenizer, Prompt(text=beginning), **options)) >= enough:
@@ -197,7 +214,7 @@ def _remembered_in(prompts: Sequence[Prompt], source: PromptSource, policy: Toke
     if backend is None:
         return None
     digest = hashlib.sha256()
-    facts = [1, backend.to_str(), str(codec.chat_template), source.as_chat, template_options(source), most]
+    facts = [1, backend.to_str(), str(codec.chat_template), through_template(source), template_options(source), most]
     digest.update(json.dumps(facts).encode())
     for prompt in prompts:
         digest.update(json.dumps(prompt.text if prompt.messages is None else prompt.messages).encode())

@@ -26,6 +26,10 @@ LARGEST: Final = float(np.finfo(np.float32).max)
 ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
 FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
+CUT = "length"
+"""The reason of an end that came before the policy's own."""
+UNKNOWN_VERSION = -1
+"""The version of a policy that nobody named."""
 _LAST_SECOND = 253_402_300_799
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message, beside its content, of what the policy produced."""
@@ -59,8 +63,14 @@ class RawRollout:
     """The members of a named group have one prompt."""
     identity: Hashable | None = None
     """The same in every file that the tool wrote this completion to."""
+    one_turn: bool = True
+    """False where the completion is text that may hold words of an environment, as far as the file tells."""
     evaluation: bool = False
-    policy_version: int = 0
+    policy_version: int = UNKNOWN_VERSION
+    temperature: float = math.nan
+    """Of sampling; NaN where the tool does not say."""
+    log_prob_mode: str = ""
+    """`processed` or `raw`; empty where the tool does not say."""
     finish_reason: str = ""
     failure: str = ""
     """One of `FAILURES`: its reward is not trusted and not learned from."""
@@ -217,6 +227,125 @@ def as_time(value: Any, name: str) -> float:
     return seconds
 
 
+def as_temperature(value: Any, name: str) -> float:
+    """Return a temperature: a number, not negative; NaN where there is none."""
+    heat = as_number(value, name)
+    if heat < 0 or heat == math.inf:
+        raise BatchError(f"field '{name}' must be a temperature, which is not negative, got {shown(value)}.")
+    return heat
+
+
+def as_mode(value: Any, name: str) -> str:
+    """Return how log-probs were made: of the distribution that was sampled from, or of the model's at 1."""
+    if value not in ("processed", "raw", ""):
+        raise BatchError(f"field '{name}' must be 'processed' or 'raw', got {shown(value)}.")
+    return value
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """Return a truth value; None and NaN are False."""
+    return as_number(value, name) == 1
+
+
+def as_failure(value: Any, name: str) -> str:
+    """Return the kind of a failure: one of `FAILURES`, or what a tool calls it; empty where there is none.
+
+    >>> as_failure("SandboxTimeout: no answer", "error"), as_failure("truncated", "error"), as_failure("None", "error")
+    ('timeout', 'truncated', '')
+    """
+    if not _is_said(value):
+        return ""
+    text = str(value).strip().lower()
+    return text if text in FAILURES else next((kind for words, kind in _KINDS if re.search(words, text)), "tool_error")
+
+
+def _is_said(value: Any) -> bool:
+    """Return False for what stands where nothing is: null, NaN, false, zero, and their spellings in text."""
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "none", "null", "nan", "false", "0", "no", "ok")
+    return bool(value) and value == value
+
+
+_KINDS = (
+    (r"time.?d?.?out", "timeout"),
+    (r"truncat|over.?long|context.?length|max.?(new.?)?tokens|too.?long", "truncated"),
+    (r"abort|cancel|pending|engine|server|connection|provider", "engine"),
+    (r"grad|scor|reward|judge|verif", "grader_error"),
+)
+_ERRORS = ("error", "errors", "error_message", "exception", "failure", "failure_reason")
+"""Fields whose words say that a row failed."""
+_FAILED = (
+    "failed",
+    "is_failed",
+    "has_error",
+    "is_error",
+    "timeout",
+    "timed_out",
+    "is_timeout",
+    "aborted",
+    "is_aborted",
+)
+_CUT = ("truncated", "is_truncated", "overlong", "is_overlong")
+_STATUS = ("status", "state")
+_ENDED = {"timeout": "timeout", "timed_out": "timeout"} | dict.fromkeys(
+    ("abort", "aborted", "error", "failed", "cancelled", "canceled", "content_filter"), "engine"
+)
+"""Reasons of an end that are failures."""
+_CUT_OFF = (
+    "length",
+    "max_tokens",
+    "max_length",
+    "model_length",
+    "max_new_tokens",
+    "token_limit",
+    "truncated",
+    "overlong",
+)
+
+
+def state_of(row: Row) -> tuple[str, str, str]:
+    """Return the field by which a row says that it failed or was cut off, why it ended, and its failure.
+
+    No tool says how it graded what was cut off, so its reward is not trusted: a field such as `truncated`, where the
+    reason of the end alone (`finish_reason`) says no more than where it ended.
+
+    >>> state_of({"status": "failed"}), state_of({"truncated": True}), state_of({"error": 0.25, "status": "success"})
+    (('status', '', 'tool_error'), ('truncated', 'length', 'truncated'), ('', '', ''))
+    """
+    for name in _ERRORS:  # a number under such a name measures something
+        if name in row and not isinstance(row[name], (int, float)) and (kind := as_failure(row[name], name)):
+            return name, CUT if kind == "truncated" else "", kind
+        if row.get(name) is True:
+            return name, "", "tool_error"
+    for name in _FAILED:
+        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+            return name, "", as_failure(name, name)
+    for name in _CUT:
+        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+            return name, CUT, "truncated"
+    if row.get("reward_trusted") is False:
+        return "reward_trusted", "", "grader_error"
+    for name in _STATUS:
+        said = row.get(name)
+        if isinstance(said, str) and any(re.search(words, said.lower()) for words in _BROKEN):
+            kind = as_failure(said, name)
+            return name, CUT if kind == "truncated" else "", kind
+    return "", "", ""
+
+
+_BROKEN = (r"fail|error|crash|exception|incomplete", *(words for words, _ in _KINDS[:3]))
+
+
+def ended(reason: str, failure: str) -> tuple[str, str]:
+    """Return why a completion ended and its failure, of what a tool says: an end that is a failure is one.
+
+    >>> ended("max_tokens", ""), ended("abort", ""), ended("stop", "")
+    (('length', ''), ('abort', 'engine'), ('stop', ''))
+    """
+    word = reason.strip().lower()
+    return CUT if word in _CUT_OFF else reason, failure or _ENDED.get(word, "")
+
+
 def as_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise BatchError(f"field '{name}' must be a list, got {shown(value)}.")
@@ -278,7 +407,10 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "advantage": as_advantage,
     "policy_version": as_int,
     "finish_reason": as_reason,
-    "failure": lambda value, name: value if value in FAILURES else "tool_error" if value else "",
+    "failure": as_failure,
+    "temperature": as_temperature,
+    "log_prob_mode": as_mode,
+    "evaluation": as_flag,
     "answer": as_answer,
     "created_at": as_time,
 }
@@ -291,13 +423,18 @@ def seconds_of(moment: str | datetime.datetime) -> float:
     return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing."""
+def values_of(
+    given: Mapping[str, Any], names: Mapping[str, str] | None = None, *, shown: bool = False
+) -> dict[str, Any]:
+    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
+
+    With `shown` messages may say more than the text that they are encoded by.
+    """
     raw = {target: value for target, value in given.items() if value is not None}
     names = names or {}
     for target in ("prompt", "completion"):
         messages = raw.get(target)
-        if is_messages(messages) and f"{target}_ids" not in raw:
+        if is_messages(messages) and f"{target}_ids" not in raw and not shown:
             check_is_text(messages, names.get(target, target), sampled=target == "completion")
     if "completion_mask" in raw:
         mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))

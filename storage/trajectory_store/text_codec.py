@@ -130,13 +130,13 @@ def load_tokenizer(name: str) -> Any:
         BatchError: it has no tokenizer, or one that cannot be loaded.
     """
     folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.count("/") != 1 or folder.parent.is_dir()):
+    if not folder.exists() and (name.count("/") != 1 or folder.parent.is_dir()):
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = did_you_mean(folder.name, beside) if beside else ""
         raise TokenizerNotFoundError(
             f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
         )
-    found = tokenizer_at(str(folder) if folder.is_dir() else name, local=folder.is_dir())
+    found = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
     if found is None:
         raise BatchError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
     return found
@@ -144,9 +144,11 @@ def load_tokenizer(name: str) -> Any:
 
 def tokenizer_at(source: str, *, local: bool) -> Any | None:
     """Load the tokenizer beside a model, or return None when the folder has none."""
-    if local and not any((Path(source) / name).is_file() for name in _FILES):
+    if local and Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _FILES):
         return None
     transformers = extras.load("transformers", "a tokenizer's name")
+    if local and (path := Path(source)).suffix.lower() == ".gguf":  # weights, config and tokenizer in one file
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     # AutoTokenizer picks a class by the model's type even where the folder declares the generic one, and some of
     # those classes rebuild the pre-tokenizer, which gives other ids for the same text. The folder's own file is right.
     generic = local and _declares_generic(Path(source))

@@ -63,8 +63,8 @@ def base(**changes: Any) -> Pipeline:
             lambda: base(reward="token_match"),
             "Pipeline.reward is 'token_match'; it must be a function or a Reward or several in a tuple.",
         ),
-        (lambda: base(prompts="train.jsonl"), "it must be an object with as_chat and prompt."),
-        (lambda: base(prompts=CopyDigits), "it must be an object with as_chat and prompt."),
+        (lambda: base(prompts="train.jsonl"), "it must be an object with prompt."),
+        (lambda: base(prompts=CopyDigits), "it must be an object with prompt."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any], message: str):

@@ -193,8 +193,6 @@ def test_a_mixture_keeps_its_weights_everywhere_and_its_sources_in_order():
 class Own:
     """A finite source with values as people have them."""
 
-    as_chat = False
-
     def __len__(self) -> int:
         return 5
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import numpy as np
+import pytest
+
+from rlhf_pipeline import Prompt
+from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.run.events import Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
@@ -47,3 +54,36 @@ def test_what_a_person_changes_while_watching_is_allowed_and_named(tmp_path):
     assert "learn.lr was 0.01, is 0.5: the learning rate of step 3 is 0.5 (that of step 2 was 0.01" in said
     assert "loss.clip_high was 0.2, is 0.3, from step 3 on." in said
     assert "collect.num_slots was" in said
+
+
+class Digits:
+    """A source of prompts as people write one: a plain class, without `as_chat`."""
+
+    def __init__(self, offset: int, table: np.ndarray | None = None) -> None:
+        self.offset, self.table, self._given = offset, table, 0
+        self.own: object = self
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return a digit to copy."""
+        self._given += 1
+        return Prompt(text=f"{(cursor + self.offset) % 10}=", answer=(cursor + self.offset) % 10)
+
+
+def test_an_object_of_a_plain_class_is_recorded_and_told_from_another(tmp_path):
+    """A run with one goes on with an equal one; other attributes, arrays too, are named and refused."""
+    table = np.arange(3)
+    asked = dataclasses.replace(tiny(learn__steps="1"), prompts=Digits(1, table))
+    run(asked, run_dir=tmp_path / "run")
+    longer = dataclasses.replace(tiny(learn__steps="2"), prompts=Digits(1, table.copy()))
+    run(longer, run_dir=tmp_path / "run", resume=True)
+    assert len(list(RunFolder(tmp_path / "run").metrics)) == 2
+    for other, named in (
+        (Digits(2, table), "prompts.offset was 1, is 2"),
+        (Digits(1, table + 1), "prompts.table.sha256"),
+    ):
+        with pytest.raises(RunMismatchError, match=named):
+            run(dataclasses.replace(longer, prompts=other), run_dir=tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["pipeline"]["prompts"] == to_json(
+        Digits(1, table)
+    )
+    assert to_json(Digits(1))["own"] == {"type": "Digits"}
