@@ -151,10 +151,22 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
             )
 
 
-def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
+def check_inputs(
+    run_dir: Path | str,
+    recorded: Mapping[str, Mapping[str, Any]],
+    pipeline: Pipeline,
+    *,
+    otherwise: str | None = None,
+) -> None:
     """Refuse to continue with other prompts or another starting model than the run began with.
 
     A missing file is reported elsewhere, and a run without a record of its files is not checked.
+
+    Args:
+        run_dir: the run.
+        recorded: what `describe_inputs` returned when it was started.
+        pipeline: the definition now.
+        otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
     paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
@@ -163,9 +175,10 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
+        instead = None if field == "policy.path" else otherwise
         raise RunMismatchError(
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
-            "with this run, or start a new run with --out OTHER_FOLDER."
+            f"with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
 
 

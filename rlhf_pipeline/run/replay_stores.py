@@ -65,7 +65,14 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
                 source = stored_source(pipeline, replay, learner, folder)
                 with open_evaluator(pipeline, policy, run=folder, seed=seed, on_event=on_event) as evaluator:
                     loop = Loop(
-                        folder, learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started
+                        asked,
+                        folder,
+                        learner,
+                        source,
+                        stop=stop,
+                        on_event=on_event,
+                        evaluator=evaluator,
+                        started=started,
                     )
                     loop.restore()
                     finished = loop.finished(loop.run(), len(storage.store))
