@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from rlhf_pipeline.data.keys import REWARD_COLUMN, Key, column_name, key_of
+from rlhf_pipeline.data.keys import REWARD_COLUMN, Key, column_name, key_of, reward_column, turn_reward_column
 from trajectory_store import Column, Schema
 
 SLOT = "slot"
@@ -77,11 +77,40 @@ SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
 """Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
 
-TURN_FIGURES = (
-    Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-    Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-)
-"""See `keys.TURN_REWARDS`; only a run whose estimator compares turns has them."""
+TURN_REWARDS = Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan)
+"""See `keys.TURN_REWARDS`; only a run with an environment has it."""
+
+TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan)
+"""See `keys.TURN_ADVANTAGES`; only a run whose estimator compares turns has it."""
+
+TURN_FIGURES = (TURN_REWARDS, TURN_ADVANTAGES)
+"""What an estimator that compares turns reads and writes."""
+
+
+def named_reward(name: str) -> Column:
+    """Return the column of a named reward, or of a component of one: without a weight, NaN where it does not apply."""
+    return Column(reward_column(name), "float32", fill=math.nan)
+
+
+def turn_reward(name: str) -> Column:
+    """Return the column of what an environment gave under a name in each turn of the policy, without a weight.
+
+    It has an axis of its own, so that it can be added when a name first occurs.
+    """
+    column = turn_reward_column(name)
+    return Column(column, "float32", ragged=True, axis=column, fill=math.nan)
+
+
+def reward_names(schema: Schema) -> list[str]:
+    """Return the names of the rewards, and components of rewards, that a store has columns for.
+
+    >>> reward_names(trajectory_schema([named_reward("format"), *FAILURES]))
+    ['format']
+    """
+    prefix = reward_column("")
+    given = [column for column in schema if column.name.startswith(prefix) and column.dtype == "float32"]
+    return [column.name.removeprefix(prefix) for column in given if column.axis is None]
+
 
 CURSOR = Column("prompt_cursor", "int64", fill=-1)
 """Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""

@@ -254,7 +254,8 @@ def group_advantage(
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
     if named is None:
         named = NamedRewards(r[:, None], ("task_reward",), (1.0,))
-    if entry.by_reward:
+    elif entry.by_reward:
+        named = named._replace(rewards=named.rewards.double())
         flat = flat & _without_spread(named, index, groups)
     degenerate = flat[index]
 
@@ -313,15 +314,16 @@ def _moments(reward: torch.Tensor, index: torch.Tensor, groups: int) -> tuple[to
 
 def _without_spread(named: NamedRewards, index: torch.Tensor, groups: int) -> torch.Tensor:
     """Return whether no reward that counts has any spread, bool [groups]."""
-    spreads = [_moments(one, index, groups)[1] for one in named.rewards.double().unbind(1)]
+    spreads = [_moments(one, index, groups)[1] for one in named.rewards.unbind(1)]
     return torch.stack(spreads).amax(0) == 0 if spreads else torch.ones(groups, dtype=torch.bool)
 
 
 def _gdpo(found: Returns) -> torch.Tensor:
     total, groups = torch.zeros_like(found.values), len(found.size)
-    for reward, weight in zip(found.named.rewards.double().unbind(1), found.named.weights, strict=True):
+    for reward, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
         centred, std = _moments(reward, found.groups, groups)
         total += weight * torch.where(std > 0, 1.0, 0.0)[found.groups] * centred / (std + STD_FLOOR)[found.groups]
+    total = total.masked_fill(found.degenerate, 0.0)
     batch = total - total.mean()
     return batch / (_batch_std(batch) + STD_FLOOR)
 

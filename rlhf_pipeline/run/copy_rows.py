@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,10 +31,17 @@ from rlhf_pipeline.data.keys import (
     TURN_REWARDS,
     Key,
     column_name,
+    reward_column,
 )
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, NamedRewards, estimator_of, group_advantage, takes_rewards
+from rlhf_pipeline.functional.advantage import (
+    BATCH_ESTIMATORS,
+    NamedRewards,
+    estimator_of,
+    group_advantage,
+    takes_rewards,
+)
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
@@ -179,11 +186,11 @@ class Gatherer:
 
     def _reward_columns(self) -> list[str]:
         """Return the columns of the rewards that the estimator takes one by one."""
-        return [reward_column(name) for name in named_weights(self.pipeline)] if self._by_reward else []
+        return [reward_column(name) for name in self.pipeline.reward_weights] if self._by_reward else []
 
     def _named(self, columns: Mapping[str, npt.NDArray[Any]]) -> NamedRewards | None:
         """Return the rewards of rows one by one, if the estimator takes them."""
-        weights = named_weights(self.pipeline) if self._by_reward else {}
+        weights = self.pipeline.reward_weights if self._by_reward else {}
         if not weights:
             return None
         if missing := [name for name in self._reward_columns() if name not in columns]:

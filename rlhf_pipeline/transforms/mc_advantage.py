@@ -421,8 +421,8 @@ class MCAdvantage(Transform):
             column = batch.get(name)
             if not isinstance(column, Flat) or column.lengths is not None:
                 raise MissingKeyError(
-                    f"the estimator takes rewards one by one, and the batch has no {name!r}, one number per trajectory. "
-                    "Write it, or use estimator='grpo'."
+                    f"the estimator takes rewards one by one, and the batch has no {name!r}, a number for each "
+                    "trajectory. Write it, or use estimator='grpo'."
                 )
             columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
         for member, values in zip(members, torch.stack(columns, 1).tolist(), strict=True):
