@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rlhf_pipeline.data.prompts import Curriculum, Mix, NoPrompts, PromptSource
+from rlhf_pipeline.data.prompts import Curriculum, EmptyPrompts, Mix, NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import (
     EnvironmentReward,
     Reward,
@@ -30,8 +30,8 @@ from rlhf_pipeline.data.rewards import (
     reward_weights,
     rewards_of,
 )
-from rlhf_pipeline.environments.environment import rewards_of_environment
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.environment import has_effects, rewards_of_environment
+from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal[
@@ -156,6 +156,24 @@ class Collect(Settings):
         60.0,
         above=0,
         help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
+    )
+    max_reply_tokens: int | None = setting(
+        None,
+        min=1,
+        help="With an environment: the most tokens of the text of a reply; a longer one is cut there, with the mark "
+        "` [cut]`. None cuts none: a reply that a row has no room for ends the conversation.",
+    )
+    max_call_errors: int | None = setting(
+        4,
+        min=1,
+        help="With tools: how many calls that cannot be made (malformed, unknown, wrong arguments) the policy is told "
+        "of; the last of them ends the conversation (`calls`). None bounds them by `max_turns` alone.",
+    )
+    retries: int = setting(
+        0,
+        min=0,
+        help="With an environment: how often a conversation that the world failed (a timeout, an error of a tool, an "
+        "engine that aborted it) is begun again; the failures are stored with it. Not where `has_effects` is set.",
     )
     alarm_failed: float = setting(
         0.1,
@@ -747,10 +765,10 @@ class Pipeline(Settings):
         "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
         "trajectory, not the run. Not needed with `replay`.",
     )
-    environment: Callable[..., Any] | None = setting(
+    environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
-        help="What answers the policy's turns: a class with `reset` and `step`, tools, or another library's; see "
-        "docs/environments.md. None samples one turn.",
+        help="What answers the policy's turns: a class with `reset` and `step`, tools, another library's, or several "
+        "by name, chosen by the column `environment` of the prompts; see docs/environments.md. None samples one turn.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
@@ -766,8 +784,13 @@ class Pipeline(Settings):
     )
 
     def __post_init__(self) -> None:
-        if self.environment is not None and self.reward is no_reward:
-            object.__setattr__(self, "reward", environment_reward)
+        if self.reward is None:
+            object.__setattr__(self, "reward", no_reward)
+        if self.environment is not None:
+            if self.reward is no_reward:
+                object.__setattr__(self, "reward", environment_reward)
+            if self.replay is None and isinstance(self.prompts, NoPrompts):
+                object.__setattr__(self, "prompts", EmptyPrompts())
         Settings.__post_init__(self)
 
     @property
@@ -801,9 +824,11 @@ class Pipeline(Settings):
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
 
     def _rules(self) -> list[tuple[bool, str]]:
-        of_environment = [one.label for one in rewards_of(self.reward) if isinstance(one.function, EnvironmentReward)]
-        if self.environment is not None:
-            maker_of(self.environment)
+        named = [one.function for one in rewards_of(self.reward)]
+        of_environment = [one.name for one in named if isinstance(one, EnvironmentReward)]
+        maker = None if self.environment is None else maker_of(self.environment)
+        declared = None if maker is None or not of_environment else rewards_of_environment(maker)
+        other = [] if declared is None else [name for name in of_environment if name not in declared]
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
@@ -819,6 +844,16 @@ class Pipeline(Settings):
                 self.environment is not None or not of_environment,
                 f"Reward({of_environment[0] if of_environment else ''!r}) is an environment's reward, and there is no "
                 "environment.",
+            ),
+            (
+                not other,
+                f"Reward({other[0] if other else ''!r}) is none of the rewards that the environment declares: "
+                f"{', '.join(declared or ())}.",
+            ),
+            (
+                maker is None or not self.collect.retries or not has_effects(maker),
+                f"collect.retries is {self.collect.retries}, and the environment has effects outside itself, which a "
+                "second try would repeat. Set collect.retries=0.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,

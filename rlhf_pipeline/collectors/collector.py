@@ -38,7 +38,7 @@ from rlhf_pipeline.data.prompts import (
     through_template,
 )
 from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled, bind
-from rlhf_pipeline.data.rewards import Reward, RewardFunction
+from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
 from rlhf_pipeline.environments.outcomes import BROKEN
@@ -174,9 +174,12 @@ class Collector:
                 seed=seed,
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
+                names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
             )
         self.keeps_each = (
-            environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
+            self.conversations is not None
+            and has_effects(self.conversations.make)
+            and hasattr(self.policy.engine, "converse")
         )
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:

@@ -190,7 +190,13 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
     }
     graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
-    return known | ({"info": conversation.info} if conversation.info else {})
+    beside = {
+        "info": conversation.info,
+        "retried": conversation.retried,
+        "call_errors": conversation.call_errors,
+        "cut_replies": conversation.cut_replies,
+    }
+    return known | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:

@@ -63,6 +63,8 @@ class Encoder:
             "log_probs": _scores(record.log_probs, mask, start, "log_probs"),
             "task_reward": math.nan if record.failure else record.reward,
             "policy_version": record.policy_version,
+            "temperature": record.temperature,
+            "log_prob_mode": record.log_prob_mode,
             "num_prompt_tokens": start,
             "created_at": record.created_at,
             "finish_reason": record.finish_reason,

@@ -20,11 +20,17 @@ Row = Mapping[str, Any]
 """One row of a file, as JSON or Arrow gives it."""
 Messages = Sequence[Mapping[str, Any]]
 
+MESSAGES = "messages"
+"""A target of its own: chat messages that are a prompt and a completion in one."""
 NONE = "none"
 """What the user writes to leave out a target that the rows have."""
 ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
 FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
+CUT = "length"
+"""The reason of an end that came before the policy's own."""
+UNKNOWN_VERSION = -1
+"""The version of a policy that nobody named."""
 _LAST_SECOND = 253_402_300_799
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message, beside its content, of what the policy produced."""
@@ -58,8 +64,14 @@ class RawRollout:
     """The members of a named group have one prompt."""
     identity: Hashable | None = None
     """The same in every file that the tool wrote this completion to."""
+    one_turn: bool = True
+    """False where the completion is text that may hold words of an environment, as far as the file tells."""
     evaluation: bool = False
-    policy_version: int = 0
+    policy_version: int = UNKNOWN_VERSION
+    temperature: float = math.nan
+    """Of sampling; NaN where the tool does not say."""
+    log_prob_mode: str = ""
+    """`processed` or `raw`; empty where the tool does not say."""
     finish_reason: str = ""
     failure: str = ""
     """One of `FAILURES`: its reward is not trusted and not learned from."""
@@ -216,6 +228,125 @@ def as_time(value: Any, name: str) -> float:
     return seconds
 
 
+def as_temperature(value: Any, name: str) -> float:
+    """Return a temperature: a number, not negative; NaN where there is none."""
+    heat = as_number(value, name)
+    if heat < 0 or heat == math.inf:
+        raise DataError(f"field '{name}' must be a temperature, which is not negative, got {shown(value)}.")
+    return heat
+
+
+def as_mode(value: Any, name: str) -> str:
+    """Return how log-probs were made: of the distribution that was sampled from, or of the model's at 1."""
+    if value not in ("processed", "raw", ""):
+        raise DataError(f"field '{name}' must be 'processed' or 'raw', got {shown(value)}.")
+    return value
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """Return a truth value; None and NaN are False."""
+    return as_number(value, name) == 1
+
+
+def as_failure(value: Any, name: str) -> str:
+    """Return the kind of a failure: one of `FAILURES`, or what a tool calls it; empty where there is none.
+
+    >>> as_failure("SandboxTimeout: no answer", "error"), as_failure("truncated", "error"), as_failure("None", "error")
+    ('timeout', 'truncated', '')
+    """
+    if not _is_said(value):
+        return ""
+    text = str(value).strip().lower()
+    return text if text in FAILURES else next((kind for words, kind in _KINDS if re.search(words, text)), "tool_error")
+
+
+def _is_said(value: Any) -> bool:
+    """Return False for what stands where nothing is: null, NaN, false, zero, and their spellings in text."""
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "none", "null", "nan", "false", "0", "no", "ok")
+    return bool(value) and value == value
+
+
+_KINDS = (
+    (r"time.?d?.?out", "timeout"),
+    (r"truncat|over.?long|context.?length|max.?(new.?)?tokens|too.?long", "truncated"),
+    (r"abort|cancel|pending|engine|server|connection|provider", "engine"),
+    (r"grad|scor|reward|judge|verif", "grader_error"),
+)
+_ERRORS = ("error", "errors", "error_message", "exception", "failure", "failure_reason")
+"""Fields whose words say that a row failed."""
+_FAILED = (
+    "failed",
+    "is_failed",
+    "has_error",
+    "is_error",
+    "timeout",
+    "timed_out",
+    "is_timeout",
+    "aborted",
+    "is_aborted",
+)
+_CUT = ("truncated", "is_truncated", "overlong", "is_overlong")
+_STATUS = ("status", "state")
+_ENDED = {"timeout": "timeout", "timed_out": "timeout"} | dict.fromkeys(
+    ("abort", "aborted", "error", "failed", "cancelled", "canceled", "content_filter"), "engine"
+)
+"""Reasons of an end that are failures."""
+_CUT_OFF = (
+    "length",
+    "max_tokens",
+    "max_length",
+    "model_length",
+    "max_new_tokens",
+    "token_limit",
+    "truncated",
+    "overlong",
+)
+
+
+def state_of(row: Row) -> tuple[str, str, str]:
+    """Return the field by which a row says that it failed or was cut off, why it ended, and its failure.
+
+    No tool says how it graded what was cut off, so its reward is not trusted: a field such as `truncated`, where the
+    reason of the end alone (`finish_reason`) says no more than where it ended.
+
+    >>> state_of({"status": "failed"}), state_of({"truncated": True}), state_of({"error": 0.25, "status": "success"})
+    (('status', '', 'tool_error'), ('truncated', 'length', 'truncated'), ('', '', ''))
+    """
+    for name in _ERRORS:  # a number under such a name measures something
+        if name in row and not isinstance(row[name], (int, float)) and (kind := as_failure(row[name], name)):
+            return name, CUT if kind == "truncated" else "", kind
+        if row.get(name) is True:
+            return name, "", "tool_error"
+    for name in _FAILED:
+        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+            return name, "", as_failure(name, name)
+    for name in _CUT:
+        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+            return name, CUT, "truncated"
+    if row.get("reward_trusted") is False:
+        return "reward_trusted", "", "grader_error"
+    for name in _STATUS:
+        said = row.get(name)
+        if isinstance(said, str) and any(re.search(words, said.lower()) for words in _BROKEN):
+            kind = as_failure(said, name)
+            return name, CUT if kind == "truncated" else "", kind
+    return "", "", ""
+
+
+_BROKEN = (r"fail|error|crash|exception|incomplete", *(words for words, _ in _KINDS[:3]))
+
+
+def ended(reason: str, failure: str) -> tuple[str, str]:
+    """Return why a completion ended and its failure, of what a tool says: an end that is a failure is one.
+
+    >>> ended("max_tokens", ""), ended("abort", ""), ended("stop", "")
+    (('length', ''), ('abort', 'engine'), ('stop', ''))
+    """
+    word = reason.strip().lower()
+    return CUT if word in _CUT_OFF else reason, failure or _ENDED.get(word, "")
+
+
 def as_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise DataError(f"field '{name}' must be a list, got {shown(value)}.")
@@ -275,20 +406,28 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "advantage": as_advantage,
     "policy_version": as_int,
     "finish_reason": as_reason,
-    "failure": lambda value, name: value if value in FAILURES else "tool_error" if value else "",
+    "failure": as_failure,
+    "temperature": as_temperature,
+    "log_prob_mode": as_mode,
+    "evaluation": as_flag,
     "answer": as_answer,
     "created_at": as_time,
 }
 """How the value of a field becomes what a record has under that name."""
 
 
-def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing."""
+def values_of(
+    given: Mapping[str, Any], names: Mapping[str, str] | None = None, *, shown: bool = False
+) -> dict[str, Any]:
+    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
+
+    With `shown` messages may say more than the text that they are encoded by.
+    """
     raw = {target: value for target, value in given.items() if value is not None}
     names = names or {}
     for target in ("prompt", "completion"):
         messages = raw.get(target)
-        if is_messages(messages) and f"{target}_ids" not in raw:
+        if is_messages(messages) and f"{target}_ids" not in raw and not shown:
             check_is_text(messages, names.get(target, target), sampled=target == "completion")
     if "completion_mask" in raw:
         mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))
@@ -326,9 +465,12 @@ class Fields:
         path: Path = Path(),
         number: int = 0,
         one_turn: bool = False,
+        shown: bool = False,
         beside: dict[Any, Any] | None = None,
     ) -> None:
         self.row, self.given, self.one_turn = row, given or {}, one_turn
+        self.shown = shown
+        """The rows are only looked at: what cannot be learned from is let through, and out of the loss."""
         self.path, self.number = path, number
         """The file, and the row's place in it."""
         self.beside = beside or {}
@@ -341,6 +483,7 @@ class Fields:
     def of(self, row: Row) -> Fields:
         """Return the fields of another row in the place of this one."""
         made = Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn, beside=self.beside)
+        made.shown = self.shown
         made.about = self.about
         return made
 
@@ -375,6 +518,7 @@ class Fields:
         made = values_of(
             {target: self.value(path) if isinstance(path, str) else path.value for target, path in wanted.items()},
             names,
+            shown=self.shown,
         )
         return made if reward is None else made | {"reward": reward}
 
@@ -390,15 +534,25 @@ class Fields:
         **wanted: str | Made | None,
     ) -> RawRollout:
         """Return the record that these fields make, of those in `made` and of those by name."""
-        found = self.take(**{target: how for target, how in {**(made or {}), **wanted}.items() if how is not None})
-        if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
-            raise DataError(
-                "the completion may hold words of an environment (the file does not tell which words were sampled). "
-                "Export token ids with a mask, skip such rows with --skip-bad N, or say that there are none: --one-turn"
+        asked = {target: how for target, how in {**(made or {}), **wanted}.items() if how is not None}
+        if "failure" not in asked:
+            field, reason, failure = state_of(self.row)
+            asked |= {"failure": Made(field, failure)} if failure else {}
+            asked |= {"finish_reason": Made(field, reason)} if reason else {}
+        found = self.take(**asked)
+        reason, failure = ended(found.get("finish_reason", ""), found.get("failure", ""))
+        found |= {"finish_reason": reason, "failure": failure}
+        known = one_turn or not found.get("completion") or "completion_ids" in found
+        if not (known or self.one_turn or self.shown):
+            raise DefinitionError(
+                "the completions are text, and whether they hold words of an environment is not in the file. Say that "
+                "they are of one turn: --one-turn. Else export token ids with a mask of what was sampled"
             )
         self.about["group"] = "rows in turn with one prompt" if group is None else group.how
         kept = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
-        return RawRollout(**found, group=None if group is None else group.value, meta=kept, **(flags or {}))
+        named = None if group is None else group.value
+        about = {"one_turn": known, "mask_known": known or not self.shown, **(flags or {})}
+        return RawRollout(**{**about, **found}, group=named, meta=kept)
 
     def reward(self, text: str) -> float:
         """Return the reward that a field, or a sum such as `A+0.5*B`, holds; NaN where no part has a value."""
@@ -426,9 +580,9 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
 def check_targets(given: Mapping[str, str]) -> None:
     """Refuse a `--field` whose target does not exist."""
     for target, name in given.items():
-        if target not in VALUES:
+        if target not in (*VALUES, MESSAGES):
             raise DefinitionError(
-                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, VALUES)
+                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, [*VALUES, MESSAGES])
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import TemplateError
 
@@ -13,6 +13,10 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 
 Message = Mapping[str, Any]
 
+CUT: Final = " [cut]"
+"""Stands at the end of a reply that was cut."""
+_CHARACTERS_A_TOKEN: Final = 32
+"""No more of a text is encoded to see that it is too long."""
 _MARK = "assistants-turn-goes-here"
 _MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -102,6 +106,32 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
         ) from error
 
 
+def known_text(tokenizer: Any, text: str) -> str:
+    """Return a text without the characters that the tokenizer has no token for; most tokenizers have one for all."""
+    try:
+        encode_text(tokenizer, text, add_special_tokens=False)
+    except DataError:
+        known = tokenizer.get_vocab()
+        return "".join(one for one in text if one in known)
+    return text
+
+
+def cut_text(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
+    """Return a text with so many tokens at most, and its tokens; where it is cut, a mark says so."""
+    head = text[: _CHARACTERS_A_TOKEN * (most + 1)]
+    ids = encode_text(tokenizer, head, add_special_tokens=False)
+    if len(ids) <= most and head == text:
+        return text, len(ids)
+    mark = encode_text(tokenizer, known_text(tokenizer, CUT), add_special_tokens=False)
+    for keep in range(max(most - len(mark), 0), -1, -1):
+        parts = (ids[:keep], mark[:most])
+        cut = "".join(tokenizer.decode(part, clean_up_tokenization_spaces=False).rstrip("\ufffd") for part in parts)
+        num = len(encode_text(tokenizer, cut, add_special_tokens=False))
+        if num <= most:  # a text may have more tokens than its parts
+            return cut, num
+    return "", 0
+
+
 def decode_completion(
     tokenizer: Any | None, token_ids: Sequence[int], *, keep_special: bool = False, end_token_ids: Collection[int] = ()
 ) -> str:
@@ -146,7 +176,7 @@ def encode_reply(
         said = [dict(message) for part in parts for message in part]
         try:
             return codec.apply_chat_template(said, tokenize=False, tools=tools, **given, **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # templates are programs, and fail in any way on what they did not expect
             roles = [message.get("role") for message in said]
             raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
 
