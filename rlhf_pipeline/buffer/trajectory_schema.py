@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from rlhf_pipeline.data.keys import Key, column_name, key_of
+from rlhf_pipeline.data.keys import Key, column_name, key_of, reward_column, turn_reward_column
 from trajectory_store import Column, Schema
 from trajectory_store.standard import (
     CURSOR,
@@ -26,7 +26,9 @@ from trajectory_store.standard import (
     SUPPORT,
     TEMPERATURE,
     TOKEN_FIGURES,
+    TURN_ADVANTAGES,
     TURN_FIGURES,
+    TURN_REWARDS,
     TURNS,
     WAITING,
     standard_schema,
@@ -34,8 +36,9 @@ from trajectory_store.standard import (
 
 __all__ = [
     "CURSOR", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST", "PROVENANCE",
-    "SAMPLED_BY", "SLOT", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS", "TURN_FIGURES", "WAITING",
-    "column_of_key", "extra_columns", "trajectory_schema",
+    "SAMPLED_BY", "SLOT", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS", "TURN_ADVANTAGES", "TURN_FIGURES",
+    "TURN_REWARDS", "WAITING", "column_of_key", "extra_columns", "named_reward", "reward_names", "trajectory_schema",
+    "turn_reward",
 ]  # fmt: skip
 
 
@@ -62,6 +65,31 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     for key, dtype in dtypes.items():
         out.append(Column(column_name(key), dtype, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
     return out
+
+
+def named_reward(name: str) -> Column:
+    """Return the column of a named reward, or of a component of one: without a weight, NaN where it does not apply."""
+    return Column(reward_column(name), "float32", fill=math.nan)
+
+
+def turn_reward(name: str) -> Column:
+    """Return the column of what an environment gave under a name in each turn of the policy, without a weight.
+
+    It has an axis of its own, so that it can be added when a name first occurs.
+    """
+    column = turn_reward_column(name)
+    return Column(column, "float32", ragged=True, axis=column, fill=math.nan)
+
+
+def reward_names(schema: Schema) -> list[str]:
+    """Return the names of the rewards, and components of rewards, that a store has columns for.
+
+    >>> reward_names(trajectory_schema([named_reward("format"), *FAILURES]))
+    ['format']
+    """
+    prefix = reward_column("")
+    given = [column for column in schema if column.name.startswith(prefix) and column.dtype == "float32"]
+    return [column.name.removeprefix(prefix) for column in given if column.axis is None]
 
 
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:

@@ -53,11 +53,14 @@ SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
 """Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
 
-TURN_FIGURES = (
-    Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-    Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-)
-"""See `keys.TURN_REWARDS`; only a run whose estimator compares turns has them."""
+TURN_REWARDS = Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan)
+"""See `keys.TURN_REWARDS`; only a run with an environment has it."""
+
+TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan)
+"""See `keys.TURN_ADVANTAGES`; only a run whose estimator compares turns has it."""
+
+TURN_FIGURES = (TURN_REWARDS, TURN_ADVANTAGES)
+"""What an estimator that compares turns reads and writes."""
 
 CURSOR = Column("prompt_cursor", "int64", fill=-1)
 """Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
