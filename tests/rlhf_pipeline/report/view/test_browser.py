@@ -36,7 +36,6 @@ PAGES = (
     "0/trajectories",
     "0/trajectories?text=1&where=reward>=0",
     "0/t/{id}",
-    "0/trajectories?where=colour==1",
     "0/t/{id}?as=markdown",
     "0/prompt/{id}",
     "0/group/3",
@@ -195,6 +194,9 @@ def test_every_page_in_every_size(browser: Any, width: int, scheme: str, tmp_pat
             found = page.evaluate("axe.run()")["violations"]
             assert [(rule["id"], place) for rule in found if rule["impact"] in ("serious", "critical")] == []
         assert wrong == []
+        go(page, url, "0/trajectories?where=colour==1")  # a filter that is refused
+        page.wait_for_selector("[role=alert]")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("ids", [True, False])
