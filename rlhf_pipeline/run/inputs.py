@@ -26,6 +26,7 @@ from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.files import find_sources
 from rlhf_pipeline.data.rewards import rewards_of
+from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
@@ -59,7 +60,7 @@ _OWN_CODE: Final = {
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
-_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "evaluate.prompts"))
+_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "environment", "evaluate.prompts"))
 """Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
@@ -151,10 +152,22 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
             )
 
 
-def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
+def check_inputs(
+    run_dir: Path | str,
+    recorded: Mapping[str, Mapping[str, Any]],
+    pipeline: Pipeline,
+    *,
+    otherwise: str | None = None,
+) -> None:
     """Refuse to continue with other prompts or another starting model than the run began with.
 
     A missing file is reported elsewhere, and a run without a record of its files is not checked.
+
+    Args:
+        run_dir: the run.
+        recorded: what `describe_inputs` returned when it was started.
+        pipeline: the definition now.
+        otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
     paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
@@ -163,9 +176,10 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
+        instead = None if field == "policy.path" else otherwise
         raise RunMismatchError(
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
-            "with this run, or start a new run with --out OTHER_FOLDER."
+            f"with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
 
 
@@ -174,6 +188,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
     rewards = [one.function for one in rewards_of(pipeline.reward)]
     for name, parts in (
         ("reward", rewards),
+        ("environment", [*code_of(pipeline.environment)]),
         *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
         ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
     ):
