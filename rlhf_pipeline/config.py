@@ -25,7 +25,9 @@ from rlhf_pipeline.data.rewards import (
     Reward,
     RewardFunction,
     environment_reward,
+    has_columns,
     no_reward,
+    reward_weights,
     rewards_of,
 )
 from rlhf_pipeline.environments.environment import has_effects, rewards_of_environment
@@ -33,7 +35,7 @@ from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal[
-    "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo"
+    "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo", "gdpo"
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
@@ -288,7 +290,8 @@ class WritePath(Settings):
         "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
         "divide by the spread of the whole rollout, or of all gathered "
         "trajectories with `replay`. `turn_grpo` gives each turn of a conversation an advantage of its own, from the "
-        "rewards of that turn and later ones. Or a function of one's own, `EstimatorFunction` there; on a command line "
+        "rewards of that turn and later ones. `gdpo` normalises each named reward in its group, then their weighted "
+        "sum over the rollout. Or a function of one's own, `EstimatorFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
     turn_discount: float = setting(
@@ -326,6 +329,11 @@ class WritePath(Settings):
                 self.estimator != "turn_grpo" or self.kl_coef == 0,
                 f"kl_coef is {self.kl_coef}, a penalty in the reward of a whole trajectory, and estimator=turn_grpo "
                 "compares turns. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
+            ),
+            (
+                self.estimator != "gdpo" or self.kl_coef == 0,
+                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, and estimator=gdpo takes them one by "
+                "one. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             close_policy_rule(self.min_group_size, self.group_timeout_s),
         ]
@@ -789,6 +797,26 @@ class Pipeline(Settings):
     def curriculum(self) -> Curriculum | None:
         """Of the prompts, if the run takes any."""
         return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
+
+    @property
+    def environment_rewards(self) -> tuple[str, ...]:
+        """The names of the environment's rewards that are known: it declares them, or `reward` names them."""
+        if self.environment is None:
+            return ()
+        selected = [one.function for one in rewards_of(self.reward)]
+        named = [function.name for function in selected if isinstance(function, EnvironmentReward)]
+        return tuple(dict.fromkeys([*(rewards_of_environment(maker_of(self.environment)) or ()), *named]))
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The rewards that have a column `reward_NAME` each, with their weights; see `data.rewards.reward_weights`."""
+        return reward_weights(self.reward, self.environment_rewards)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of all rewards that are known before anything is sampled; results may have further components."""
+        own = [one.label for one in rewards_of(self.reward)] if has_columns(self.reward) else []
+        return tuple(dict.fromkeys([*own, *self.reward_weights]))
 
     @property
     def longest_completion(self) -> int:
