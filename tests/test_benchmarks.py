@@ -48,7 +48,7 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
 
 
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
-    """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree of freedom."""
+    """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree."""
     monkeypatch.syspath_prepend(str(HERE))
     experiment = importlib.import_module("experiment_replay")
     arms = {"a": {0: {"last": 0.6}, 1: {"last": 0.9}}, "b": {0: {"last": 0.5}, 1: {"last": 0.6}, 2: {"last": 0.0}}}
