@@ -1,27 +1,35 @@
 """Does replay of stored trajectories buy reward at a fixed budget of generated tokens? An experiment, on the CPU.
 
-    python benchmarks/experiment_replay.py            # 4 arms x 8 seeds, some ten minutes on two cores
-    python benchmarks/experiment_replay.py --quick    # 2 seeds, a third of the budget
-    python benchmarks/experiment_replay.py --pipeline frozen_lake --keep runs/replay   # goes on where it was cut
+    python benchmarks/experiment_replay.py                       # copy_digits: 7 arms x 8 seeds
+    python benchmarks/experiment_replay.py --pipeline frozen_lake --keep FOLDER   # goes on where it was cut
+    python benchmarks/experiment_replay.py --pipeline sokoban --seeds 4 --keep FOLDER
+    python benchmarks/experiment_replay.py --quick               # 2 seeds, a third of the budget
 
-Every arm samples the same number of rollouts from the same prompts; they differ in what the learner does with them:
+Every arm samples the same number of rollouts from the same prompts; they differ in what the learner does with them.
+All but the first take three optimizer steps per rollout, so between them the number of updates is equal too:
 
 - fresh: one optimizer step on each rollout, nothing is used twice.
 - fresh x3: three steps on each rollout. What replay has to beat: it spends the learner's time the same way.
-- uniform: three steps per rollout, each on a batch drawn with equal chances from the last `WINDOW` versions.
+- fresh x3, lr/3: the same at a third of the learning rate, the control for steps that are too long.
+- fresh x3, min_ess: the same with the ESS guard that the replaying arms have.
+- uniform: each step on a batch drawn with equal chances from the last `WINDOW` versions.
 - freshness-weighted: the same, with chances of |advantage| * exp(-age / TAU), after arxiv.org/abs/2604.16918.
+- anchored: the first step on the whole fresh rollout, two on batches drawn with equal chances from the window, after
+  arxiv.org/abs/2604.16918 and arxiv.org/abs/2606.04560.
 
 Stale trajectories are weighed by the clipped ratio to the policy that produced them, and by the ESS guard. What is
 measured is the policy itself, which replay cannot flatter:
 
 - `copy_digits`: the mean reward of each new rollout, sampled at temperature 1 from prompts never seen before.
-- `frozen_lake`: pass@1 on 256 held-out maps, every 10 rollouts. Rollouts are half as large as the pipeline has, so that
-  a run costs a minute or two, and the learning rate is constant, so that the budget has no part in a curve. The target
-  is a mean of 0.3 over three evaluations: every run rests for a while below 0.25, walking right and down blindly.
+- `frozen_lake`, `sokoban`: pass@1 on 256 held-out maps, every 10 rollouts. Rollouts are half as large as the pipeline
+  has, so that a run costs a minute or two, and the learning rate is constant, so that the budget has no part in a
+  curve. The target of `frozen_lake` is a mean of 0.3 over three evaluations: every run rests for a while below 0.25,
+  walking right and down blindly.
 
-Prints a table with 95 % intervals over the seeds (Student's t), of each arm and of its paired difference to `fresh`; of
-the tokens to the target the median, and the second lowest and second highest seed (with 8 seeds a 93 % interval of the
-median). Writes `results/experiment_replay.{json,svg}` with --save; of another pipeline, with its name.
+Prints a table with 95 % intervals over the seeds (Student's t): of each arm, and of its paired differences to `fresh
+x3` at the end and to `fresh` over the whole budget; of the tokens to the target the median, and the second lowest and
+second highest seed (with 8 seeds a 93 % interval of the median). Writes `results/experiment_replay.{json,svg}` with
+--save; of another pipeline, with its name. A finished run is a file in the folder of --keep, and is not repeated.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -49,16 +58,23 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 """97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 RESULTS = Path(__file__).with_name("results")
 
+_GUARDED = {"min_ess": 0.3}
 ARMS: dict[str, dict[str, Any]] = {
     "fresh": {"updates": 1},
     "fresh x3": {"updates": UPDATES},
-    "uniform": {"updates": UPDATES, "window": WINDOW, "sample": {"strategy": "uniform", "min_ess": 0.3}},
+    "fresh x3, lr/3": {"updates": UPDATES, "lr": 1 / 3},
+    "fresh x3, min_ess": {"updates": UPDATES, "sample": _GUARDED},
+    "uniform": {"updates": UPDATES, "window": WINDOW, "sample": {"strategy": "uniform", **_GUARDED}},
     "freshness-weighted": {
         "updates": UPDATES,
         "window": WINDOW,
-        "sample": {"strategy": "priority", "tau": TAU, "min_ess": 0.3},
+        "sample": {"strategy": "priority", "tau": TAU, **_GUARDED},
     },
+    "anchored": {"updates": UPDATES, "window": WINDOW, "sample": {"strategy": "anchored", **_GUARDED}},
 }
+COLOURS = ("#2f6fde", "#8a94a6", "#6b5bb5", "#4aa3a2", "#c9731c", "#1c8a4b", "#b8336a")
+CONTROL = "fresh x3"
+"""What the end of a run is compared with: as many generated tokens, and as many updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +103,7 @@ class Task:
 TASKS = {
     "copy_digits": Task(rollouts=90, measure="task_reward", target=0.5, smooth=5, last=10),
     "frozen_lake": Task(rollouts=150, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
+    "sokoban": Task(rollouts=150, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
 }
 
 
@@ -116,6 +133,7 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
         learn=dataclasses.replace(
             base.learn,
             steps=rollouts * updates,
+            lr=base.learn.lr * how.get("lr", 1.0),
             updates_per_rollout=updates,
             lr_schedule="constant",
             stop_at_reward=None,
@@ -143,7 +161,7 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
 
 def kept(of: tuple[str, str, int, int], folder: Path | None) -> dict[str, Any]:
     """Return a curve from the folder of those that are finished; else run it, and keep it there."""
-    file = folder and folder / "{}-{}-seed{}-of-{}.json".format(*of).replace(" ", "_")
+    file = folder and folder / re.sub(r"[^\w.-]+", "_", "{}-{}-seed{}-of-{}.json".format(*of))
     if file is not None and file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     found = curve(of)
@@ -172,31 +190,66 @@ def figures(run: dict[str, Any], task: Task) -> dict[str, float]:
 
 def table(runs: list[dict[str, Any]], task: Task) -> list[str]:
     """Return the lines of the result."""
-    by_arm = {arm: {run["seed"]: figures(run, task) for run in runs if run["arm"] == arm} for arm in ARMS}
+    by_arm = by_arm_and_seed(runs, task)
     lines = [
-        f"{'arm':<20} {f'reward, last {task.last}':>18} {'mean over budget':>18} "
-        f"{'minus fresh (paired)':>22} {f'tokens to {task.target}, median':>28} {'get there':>10}"
+        f"{'arm':<20} {f'last {task.last}':>16} {f'less {CONTROL}':>18} {'whole budget':>16} {'less fresh':>18} "
+        f"{f'tokens to {task.target}, median':>28} {'get there':>10}"
     ]
     for arm, found in by_arm.items():
-        last = interval([one["last"] for one in found.values()])
-        whole = interval([one["whole"] for one in found.values()])
-        gap = [one["whole"] - by_arm["fresh"][seed]["whole"] for seed, one in found.items()]
-        against = "" if arm == "fresh" else "{:+.3f} +- {:.3f}".format(*interval(gap))
+        cells = []
+        for figure, other in (("last", CONTROL), ("whole", "fresh")):
+            cells.append("{:.3f} +- {:.3f}".format(*interval([one[figure] for one in found.values()])))
+            cells.append("" if arm == other else "{:+.3f} +- {:.3f}".format(*paired(by_arm, arm, other, figure)))
         there = sorted(one["there"] for one in found.values())
         middle = (statistics.median(there), *(there[1], there[-2])) if len(there) > 3 else (statistics.median(there),)
         shown = " .. ".join("never" if math.isinf(one) else f"{one:,.0f}" for one in middle[1:])
         lines.append(
-            f"{arm:<20} {'{:.3f} +- {:.3f}'.format(*last):>18} {'{:.3f} +- {:.3f}'.format(*whole):>18} "
-            f"{against:>22} {f'{middle[0]:,.0f} ({shown})':>28} "
-            f"{f'{sum(map(math.isfinite, there))} of {len(there)}':>10}"
+            f"{arm:<20} {cells[0]:>16} {cells[1]:>18} {cells[2]:>16} {cells[3]:>18} "
+            f"{f'{middle[0]:,.0f} ({shown})':>28} {f'{sum(map(math.isfinite, there))} of {len(there)}':>10}"
         )
     return lines
+
+
+def by_arm_and_seed(runs: list[dict[str, Any]], task: Task) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the figures of each arm that has been run, by seed."""
+    found = {arm: {run["seed"]: figures(run, task) for run in runs if run["arm"] == arm} for arm in ARMS}
+    return {arm: seeds for arm, seeds in found.items() if seeds}
+
+
+def markdown(name: str, runs: list[dict[str, Any]]) -> list[str]:
+    """Return the table of a task as docs/offline.md prints it: means, and paired differences to the control."""
+    task = TASKS[name]
+    by_arm = by_arm_and_seed(runs, task)
+    measured = "pass@1 on held-out maps" if task.every else "reward of new rollouts"
+    lines = [
+        f"| {name}: {measured} | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | less fresh | "
+        f"tokens to {task.target:g}, median |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, found in by_arm.items():
+        cells = [arm]
+        for figure, others in (("last", [CONTROL]), ("whole", [CONTROL, "fresh"])):
+            cells.append("{:.2f} ± {:.2f}".format(*interval([one[figure] for one in found.values()])))
+            cells += [
+                "" if arm == other else "{:+.2f} ± {:.2f}".format(*paired(by_arm, arm, other, figure))
+                for other in others
+            ]
+        there = statistics.median(one["there"] for one in found.values())
+        lines.append("| " + " | ".join([*cells, "never" if math.isinf(there) else f"{there:,.0f}"]) + " |")
+    return lines
+
+
+def paired(by_arm: dict[str, dict[int, dict[str, float]]], arm: str, other: str, figure: str) -> tuple[float, float]:
+    """Return the interval of the difference between two arms, seed by seed, over the seeds that both have."""
+    seeds = sorted(by_arm[arm].keys() & by_arm[other].keys())
+    return interval([by_arm[arm][seed][figure] - by_arm[other][seed][figure] for seed in seeds])
 
 
 def picture(runs: list[dict[str, Any]], name: str) -> str:
     """Return an SVG: the mean reward of each arm over the tokens sampled, with its 95 % interval."""
     width, height, left, right, top, bottom = 760, 420, 62, 24, 48, 48
-    colours = dict(zip(ARMS, ("#2f6fde", "#8a94a6", "#c9731c", "#1c8a4b"), strict=True))
+    ran = {run["arm"] for run in runs}
+    colours = {arm: colour for arm, colour in zip(ARMS, COLOURS, strict=True) if arm in ran}
     task, most = TASKS[name], max(run["tokens"][-1] for run in runs)
 
     def at(tokens: float, reward: float) -> str:
@@ -240,6 +293,16 @@ def picture(runs: list[dict[str, Any]], name: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def results_of(name: str) -> Path:
+    """Return the file of the committed results of a task."""
+    return RESULTS / f"experiment_replay{'' if name == 'copy_digits' else f'_{name}'}.json"
+
+
+def committed(name: str) -> list[dict[str, Any]]:
+    """Return the runs of a task whose results are committed."""
+    return json.loads(results_of(name).read_text(encoding="utf-8"))["runs"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", choices=TASKS, default="copy_digits")
@@ -247,8 +310,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each finished run here, and use those there")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables of the committed results, and no more"
+    )
     parser.add_argument("--save", action="store_true", help="write results/experiment_replay*.{json,svg}")
     args = parser.parse_args()
+    if args.markdown:
+        print("\n\n".join("\n".join(markdown(name, committed(name))) for name in TASKS if results_of(name).exists()))
+        return
     task = TASKS[args.pipeline]
     seeds, rollouts = (2, task.rollouts // 3) if args.quick else (args.seeds, task.rollouts)
     if args.keep is not None:
@@ -267,7 +336,7 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
         found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered}
-        file = RESULTS / f"experiment_replay{'' if args.pipeline == 'copy_digits' else f'_{args.pipeline}'}"
+        file = results_of(args.pipeline)
         file.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
         file.with_suffix(".svg").write_text(picture(runs, args.pipeline), encoding="utf-8")
         print(f"written: {file}.json and .svg")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         token_match,
     )
     from rlhf_pipeline.environments.environment import Environment, Step, Turn
-    from rlhf_pipeline.environments.games import FrozenLake, LakeMaps
+    from rlhf_pipeline.environments.games import FrozenLake, LakeMaps, Sokoban, Warehouses
     from rlhf_pipeline.environments.tools import Tools
     from rlhf_pipeline.errors import PipelineError
     from rlhf_pipeline.functional.advantage import group_advantage
@@ -68,7 +68,7 @@ _NAMES = {
     "data.prompts": "CopyDigits Curriculum Mix Prompt Prompts",
     "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
     "math_verify_match token_match",
-    "environments.games": "FrozenLake LakeMaps",
+    "environments.games": "FrozenLake LakeMaps Sokoban Warehouses",
     "environments.environment": "Environment Step Turn",
     "environments.tools": "Tools",
     "errors": "PipelineError",
@@ -120,10 +120,12 @@ __all__ = [
     "Reward",
     "Sample",
     "SoftOverlong",
+    "Sokoban",
     "Step",
     "TinyPolicy",
     "Tools",
     "Turn",
+    "Warehouses",
     "WritePath",
     "exact_match",
     "final_number",

@@ -27,6 +27,7 @@ from rlhf_pipeline.errors import DefinitionError, did_you_mean, function_name, t
 from trajectory_store import RaggedArray, TrajectoryStore
 
 __all__ = [
+    "AnchoredSampler",
     "ConsumingSampler",
     "Floats",
     "FreshSampler",
@@ -142,6 +143,37 @@ class MixSampler(TrajectorySampler):
         return np.concatenate([first, second])
 
 
+@dataclass(eq=False, repr=False)
+class AnchoredSampler(TrajectorySampler):
+    """One update on the whole newest rollout, then updates on replay until the next one arrives.
+
+    Source: the recipes of FreshPER, https://arxiv.org/abs/2604.16918, and https://arxiv.org/abs/2606.04560.
+
+    >>> AnchoredSampler(replay=UniformSampler(max_staleness=24), updates_per_rollout=3).replay
+    UniformSampler(max_staleness=24, max_uses=None)
+    """
+
+    replay: TrajectorySampler = field(default_factory=UniformSampler)
+    updates_per_rollout: int = field(default=2, kw_only=True)
+    max_staleness: int | None = field(default=None, init=False)
+    max_uses: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.updates_per_rollout < 2:
+            raise DefinitionError(
+                f"updates_per_rollout is {self.updates_per_rollout}; with fewer than 2 no update is left for replay."
+            )
+        self._newest = FreshSampler(max_staleness=self.updates_per_rollout - 1, max_uses=None)
+
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        # An update later the newest rollout is a version older: nothing but the version tells where in the turn we are.
+        version = int(view.column("policy_version").max()) if view.version is None else view.version
+        part = self._newest if version % self.updates_per_rollout == 0 else self.replay
+        found = part.eligible(view)
+        return part._choose(view, found, most, rng) if len(found) else found
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class RecencySampler(PrioritySampler):
     """Newer trajectories more often: probability proportional to `exp(-age / tau)`."""
@@ -218,6 +250,11 @@ def _mix(
     return MixSampler(newest, older, fraction=fresh_fraction, seed=seed)
 
 
+def _anchored(*, tau: float = math.inf, updates_per_rollout: int = 2, **limits: Any) -> AnchoredSampler:
+    seed, older = limits.pop("seed", 0), RecencySampler(tau=tau, **limits)
+    return AnchoredSampler(older, updates_per_rollout=updates_per_rollout, seed=seed)
+
+
 def _consuming(*, max_uses: int | None = None, max_sample_count: int = 1, **limits: Any) -> ConsumingSampler:
     return ConsumingSampler(max_uses or max_sample_count, **limits)
 
@@ -248,6 +285,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     ),
     "variance": Strategy(VarianceSampler, ("alpha", "tau"), ("members", "group_size")),
     "mix": Strategy(_mix, ("fresh_fraction", "tau", "updates_per_rollout")),
+    "anchored": Strategy(_anchored, ("tau", "updates_per_rollout")),
     "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
     "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }

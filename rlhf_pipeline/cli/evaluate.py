@@ -95,13 +95,13 @@ Asked = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
 
 def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
-    from rlhf_pipeline.policies.model_source import is_model_folder
+    from rlhf_pipeline.policies.model_source import is_model as is_model_at
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
     from rlhf_pipeline.run.preflight import check_device, check_evaluation
 
     address = address_of(args.path)
-    is_model = isinstance(address, Path) and is_model_folder(address)
+    is_model = isinstance(address, Path) and is_model_at(address)
     if not is_model and not is_run(address):
         raise not_found(address, "run or model folder")
     asked = _of_model(args) if is_model else _of_run(args, address)

@@ -60,7 +60,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FIELD|N|none",
         help="the field that tells groups apart, or how many rows in turn are one; none: groups of one are meant",
     )
-    command.add_argument("--one-turn", action="store_true", help="texts of completions hold no words of an environment")
+    command.add_argument(
+        "--group-by",
+        choices=("prompt",),
+        help="prompt: all rows of one prompt are one group, wherever they stand in a file",
+    )
+    command.add_argument(
+        "--one-turn",
+        action="store_true",
+        help="completions that are text are of one turn, with no words of an environment",
+    )
     command.add_argument(
         "--skip-bad",
         type=natural,
@@ -96,6 +105,7 @@ def execute(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         fields=dict(args.fields),
         group=args.group,
+        by_prompt=args.group_by == "prompt",
         chat_template=not args.no_chat_template,
         one_turn=args.one_turn,
         skip_bad=args.skip_bad,
@@ -143,6 +153,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         (report.num_without_reward, "without a reward"),
         (report.num_failed, "failed, as their rows say: their rewards are not trusted"),
         (report.num_masked, "out of the loss, as which of their tokens were sampled is not in the file"),
+        (report.num_at_unknown_temperature, "whose temperature nobody says: `replay` asks for it"),
         (report.num_unended, "of which the file does not say why they ended"),
     ):
         if num:
@@ -155,6 +166,8 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     made.append(f"look at them:    rlhf-pipeline inspect {store}")
     made.append(f"the newest one:  rlhf-pipeline show {store}")
     model = f" --set policy.path={typed(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
+    if report.num_at_unknown_temperature:
+        model += " --set collect.temperature=T"
     made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
     return made
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rlhf_pipeline.errors import DefinitionError, plain, typed
 from rlhf_pipeline.report.formatting import count, number
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.data.rewards import Reward, RewardFunction
+    from rlhf_pipeline.data.reward_forms import BoundRewards
     from rlhf_pipeline.report.query import Answer
     from rlhf_pipeline.run.folder import RunFolder
 
@@ -76,13 +77,12 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if check is None or check["agrees"] else 1
 
 
-def _reward(
-    run: RunFolder | None, named: str | None, *, trust: bool
-) -> RewardFunction | Reward | tuple[RewardFunction | Reward, ...] | None:
-    """Return the reward function of the definition, or None if it has none."""
+def _reward(run: RunFolder | None, named: str | None, *, trust: bool) -> Callable[[Iterable[str]], BoundRewards] | None:
+    """Return what binds the rewards of the definition, or None if it has none."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
+    from rlhf_pipeline.run.bound_rewards import bound_to_stored
     from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
 
     if run is not None:
@@ -95,8 +95,8 @@ def _reward(
         raise DefinitionError(
             "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."
         )
-    reward = definition.pipeline(overrides).reward
-    return None if reward is no_reward else reward
+    pipeline = definition.pipeline(overrides)
+    return None if pipeline.reward is no_reward else functools.partial(bound_to_stored, pipeline)
 
 
 def _would_call(args: argparse.Namespace, run: RunFolder | None, num: int) -> str:

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline new-model`: make a small untrained checkpoint, to try things out without a download."""
+"""`rlhf-pipeline new-model`: make a checkpoint folder, small and untrained or from a GGUF file, without a download."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
+from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.report.formatting import duration
 
-HELP = "make a small untrained model and its tokenizer from a text file"
+HELP = "make a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
 Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
-checkpoint folder that transformers loads. Nothing is downloaded.
+checkpoint folder that transformers loads. Or writes the model of a GGUF file as such a folder,
+dequantized to float32. Nothing is downloaded.
 
 example:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
-  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl"""
+  rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl
+  rlhf-pipeline new-model smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
-    command.add_argument("--text", required=True, metavar="FILE", help="the text that trains the tokenizer")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", metavar="FILE", help="the text that trains the tokenizer of an untrained model")
+    source.add_argument("--gguf", metavar="FILE", help="the GGUF file that holds the model; sizes and seed are its own")
     command.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
     command.add_argument("--hidden-size", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     command.add_argument("--num-layers", type=positive, default=4, metavar="N", help="(default: %(default)s)")
@@ -35,8 +40,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Make the model, after all checks that need no torch."""
-    text, folder = Path(args.text).expanduser(), Path(args.folder).expanduser()
-    if not text.is_file():
+    folder = Path(args.folder).expanduser()
+    text = None if args.text is None else Path(args.text).expanduser()
+    if text is None:
+        resolve_source(args.gguf)
+    elif not text.is_file():
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DefinitionError(f"{folder} exists already and is not an empty folder. Name another.")
@@ -45,16 +53,19 @@ def execute(args: argparse.Namespace) -> int:
     check_writable(folder, "FOLDER")
     say("importing torch ...")
     started = time.perf_counter()
-    from rlhf_pipeline.policies.new_model import new_model
+    from rlhf_pipeline.policies.new_model import model_from_gguf, new_model
 
-    made = new_model(
-        folder,
-        text_file=text,
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-        seed=args.seed,
-    )
+    if text is None:
+        made = model_from_gguf(folder, gguf=args.gguf)
+    else:
+        made = new_model(
+            folder,
+            text_file=text,
+            vocab_size=args.vocab_size,
+            hidden_size=args.hidden_size,
+            num_layers=args.num_layers,
+            seed=args.seed,
+        )
     say(
         f"{folder}: {made.num_parameters:,} parameters, {made.vocab_size:,} tokens, "
         f"made in {duration(time.perf_counter() - started)}"

@@ -229,6 +229,11 @@ def _what_was_changed(run: RunFolder, asked: Run) -> str | None:
     before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
     now = {**dict(asked.overrides), "definition": asked.definition, "seed": str(asked.seed)}
     changed = [
+        f"{field['field']} (from step {change['from_step']} on)"
+        for change in run.history
+        for field in change["fields"]
+        if field["field"] != "learn.steps"
+    ] + [
         name
         for name in {**before, **now}
         if not name.startswith("replay.") and name != "learn.steps" and before.get(name) != now.get(name)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
-from rlhf_pipeline.buffer.trajectory_schema import CURSOR
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EVALUATION, named_reward, reward_names, turn_reward
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
-from rlhf_pipeline.collectors.grading import BROKEN, Grade, Grader, Grading, check_all_failed
+from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed, part_values
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.collectors.sampled_rows import (
     SampledRows,
@@ -28,15 +28,23 @@ from rlhf_pipeline.collectors.sampled_rows import (
 )
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import Key
-from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
-from rlhf_pipeline.data.reward_forms import Sampled
-from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns
+from rlhf_pipeline.data.keys import Key, reward_column, turn_reward_column
+from rlhf_pipeline.data.prompts import (
+    Prompt,
+    PromptSource,
+    columns_of,
+    prompt_at,
+    template_options,
+    through_template,
+)
+from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled, bind
+from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
+from rlhf_pipeline.environments.outcomes import BROKEN
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
-from rlhf_pipeline.policies.chat import decode_completion, encode_any
+from rlhf_pipeline.policies.chat import decode_completion, decode_prompt, encode_any
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.stop_strings import StopStrings
@@ -44,6 +52,10 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
+
+_MOST_NAMED: Final = 64
+_REWARD: Final = reward_column("")
+_TURN: Final = turn_reward_column("")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +93,8 @@ class Collector:
         policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
             engine (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
-        reward: one function or several, see `rlhf_pipeline.data.reward_forms`; a call that raises fails its trajectory
-            only.
+        reward: one function or several, see `rlhf_pipeline.data.reward_forms`, which are bound to the columns of
+            `prompts`; or what `bind` returned. A call that raises fails its trajectory only.
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.
         seed: the run's seed.
@@ -119,7 +131,7 @@ class Collector:
         *,
         policy: Policy | nn.Module,
         prompts: PromptSource,
-        reward: RewardFunction | Reward | Sequence[RewardFunction | Reward],
+        reward: RewardFunction | Reward | Sequence[RewardFunction | Reward] | BoundRewards,
         buffer: TrajectoryReplayBuffer,
         config: Collect,
         seed: int,
@@ -132,8 +144,15 @@ class Collector:
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
         self.prompts = prompts
-        self.grader = Grader(reward, concurrency=config.reward_concurrency, timeout_s=config.reward_timeout_s)
-        self._names = [one.label for one in self.grader.rewards] if has_columns(reward) else []
+        bound = reward if isinstance(reward, BoundRewards) else bind(reward, columns_of(prompts, seed))
+        self.marks = dict(marks or {})
+        self.grader = Grader(
+            bound,
+            concurrency=config.reward_concurrency,
+            timeout_s=config.reward_timeout_s,
+            leaves_out=not self.marks.get(EVALUATION.name, False),
+        )
+        self._names = [one.label for one in self.grader.rewards] if bound.named else []
         self.buffer = buffer
         self.config = config
         self.seed = seed
@@ -141,7 +160,6 @@ class Collector:
         self.hand_over = hand_over
         self.retrieve = retrieve
         self.temperature = config.temperature if temperature is None else temperature
-        self.marks = dict(marks or {})
         self.conversations: Conversations | None = None
         if environment is not None:
             if not isinstance(self.policy, TokenPolicy):
@@ -156,9 +174,12 @@ class Collector:
                 seed=seed,
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
+                names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
             )
         self.keeps_each = (
-            environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
+            self.conversations is not None
+            and has_effects(self.conversations.make)
+            and hasattr(self.policy.engine, "converse")
         )
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:
@@ -257,9 +278,8 @@ class Collector:
             rewards=rewards,
             groups=names[drawn.prompt_index[places]],
             kinds=[item.kind for item in grades],
-            values={
-                name: np.array([item.values[i] for item in grades], np.float32) for i, name in enumerate(self._names)
-            },
+            values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
+            parts=part_values(self.grader.rewards, grades),
             turns=None if drawn.turns is None else drawn.turns[places],
         )
         if config.dynamic > 1:
@@ -296,7 +316,7 @@ class Collector:
         def ended(place: int, conversation: Conversation) -> None:
             nonlocal num_tokens
             with self.grader.begin(1) as grading:
-                _grade(grading, 0, conversation)
+                self._grade(grading, 0, conversation)
                 (grade,) = grading.results(stop, say)
             assert conversation.row is not None
             drawn = drawn_conversations(
@@ -350,13 +370,32 @@ class Collector:
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades, self.grader.rewards)
-        for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in one.grades]
-            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
+            found |= turn_rewards(one.drawn, one.grades, self.grader.rewards)
+        for name, values in self._named(one.grades).items():
+            found[reward_column(name)] = Flat(torch.tensor(values, dtype=torch.float32))
+        self._gain_columns(found)
         batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         return batch
+
+    def _named(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
+        """Return each named reward and component of trajectories, without weights; NaN where it does not apply."""
+        rewards = self.grader.rewards
+        found = {name: [item.values[number] for item in grades] for number, name in enumerate(self._names)}
+        return found | part_values(rewards, grades)
+
+    def _gain_columns(self, found: Mapping[Key, Flat | Text]) -> None:
+        """Add the columns of components, whose names are known once a reward function has returned them.
+
+        A store has at most 64 of them: what a policy writes may decide a component's name. `meta` holds the others.
+        """
+        store = self.buffer.store
+        known = len(reward_names(store.schema))
+        names = [str(key) for key in found if str(key) not in store.schema]
+        gained = [named_reward(name.removeprefix(_REWARD)) for name in names if name.startswith(_REWARD)]
+        gained += [turn_reward(name.removeprefix(_TURN)) for name in names if name.startswith(_TURN)]
+        if gained := gained[: max(_MOST_NAMED - known, 0)]:
+            store.add_columns(gained)
 
     def _round(
         self,
@@ -406,11 +445,17 @@ class Collector:
             how["stop"] = self.config.stop
         if self.config.is_truncated:
             how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
+        shown: list[str | None] = [None] * len(prompts)
+        if self.grader.bound.takes_prompt_text:
+            shown = [decode_prompt(self.policy.tokenizer, ids) for ids in prompt_ids]
         texts: dict[int, str] = {}
 
         def ended(place: int, tokens: Sequence[int]) -> None:
             texts[place], owner = self._text(tokens), place // self.config.group_size
-            grading.add(place, Sampled(prompt=prompts[owner], completion=texts[place], token_ids=tokens))
+            grading.add(
+                place,
+                Sampled(prompt=prompts[owner], completion=texts[place], token_ids=tokens, prompt_text=shown[owner]),
+            )
             if beside is not None:
                 beside.ended(num_before + place, prompt_ids[owner], tokens)
 
@@ -420,11 +465,17 @@ class Collector:
         reasons = np.where(completions.stopped, "stop", "length").tolist()
         ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
         for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
-            given, prompt = tokens.tolist(), prompts[completions.prompt_index[place]]
+            given, owner = tokens.tolist(), completions.prompt_index[place]
             texts[place] = texts[place] if place in texts else self._text(given)
-            one = Sampled(prompt=prompt, completion=texts[place], token_ids=given, finish_reason=reason)
+            one = Sampled(
+                prompt=prompts[owner],
+                completion=texts[place],
+                token_ids=given,
+                finish_reason=reason,
+                prompt_text=shown[owner],
+            )
             grading.add(place, one, ended=True)
-        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))])
+        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))], shown)
 
     def _conversed(
         self,
@@ -437,7 +488,7 @@ class Collector:
         """Run a conversation for each member; their reward calls begin as they end."""
 
         def ended(place: int, conversation: Conversation) -> None:
-            _grade(grading, place, conversation)
+            self._grade(grading, place, conversation)
 
         finished = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
         texts = [
@@ -446,6 +497,27 @@ class Collector:
             if conversation.row is not None
         ]
         return drawn_conversations(finished, texts, group_size=self.config.group_size)
+
+    def _grade(self, grading: Grading, place: int, conversation: Conversation) -> None:
+        """Begin the reward calls of a conversation that is over."""
+        if conversation.failure is not None:
+            grading.fail(place, conversation.failure)
+            return
+        if self.grader.bound.takes_prompt_text and conversation.row is not None:
+            before = conversation.row.ids[: conversation.row.began]
+            conversation.prompt_text = decode_prompt(self.policy.tokenizer, before)
+        one = Sampled(
+            prompt=conversation.prompt,
+            completion=conversation.last_text,
+            finish_reason=conversation.finish_reason,
+            conversation=tuple(conversation.messages),
+            num_asked=conversation.num_asked,
+            rewards=dict(conversation.rewards),
+            turns=conversation.num_turns,
+            environment=getattr(conversation.environment, "owner", conversation.environment),
+            prompt_text=conversation.prompt_text,
+        )
+        grading.add(place, one, ended=True)
 
     def _sampled(
         self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]
@@ -529,23 +601,6 @@ class Collector:
             from_store=from_store,
             figures=figures,
         )
-
-
-def _grade(grading: Grading, place: int, conversation: Conversation) -> None:
-    """Begin the reward calls of a conversation that is over."""
-    if conversation.failure is not None:
-        grading.fail(place, conversation.failure)
-        return
-    one = Sampled(
-        prompt=conversation.prompt,
-        completion=conversation.last_text,
-        finish_reason=conversation.finish_reason,
-        conversation=tuple(conversation.messages),
-        num_asked=conversation.num_asked,
-        rewards=dict(conversation.rewards),
-        turns=conversation.num_turns,
-    )
-    grading.add(place, one, ended=True)
 
 
 def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | None) -> None:

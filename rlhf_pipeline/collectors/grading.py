@@ -20,9 +20,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rlhf_pipeline.data.reward_forms import Form, Result, Sampled, form_of, result_of, results_of
-from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, RewardFunction, describe_error, rewards_of
+from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
+from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, describe_error, part_name, weighted_sum
 from rlhf_pipeline.environments.environment import Failure
+from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
 from rlhf_pipeline.errors import RewardError, StopAskedError
 
 _LOOK_S: Final = 0.05
@@ -31,8 +32,6 @@ _GRACE_S: Final = 2.0
 """How long calls may go on after a request to stop before the rollout is given up."""
 _SAY_AFTER_S: Final = 10.0
 """How long a call is waited for before it is named."""
-BROKEN: Final = frozenset({"timeout", "tool_error", "grader_error", "engine"})
-"""Kinds of failure; others leave a trajectory out on purpose."""
 _MAIN_ONLY: Final = "signal only works in main thread"
 
 
@@ -74,11 +73,12 @@ class _Call:
 
 
 class Grader:
-    """Calls the reward functions of a definition.
+    """Calls the reward functions of a definition, as they are bound to its data.
 
     >>> from rlhf_pipeline.data.prompts import Prompt
+    >>> from rlhf_pipeline.data.reward_forms import bind
     >>> from rlhf_pipeline.data.rewards import exact_match
-    >>> grader = Grader([exact_match, lambda completions, **columns: [len(text) for text in completions]])
+    >>> grader = Grader(bind([exact_match, lambda completions, **columns: [len(text) for text in completions]]))
     >>> grades = grader.grade([Sampled(prompt=Prompt(text="2+2=", answer="4"), completion="4")])
     >>> grades[0].reward, grades[0].values
     (2.0, (1.0, 1.0))
@@ -86,14 +86,16 @@ class Grader:
 
     def __init__(
         self,
-        reward: RewardFunction | Reward | Sequence[RewardFunction | Reward],
+        bound: BoundRewards,
         *,
         concurrency: int = 16,
         timeout_s: float | None = None,
-        columns: Sequence[str] | None = None,
+        leaves_out: bool = True,
     ) -> None:
-        self.rewards = rewards_of(reward)
-        self.forms = tuple(form_of(one, columns) for one in self.rewards)
+        self.leaves_out = leaves_out
+        """Whether a function may leave a completion out; in an evaluation it only does not apply."""
+        self.bound = bound
+        self.rewards, self.forms = bound.rewards, bound.forms
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.in_main: set[int] = set()
@@ -123,9 +125,7 @@ class Grader:
         for place in range(len(sampled)):
             members.setdefault(0 if groups is None else int(groups[place]), []).append(place)
         if not beside and not any(form.batched or form.is_async for form in self.forms):
-            return [
-                _combined(self.rewards, [_first(_run_here(form, (one,))) for form in self.forms]) for one in sampled
-            ]
+            return [_combined(self, [_first(_run_here(form, (one,))) for form in self.forms]) for one in sampled]
         with Grading(self, None) as grading:
             for place, one in enumerate(sampled):
                 grading.add(place, one, ended=True)
@@ -352,18 +352,22 @@ class Grading:
             call.outcome[call.places.index(place)] if isinstance(call.outcome, list) else call.outcome
             for _, call in sorted(calls.items())
         ]
-        return _combined(self._grader.rewards, outcomes)
+        return _combined(self._grader, outcomes)
 
 
 def _first(outcome: list[Result] | BaseException) -> Result | BaseException:
     return outcome[0] if isinstance(outcome, list) else outcome
 
 
-def _combined(rewards: Sequence[Reward], outcomes: Sequence[Result | BaseException | None]) -> Grade:
+def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None]) -> Grade:
     """Return the grade of one completion from what each reward function gave."""
     values, parts = list[float](), dict[str, Mapping[str, float]]()
-    total, error, kind, by, applies = 0.0, None, "", "", False
-    for reward, found in zip(rewards, outcomes, strict=True):
+    error, kind, by, applies = None, "", "", False
+    for reward, found in zip(grader.rewards, outcomes, strict=True):
+        if isinstance(found, LeftOut) and not grader.leaves_out:
+            values.append(math.nan)
+            applies = True
+            continue
         if not isinstance(found, Result):
             assert found is not None
             values.append(math.nan)
@@ -373,20 +377,39 @@ def _combined(rewards: Sequence[Reward], outcomes: Sequence[Result | BaseExcepti
         values.append(math.nan if found.value is None else found.value)
         if found.parts:
             parts[reward.label] = found.parts
-        if found.value is not None:
-            applies, total = True, total + reward.weight * found.value
-    if not kind and not applies:
-        error, kind = "no reward: every function returned None", "not_applicable"
-    elif not kind and not abs(total) <= LARGEST:
-        error, kind = f"the reward is {total}; it must be a finite float32", "grader_error"
+    total = weighted_sum(grader.rewards, [None if math.isnan(value) else value for value in values])
+    if not kind and total is None and not applies:
+        error, kind = "no reward: every function returned None", NOT_APPLICABLE
+    total = total or 0.0
+    if not kind and not abs(total) <= LARGEST:
+        error, kind = f"the reward is {total}; it must be a finite float32", GRADER_ERROR
     given = math.nan if kind else total
     return Grade(reward=given, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
+
+
+def part_values(rewards: Sequence[Reward], grades: Sequence[Grade]) -> dict[str, list[float]]:
+    """Return the components of the results of reward functions by the name they are stored under, [n] each.
+
+    NaN where a result has none. They come in alphabetical order.
+    """
+    by_label = {one.label: one for one in rewards}
+    each = [
+        {
+            name: value
+            for label, parts in grade.parts.items()
+            for part, value in parts.items()
+            if (name := part_name(rewards, by_label[label], part)) is not None
+        }
+        for grade in grades
+    ]
+    names = sorted({name for parts in each for name in parts})
+    return {name: [parts.get(name, math.nan) for parts in each] for name in names}
 
 
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, LeftOut):
         return error.reason
-    return "timeout" if isinstance(error, TimeoutError) else "grader_error"
+    return TIMEOUT if isinstance(error, TimeoutError) else GRADER_ERROR
 
 
 def _described(call: _Call) -> str:
@@ -398,7 +421,7 @@ def _described(call: _Call) -> str:
 
 def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None:
     """Refuse a rollout in which every call failed."""
-    broken = [item for item in grades if item.broken or item.kind == "not_applicable"]
+    broken = [item for item in grades if item.broken or item.kind == NOT_APPLICABLE]
     if not broken or len(broken) < len(grades):
         return
     if not broken[0].by and broken[0].broken:

@@ -14,9 +14,9 @@ import torch
 from rlhf_pipeline.collectors.conversations import Conversation
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.data.keys import POLICY_ROLE, Key
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import Reward, of_turn
+from rlhf_pipeline.data.rewards import Reward, as_column, of_turn
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
@@ -70,7 +70,10 @@ class SampledRows:
 
 
 def drawn_completions(
-    prompt_ids: Sequence[Sequence[int]], completions: RaggedCompletions, texts: Sequence[str]
+    prompt_ids: Sequence[Sequence[int]],
+    completions: RaggedCompletions,
+    texts: Sequence[str],
+    shown: Sequence[str | None],
 ) -> SampledRows:
     """Return rows of one turn.
 
@@ -78,6 +81,7 @@ def drawn_completions(
         prompt_ids: token ids of the prompts, [P].
         completions: `n` completions with behaviour log-probs, each naming its prompt.
         texts: the completions as text, [n].
+        shown: the prompts as the model reads them, [P]; None where no reward function asks for it.
     """
     owner = completions.prompt_index
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -108,7 +112,7 @@ def drawn_completions(
         member=completions.member,
         reasons=np.where(completions.stopped, "stop", "length").tolist(),
         texts=texts,
-        metas=[{}] * len(lengths),
+        metas=[{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner],
         version_spans=None
         if spans is None
         else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
@@ -184,8 +188,15 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
         "num_asked": conversation.num_asked,
         "rewards": conversation.rewards,
     }
+    graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
-    return known | ({"info": conversation.info} if conversation.info else {})
+    beside = {
+        "info": conversation.info,
+        "retried": conversation.retried,
+        "call_errors": conversation.call_errors,
+        "cut_replies": conversation.cut_replies,
+    }
+    return known | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
@@ -255,17 +266,24 @@ def trajectories(
     return out
 
 
-def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> Flat:
-    """Return the rewards of the turns of conversations, float32, with a count per row.
+def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> dict[Key, Flat]:
+    """Return the rewards of the turns of conversations, float32, with a count per row: weighted, and each by name.
 
-    They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.
+    What a trajectory's reward has beside the environment's counts at its last turn.
     """
-    rows = list[list[float]]()
+    rows, names = list[list[float]](), dict[str, None]()
     for meta, grade in zip(drawn.metas, grades, strict=True):
+        names |= dict.fromkeys(name for gains in meta["turn_rewards"] for name in gains)
         before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
         rows.append([*before, grade.reward - sum(before)])
     lengths = torch.tensor([len(row) for row in rows])
-    return Flat(torch.tensor([value for row in rows for value in row]), lengths)
+    found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(torch.tensor([value for row in rows for value in row]), lengths)}
+    for name in sorted(names):
+        each = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in drawn.metas]
+        values = [value for given, row in zip(each, rows, strict=True) for value in given or [0.0] * len(row)]
+        if (column := as_column(name)) is not None:
+            found[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
+    return found
 
 
 def _beside(item: Grade) -> dict[str, Any]:

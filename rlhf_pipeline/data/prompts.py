@@ -7,6 +7,7 @@ repeated.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import functools
@@ -17,7 +18,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from rlhf_pipeline.data.files import field_of, find_sources
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, PipelineError, did_you_mean
@@ -113,6 +114,32 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
     return found
 
 
+_PROMPTS_LOOKED_AT: Final = 16
+"""Of a source that does not list its prompts; their columns are taken for those of all."""
+
+
+def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
+    """Return the columns that the prompts of a source have beside prompt and answer, all together, sorted.
+
+    >>> rows = Prompts(rows=[{"question": "1?", "gold": "1"}], answer_field=None, as_chat=False)
+    >>> columns_of(Mix((rows, CopyDigits())))
+    ('gold', 'source_line')
+    """
+    if isinstance(source, Mix):
+        return tuple(sorted({name for part in source.sources for name in columns_of(part, seed)}))
+    if isinstance(source, ChosenPrompts):
+        return columns_of(source.source, seed)
+    if isinstance(source, Prompts):
+        listed: Sequence[Prompt] = source.all_prompts()
+    else:
+        length = getattr(source, "__len__", None)
+        most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
+        listed = [prompt_at(source, 0, seed)]
+        with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
+            listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
+    return tuple(sorted({name for prompt in listed for name in prompt.meta}))
+
+
 def through_template(source: PromptSource) -> bool:
     """Return whether a source's text goes through the tokenizer's chat template, where it has one; of most it does."""
     return bool(getattr(source, "as_chat", True))
@@ -137,6 +164,23 @@ class NoPrompts:
             DefinitionError: always.
         """
         raise DefinitionError(f"there is no prompt {cursor} (seed {seed}): the definition learns from stores alone.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyPrompts:
+    """Prompts that ask nothing, for environments that say themselves what is asked.
+
+    >>> EmptyPrompts().prompt(3, seed=0).text.strip()
+    ''
+    """
+
+    as_chat: bool = True
+    """Whether what the environment shows goes through the chat template."""
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return a blank."""
+        del cursor, seed
+        return Prompt(text=" ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

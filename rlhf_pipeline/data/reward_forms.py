@@ -1,20 +1,25 @@
-"""The forms that a reward function may have, decided by its signature before anything is sampled.
+"""The forms that a reward function may have, decided once, by its signature and the columns of the data.
 
 A function takes by name whichever it asks for of
 
 - `prompt`, `completion` (texts), `messages` (the conversation, the completion last), `answer`, `meta`, `token_ids` (the
-  sampled ones), `finish_reason` (`stop` or `length`); with an environment `completion` is the last turn, and there are
-  `rewards` (the environment's, summed over the turns by name) and `turns` (their number),
+  sampled ones), `finish_reason`; with an environment `completion` is the last turn, and there are
+  `rewards` (the environment's, summed over the turns by name), `turns` (their number) and `environment` (the object),
+- `prompt_text`: all that the model read before the completion, as its chat template rendered it,
 - verl's names for these: `solution_str`, `ground_truth`, `extra_info`, `data_source`,
 - any column of the prompt's data: the keys of `meta`.
 
-A function that asks for a plural (`prompts`, `completions`, `completion_ids`, verl's `solution_strs`, ...) is batched:
-every argument is a list, with one item for each member of a group, and so is its result. For prompts that are messages,
-`prompts` and `completions` are lists of messages, as in TRL. `**kwargs` receives the rest, as in TRL. Four positional
-arguments of other names are `(prompt, completion, answer, meta)`.
+A function that asks for a plural (`prompts`, `completions`, `completion_ids`, verl's `solution_strs`, OpenRLHF's
+`queries` and `labels`, ...) is batched: every argument is a list, with one item for each member of a group, and so is
+its result. For prompts that are messages, `prompts` and `completions` are lists of messages, as in TRL; beside
+`queries` or `labels` they are text, as in OpenRLHF. `**kwargs` receives the rest, as in TRL.
+
+`answer` is the prompt's answer, or the column of that name where the prompt has none; for a batched function the column
+comes first, as in TRL every argument is one. A function none of whose arguments has a name that is known is called by
+position, with `(prompt, completion, answer, meta)`; one unknown name beside known ones is refused.
 
 A result is a number (of Python, NumPy or torch), None if the function does not apply, a dict of components, or a number
-with such a dict. The reward of a dict is its `score` (as in verl) or `reward`, or the sum of its values.
+with such a dict. The reward of a dict is its `score` (as in verl), `reward` or `rewards`, or the sum of its values.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import LARGEST, Reward
+from rlhf_pipeline.data.rewards import LARGEST, TOTALS, Reward, RewardFunction, has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 
@@ -41,11 +46,15 @@ class Sampled:
     finish_reason: str = "stop"
     conversation: Sequence[Mapping[str, Any]] | None = None
     """With an environment, all messages; else None."""
+    prompt_text: str | None = None
+    """What the model read before the completion; None if no reward function asks for it."""
     num_asked: int = 1
     """The messages of the conversation before the first turn."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The environment's rewards."""
     turns: int = 1
+    environment: Any = None
+    """The object that answered the conversation, for functions that look into it, as TRL's do; None if it is gone."""
 
     @property
     def asked(self) -> list[dict[str, Any]]:
@@ -67,118 +76,265 @@ def _chat(one: Sampled) -> bool:
     return one.prompt.messages is not None or one.conversation is not None
 
 
-_ONE: Final[dict[str, Callable[[Sampled], Any]]] = {
+def _prompt_text(one: Sampled) -> str:
+    return one.prompt.text if one.prompt_text is None else one.prompt_text
+
+
+Getter = Callable[[Sampled], Any]
+
+_OWN: Final[dict[str, Getter]] = {
     "prompt": lambda one: one.prompt.text,
     "completion": lambda one: one.completion,
     "messages": lambda one: one.asked + one.completed_messages,
-    "answer": lambda one: one.prompt.answer,
+    "answer": lambda one: one.prompt.meta.get("answer") if one.prompt.answer is None else one.prompt.answer,
     "meta": lambda one: one.prompt.meta,
     "token_ids": lambda one: list(one.token_ids),
     "finish_reason": lambda one: one.finish_reason,
 }
-_ENVIRONMENT: Final[dict[str, Callable[[Sampled], Any]]] = {
+"""The names of a function of one completion that come before a column of that name."""
+_MORE: Final[dict[str, Getter]] = {
+    "prompt_text": _prompt_text,
     "rewards": lambda one: dict(one.rewards),
     "turns": lambda one: one.turns,
-}
-_VERL: Final[dict[str, Callable[[Sampled], Any]]] = {
+    "environment": lambda one: one.environment,
     "solution_str": lambda one: one.completion,
     "ground_truth": lambda one: one.prompt.answer,
     "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
     "data_source": lambda one: one.prompt.meta.get("data_source", ""),
 }
-_MANY: Final[dict[str, Callable[[Sampled], Any]]] = {
+"""Further names, of which a column comes first."""
+_TRL: Final[dict[str, Getter]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
     "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
     "completion_ids": lambda one: list(one.token_ids),
-    "solution_strs": _VERL["solution_str"],
-    "ground_truths": _VERL["ground_truth"],
-    "extra_infos": _VERL["extra_info"],
-    "data_sources": _VERL["data_source"],
+    "environments": lambda one: one.environment,
 }
+"""The names of a batched function that come before a column of that name."""
+_OPENRLHF: Final[dict[str, Getter]] = {
+    "queries": lambda one: _prompt_text(one) + one.completion,
+    "labels": lambda one: one.prompt.answer,
+}
+_BATCHED: Final[dict[str, Getter]] = {
+    "solution_strs": _MORE["solution_str"],
+    "ground_truths": _MORE["ground_truth"],
+    "extra_infos": _MORE["extra_info"],
+    "data_sources": _MORE["data_source"],
+    **_OPENRLHF,
+}
+"""Further names that make a function a batched one, of which a column comes first."""
+_AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _OWN["completion"]}
+"""What OpenRLHF's form has under TRL's names: the prompt with which each of its `queries` begins, and the rest."""
+_ALL: Final[dict[str, Getter]] = _OWN | _MORE | _TRL | _BATCHED
 _PLAIN: Final = ("prompt", "completion", "answer", "meta")
-_KNOWN: Final = _ONE | _ENVIRONMENT | _VERL | _MANY
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")
 """What TRL's form receives in `**kwargs`, beside the columns of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Argument:
+    """One argument of a reward function, bound to what it gets."""
+
+    name: str
+    value: Getter
+    optional: bool = False
+    """It is left out, and the function's default counts, if no prompt of the group has the column."""
+    needed: bool = False
+    """The function names it and has no default for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a reward function is called."""
+    """How a reward function is called: made by `form_of`, and by nothing else.
+
+    Attributes:
+        reward: whose function it is.
+        arguments: those that it names, or by position.
+        rest: what `**kwargs` receives.
+        by_position: it is called with `(prompt, completion, answer, meta)`.
+        batched: it is called once for a group, with lists.
+        is_async: it is a coroutine function.
+        other_columns: `**kwargs` receives columns that were not known when the form was decided; never in a run.
+    """
 
     reward: Reward
-    names: tuple[str, ...] | None
-    rest: bool = False
+    arguments: tuple[Argument, ...]
+    rest: tuple[Argument, ...] = ()
+    by_position: bool = False
     batched: bool = False
     is_async: bool = False
-    bound: frozenset[str] = frozenset()
+    other_columns: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The arguments that it names; None if it is called by position."""
+        return None if self.by_position else tuple(argument.name for argument in self.arguments)
 
     def takes(self, *names: str) -> bool:
         """Return whether the function receives one of these arguments."""
-        return self.names is not None and (self.rest or any(name in self.names for name in names))
+        return any(argument.name in names for argument in (*self.arguments, *self.rest))
 
     def call(self, group: Sequence[Sampled]) -> Any:
         """Call the function on one completion, or on several if it is batched."""
         function: Any = self.reward.function
-        first = group[0]
-        if self.names is None:
-            return function(first.prompt.text, first.completion, first.prompt.answer, first.prompt.meta)
-        wanted = [name for name in self.names if name in _KNOWN or any(name in one.prompt.meta for one in group)]
-        if self.rest:
-            columns = sorted({name for one in group for name in one.prompt.meta} - self.bound)
-            wanted = [*dict.fromkeys([*wanted, *(_TRL_REST if self.batched else _ONE), *columns])]
-        values = {name: [_value(name, one) for one in group] for name in wanted}
+        if self.by_position:
+            return function(*(argument.value(group[0]) for argument in self.arguments))
+        wanted = [
+            argument
+            for argument in (*self.arguments, *self.rest)
+            if not argument.optional or any(argument.name in one.prompt.meta for one in group)
+        ]
+        values = {argument.name: [argument.value(one) for one in group] for argument in wanted}
+        if self.other_columns:
+            for name in sorted({name for one in group for name in one.prompt.meta} - _bound(function) - values.keys()):
+                values[name] = [one.prompt.meta.get(name) for one in group]
         return function(**(values if self.batched else {name: several[0] for name, several in values.items()}))
 
 
-def _value(name: str, one: Sampled) -> Any:
-    """Return an argument: of the names above; a column of the data otherwise, or first where a name is not our own."""
-    if name in one.prompt.meta and name not in _ONE and name not in _MANY:
-        return one.prompt.meta[name]
-    return _KNOWN[name](one) if name in _KNOWN else None
-
-
 def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
-    """Decide how a reward function is called."""
+    """Decide how a reward function is called.
+
+    Args:
+        reward: whose function it is.
+        columns: the columns of the data, see `columns_of`; None if they are not known, and then a name that is nobody's
+            counts as one.
+
+    Raises:
+        DefinitionError: it asks for something that there is not.
+    """
     function: Any = reward.function
+    bound, innermost = _bound(function), function
+    while isinstance(innermost, functools.partial):
+        innermost = cast("functools.partial[Any]", innermost).func
+    is_async = any(map(inspect.iscoroutinefunction, (innermost, getattr(type(innermost), "__call__", None))))  # noqa: B004
+    plain = Form(
+        reward=reward,
+        arguments=tuple(Argument(name=name, value=_OWN[name]) for name in _PLAIN),
+        by_position=True,
+        is_async=is_async,
+    )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return plain  # a builtin or an extension type
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in bound]
+    names, known = [p.name for p in named], _ALL.keys() | {*(columns or ())}
+    unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
+    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
+    if by_place or (unknown and known.isdisjoint(names)):
+        try:
+            signature.bind("", "", None, {})
+        except TypeError as error:
+            raise DefinitionError(_refusal(reward, str(signature), unknown, columns or (), error)) from error
+        return plain
+    if unknown and columns is not None:
+        raise DefinitionError(_refusal(reward, str(signature), unknown, columns, ""))
+    if not names and not rest:
+        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
+    batched = any(name in _TRL or (name in _BATCHED and name not in (columns or ())) for name in names)
+    first = (_TRL if batched else _OWN) | (_AS_TEXT if not _OPENRLHF.keys().isdisjoint(names) else {})
+    arguments = [
+        Argument(
+            name=p.name,
+            value=_getter(p.name, first),
+            optional=p.default is not p.empty and p.name not in _ALL,
+            needed=p.default is p.empty,
+        )
+        for p in named
+    ]
+    more = dict.fromkeys([*(_TRL_REST if batched else _OWN), *sorted(columns or ())]) if rest else {}
+    others = [name for name in more if name not in bound and name not in names]
+    return Form(
+        reward=reward,
+        arguments=tuple(arguments),
+        rest=tuple(Argument(name=name, value=_getter(name, first)) for name in others),
+        batched=batched,
+        is_async=is_async,
+        other_columns=rest and columns is None,
+    )
+
+
+def _getter(name: str, first: Mapping[str, Getter]) -> Getter:
+    """Return what gives an argument: a name of `first`; otherwise a column of the data, or a further name of ours."""
+    if name in first:
+        return first[name]
+    own = _ALL.get(name, lambda one: None)
+    return lambda one: one.prompt.meta[name] if name in one.prompt.meta else own(one)
+
+
+def _bound(function: Any) -> frozenset[str]:
+    """Return the arguments that `functools.partial` has given already."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
         given = cast("functools.partial[Any]", function)
         bound |= given.keywords.keys()
         function = given.func
-    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
-    try:
-        signature = inspect.signature(cast("Any", reward.function))
-    except (TypeError, ValueError):
-        return Form(reward=reward, names=None, is_async=is_async)  # a builtin or an extension type
-    parameters = signature.parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in bound]
-    needed = [p.name for p in named if p.default is p.empty]
-    by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    unknown = [name for name in needed if name not in _KNOWN and name not in (columns or ())]
-    if by_place or unknown:
-        try:
-            signature.bind("", "", None, {})
-        except TypeError as error:
-            if by_place or columns is not None:
-                raise DefinitionError(_refusal(reward, str(signature), unknown, columns or (), error)) from error
-        else:
-            return Form(reward=reward, names=None, is_async=is_async)
-    names = tuple(p.name for p in named)
-    if names == _PLAIN and len(parameters) == len(_PLAIN) and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
-        return Form(reward=reward, names=None, is_async=is_async)  # the same by place, and quicker
-    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    batched = any(name in _MANY for name in names)
-    if not names and not rest:
-        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
-    return Form(reward=reward, names=names, rest=rest, batched=batched, is_async=is_async, bound=frozenset(bound))
+    return frozenset(bound)
 
 
 def _refusal(reward: Reward, signature: str, unknown: Sequence[str], columns: Sequence[str], error: object) -> str:
     name = getattr(reward.function, "__qualname__", reward.label)
-    why = f"there is no '{unknown[0]}'.{did_you_mean(unknown[0], [*_KNOWN, *columns])}" if unknown else f"{error}."
+    why = f"there is no '{unknown[0]}'.{did_you_mean(unknown[0], [*_ALL, *columns])}" if unknown else f"{error}."
     return (
         f"the reward function {name}{signature} cannot be called: {why} It takes (prompt, completion, answer, meta), "
         "or by name what it asks for; docs/rewards.md has the list."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundRewards:
+    """The reward functions of a definition, bound to the columns of its data: made by `bind`, called by everybody.
+
+    Attributes:
+        forms: how each is called.
+        columns: those that they were bound to; None if they are not known.
+        named: they have columns of their own in the store; one plain function has `task_reward` alone.
+    """
+
+    forms: tuple[Form, ...]
+    columns: tuple[str, ...] | None
+    named: bool
+
+    @property
+    def rewards(self) -> tuple[Reward, ...]:
+        """Each with its weight and its name."""
+        return tuple(form.reward for form in self.forms)
+
+    def takes(self, *names: str) -> bool:
+        """Return whether one of the functions receives one of these arguments."""
+        return any(form.takes(*names) for form in self.forms)
+
+    @property
+    def takes_prompt_text(self) -> bool:
+        """Whether one of them asks for the prompt as the model read it, which is then kept with each completion."""
+        return self.takes("prompt_text", *_OPENRLHF)
+
+    def missing_from(self, columns: Sequence[str]) -> tuple[Reward, str] | None:
+        """Return a function and the column that it needs and that this data lacks, such as held-out prompts."""
+        for form in self.forms:
+            for argument in form.arguments:
+                if argument.needed and argument.name not in columns and argument.name not in _ALL:
+                    return form.reward, argument.name
+        return None
+
+
+def bind(
+    reward: RewardFunction | Reward | Sequence[RewardFunction | Reward], columns: Sequence[str] | None = None
+) -> BoundRewards:
+    """Bind the reward functions of a definition to the columns of its data.
+
+    Raises:
+        DefinitionError: two have one name, or one asks for something that there is not.
+
+    >>> bound = bind([lambda completion, gold: float(completion == gold), lambda p, c, a, m: 1.0], ["gold"])
+    >>> [form.names for form in bound.forms]
+    [('completion', 'gold'), None]
+    """
+    return BoundRewards(
+        forms=tuple(form_of(one, columns) for one in rewards_of(reward)),
+        columns=None if columns is None else tuple(columns),
+        named=has_columns(reward),
     )
 
 
@@ -190,6 +346,10 @@ class Result:
     """None if the function does not apply."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """The components that it gave beside."""
+
+
+_LOGS: Final = "extra_logs"
+"""OpenRLHF's figures beside the reward, which count for nothing."""
 
 
 def result_of(given: Any) -> Result:
@@ -207,12 +367,12 @@ def result_of(given: Any) -> Result:
     if given is None:
         return Result(value=None)
     if isinstance(given, Mapping):
-        items = cast("Mapping[Any, Any]", given).items()
-        parts = {str(name): _number(part) for name, part in items if part is not None and _numeric(part)}
+        whole = cast("Mapping[str, Any]", given)
+        parts, logged = _numbers(whole), _numbers(whole.get(_LOGS))
         if not parts:
             raise ValueError(f"the dict {_short(given)} has no number")
-        total = next((parts[name] for name in ("score", "reward") if name in parts), None)
-        return Result(value=_number(sum(parts.values()) if total is None else total), parts=parts)
+        total = next((parts[name] for name in TOTALS if name in parts), None)
+        return Result(value=_number(sum(parts.values()) if total is None else total), parts=logged | parts)
     if isinstance(given, (list, tuple)):
         several = cast("Sequence[Any]", given)
         if len(several) == 2 and isinstance(several[1], Mapping):
@@ -229,17 +389,36 @@ def results_of(given: Any, count: int) -> list[Result]:
     several = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
         columns = cast("Mapping[str, Any]", several)
-        lists = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in columns.items()}
+        logs = columns.get(_LOGS)
+        lists = {name: _listed(values) for name, values in columns.items() if name != _LOGS}
+        if isinstance(logs, Mapping):  # a figure of the whole batch is each one's
+            named = {name: _listed(values) for name, values in cast("Mapping[str, Any]", logs).items()}
+            logs = {name: values if isinstance(values, list) else [values] * count for name, values in named.items()}
+            lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
         if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
             raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
-        several = [{name: values[i] for name, values in lists.items()} for i in range(count)]
+        several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
     if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
         raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
     return [result_of(one) for one in cast("list[Any]", several)]
 
 
-def _numeric(part: Any) -> bool:
-    return not isinstance(part, (str, bytes, Mapping, list, tuple))
+def _listed(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _of_one(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a dict of lists says of one completion, with OpenRLHF's further figures in a dict of their own."""
+    logs = {name.removeprefix(f"{_LOGS}."): part for name, part in parts.items() if name.startswith(f"{_LOGS}.")}
+    rest = {name: part for name, part in parts.items() if not name.startswith(f"{_LOGS}.")}
+    return rest | ({_LOGS: logs} if logs else {})
+
+
+def _numbers(given: Any) -> dict[str, float]:
+    """Return the numbers of a dict; notes and None are left out."""
+    items = cast("Mapping[Any, Any]", given).items() if isinstance(given, Mapping) else ()
+    no_number = (str, bytes, Mapping, list, tuple)
+    return {str(name): _number(part) for name, part in items if part is not None and not isinstance(part, no_number)}
 
 
 def _number(given: Any) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from rlhf_pipeline.data.prompts import Prompt
@@ -95,6 +97,8 @@ class FrozenLake:
     (',G##', {'reached': 1.0, 'nearer': 0.5})
     """
 
+    rewards = ("reached", "nearer")
+
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Put the walker on its start; nothing is drawn, so the seed has no effect."""
         self.rows: list[str] = list(prompt.meta["map"])
@@ -130,3 +134,158 @@ class FrozenLake:
         if not (0 <= row < size and 0 <= column < size):
             return "#"
         return "," if (row, column) in self.seen else self.rows[row][column]
+
+
+SOKOBAN_ALPHABET: Final = "LDRU#_XOPS*"
+"""What `Sokoban` shows and reads, one character a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warehouse:
+    """The walls and the target of a warehouse with one box.
+
+    Attributes:
+        walls: the cells that cannot be entered; the edge is all wall.
+        target: where the box must go.
+        size: cells of a side.
+    """
+
+    walls: frozenset[Cell]
+    target: Cell
+    size: int
+
+    def push(self, state: tuple[Cell, Cell], move: str) -> tuple[Cell, Cell]:
+        """Return player and box after a move; as they were where a wall is in the way."""
+        (row, column), box = state
+        down, right = MOVES[move]
+        to = row + down, column + right
+        if to in self.walls:
+            return state
+        if to != box:
+            return to, box
+        beyond = box[0] + down, box[1] + right
+        return state if beyond in self.walls else (to, beyond)
+
+    def shown(self, state: tuple[Cell, Cell], *, whole: bool = False) -> str:
+        """Return the text of a state, row after row; without the walls of the edge unless `whole`."""
+        player, box = state
+        marks = {
+            self.target: "O",
+            player: "S" if player == self.target else "P",
+            box: "*" if box == self.target else "X",
+        }
+        span = range(self.size) if whole else range(1, self.size - 1)
+        cells = [(row, column) for row in span for column in span]
+        return "".join("#" if cell in self.walls else marks.get(cell, "_") for cell in cells)
+
+
+@functools.lru_cache(maxsize=1024)  # all members of a group, and every evaluation, play in the same warehouses
+def solutions(house: Warehouse) -> Mapping[tuple[Cell, Cell], int]:
+    """Return the moves to the end from each state (player, box) from which it can be reached.
+
+    Found backwards from every state whose box is on the target: a step back pulls the box along, or does not.
+    """
+    cells = [(row, column) for row in range(house.size) for column in range(house.size)]
+    found = {(cell, house.target): 0 for cell in cells if cell not in house.walls and cell != house.target}
+    todo = deque(found)
+    while todo:
+        state = todo.popleft()
+        (row, column), box = state
+        for move, (down, right) in MOVES.items():
+            came = row - down, column - right
+            if came in house.walls:
+                continue
+            pulled = (came, (row, column)) if box == (row + down, column + right) else None
+            for before in ((came, box), pulled):
+                if before and before[0] != before[1] and before not in found and house.push(before, move) == state:
+                    found[before] = found[state] + 1
+                    todo.append(before)
+    return MappingProxyType(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warehouses(Settings):
+    """A source of warehouses with one box: `#` wall, `_` floor, `X` box, `O` target, `P` player, `*` box on the target.
+
+    The signs are those of FreshPER's Sokoban (https://arxiv.org/abs/2604.16918), but for `*`. A hash of the warehouse
+    decides whether it is held out, one in five, so no warehouse is in both parts. Each can be solved.
+
+    >>> source = Warehouses(size=5)
+    >>> source.prompt(0, seed=0).meta["map"] == source.prompt(0, seed=0).meta["map"]
+    True
+    """
+
+    size: int = setting(6, min=4, max=10, help="Cells of a side, the walls of the edge included.")
+    most_moves: int = setting(4, min=1, help="The most moves of a shortest solution.")
+    most_walls: int = setting(1, min=0, help="The most walls inside.")
+    held_out: bool = setting(False, help="Give the warehouses that are held out, and none of the others.")
+
+    @property
+    def as_chat(self) -> bool:
+        """False: a warehouse is plain text."""
+        return False
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return warehouse number `cursor`."""
+        name = f"sokoban {self.size} {self.most_moves} {self.most_walls} {self.held_out} {seed} {cursor}"
+        numbers, span = random.Random(name), range(self.size)
+        inner = [(row, column) for row in span[1:-1] for column in span[1:-1]]
+        edge = {(row, column) for row in span for column in span} - {*inner}
+        while True:
+            walls = edge | {*numbers.sample(inner, numbers.randint(0, self.most_walls))}
+            house = Warehouse(frozenset(walls), numbers.choice(inner), self.size)
+            if house.target in walls:
+                continue
+            # Every length of a solution is as likely: there are few warehouses with short ones.
+            length = numbers.randint(1, self.most_moves)
+            starts = sorted(state for state, moves in solutions(house).items() if moves == length)
+            if not starts:
+                continue
+            text = house.shown(numbers.choice(starts), whole=True)
+            if (zlib.crc32(text.encode()) % 5 == 0) == self.held_out:
+                rows = [text[at : at + self.size] for at in range(0, self.size**2, self.size)]
+                return Prompt(text="|".join(rows), meta={"map": rows})
+
+
+class Sokoban:
+    """Push the box onto the target; a turn is one letter of `LDRU`, and the policy sees the warehouse after each.
+
+    What it sees leaves out the walls of the edge, which never change: 16 signs of 6 x 6.
+
+    Rewards: `solved` (1 when the box is on the target), and `nearer`, the moves by which a turn shortens the shortest
+    solution, as a share of its length at the start. A push after which no solution is left ends the conversation, and
+    takes back what was nearer (potential-based shaping, as in `FrozenLake`).
+
+    >>> game = Sokoban()
+    >>> game.reset(Prompt(text="a", meta={"map": ["#####", "#PXO#", "#___#", "#___#", "#####"]}), seed=0)
+    'PXO______'
+    >>> game.step(Turn(text="R")).rewards
+    {'solved': 1.0, 'nearer': 1.0}
+    """
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        """Put everything in its place; nothing is drawn, so the seed has no effect."""
+        rows: list[str] = list(prompt.meta["map"])
+        found = {
+            sign: (row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign in "XOPS"
+        }
+        walls = {(row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign == "#"}
+        player = found.get("P") or found["S"]
+        self.house = Warehouse(frozenset(walls), found.get("O", player), len(rows))
+        self.state = player, found["X"]
+        self.ways = solutions(self.house)
+        self.whole_way = self.ways[self.state]
+        return self.house.shown(self.state)
+
+    def step(self, turn: Turn) -> Step:
+        """Make a move; anything but a move, and a move against a wall, changes nothing."""
+        before = self.ways[self.state]
+        move = turn.text[-1:]
+        if move in MOVES:
+            self.state = self.house.push(self.state, move)
+        if self.state not in self.ways:  # the box is stuck
+            return Step(done=True, rewards={"solved": 0.0, "nearer": before / self.whole_way - 1.0})
+        left = self.ways[self.state]
+        nearer = (before - left) / self.whole_way
+        reply = self.house.shown(self.state) if left else ""
+        return Step(reply, done=not left, rewards={"solved": float(not left), "nearer": nearer})

@@ -12,18 +12,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED_BY, TEMPERATURE, trajectory_schema
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
-from rlhf_pipeline.exchange.encoder import Encoder
-from rlhf_pipeline.exchange.fields import NONE, Fields, RawRollout, Row, check_targets
+from rlhf_pipeline.exchange._values import from_row, schema_of
+from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
 from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
 from rlhf_pipeline.exchange.tools import Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
 from trajectory_store import Schema
+from trajectory_store.batch import batch_of
+from trajectory_store.raw_rollout import RawRollout, Row
+from trajectory_store.row_encoder import Encoder
 
 BATCH_ROWS = 512
+COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
+"""Why a trajectory failed, and how it was sampled, or that nobody says: NaN, and no mode."""
 BATCH_TOKENS = 1 << 20
 Rows = Iterator[tuple[str, Mapping[str, Any], bool]]
 """The place of a row in its file, its columns, and whether its text was encoded."""
@@ -62,6 +67,7 @@ class ImportReport:
             loss; they count for their group, and nothing is learned from them.
         num_unended: trajectories of which nobody knows why they ended.
         num_without_log_probs: trajectories without behaviour log-probs.
+        num_at_unknown_temperature: trajectories with log-probs of which the file does not say at which temperature.
         num_without_reward: trajectories whose reward is not finite.
         reward_sum: of the others.
         groups: the first reward of each group; None where it has two different ones.
@@ -75,6 +81,7 @@ class ImportReport:
     num_masked: int = 0
     num_unended: int = 0
     num_without_log_probs: int = 0
+    num_at_unknown_temperature: int = 0
     num_without_reward: int = 0
     reward_sum: float = 0.0
     groups: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
@@ -115,6 +122,7 @@ class ImportReport:
         self.num_failed += not row.get("reward_trusted", True)
         self.num_unended += not row.get("finish_reason", "")
         self.num_without_log_probs += not scored
+        self.num_at_unknown_temperature += scored and math.isnan(row.get("temperature", math.nan))
         reward, group = float(row.get("task_reward", math.nan)), int(row.get("group_id", -1))
         first = self.groups.setdefault(group, reward) if group != -1 else None
         if math.isfinite(reward):  # as for the learner, which passes over the others
@@ -133,6 +141,7 @@ def import_files(
     tokenizer: Any | None = None,
     fields: Mapping[str, str] | None = None,
     group: str | int | None = None,
+    by_prompt: bool = False,
     chat_template: bool = True,
     one_turn: bool = False,
     skip_bad: int = 0,
@@ -159,8 +168,9 @@ def import_files(
             `reward` may be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
         group: the field that tells groups apart; or how many rows in turn are a group; or `none`: groups of one
             trajectory each, which an import otherwise refuses, are meant.
+        by_prompt: all rows of one prompt (and one version) are one group, wherever they stand.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
-        one_turn: completions without token ids hold no words of an environment, whatever they look like.
+        one_turn: completions without token ids hold no words of an environment, where the file does not say so.
         skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
         durability: of the store; see `TrajectoryStore.create`.
         batch_rows: at most so many trajectories per commit.
@@ -178,9 +188,12 @@ def import_files(
     given = dict(fields or {})
     group = given.pop("group", None) if group is None else group
     check_targets(given)
-    how = _How(given=given, group=group, one_turn=one_turn, skip_bad=skip_bad)
+    if by_prompt and group is not None:
+        raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
+    how = _How(given=given, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
     sources = find_dumps(files, "jsonl" if format == "jsonl" else None)
-    encoder = Encoder(tokenizer, chat=chat_template)
+    with as_ours():
+        encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
     plan = _recognise(sources, format, how)
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
@@ -191,7 +204,7 @@ def import_files(
     evaluates = [
         isinstance(item.reader, Tool) and not again and _decide(item) for item, again in zip(plan, repeats, strict=True)
     ]
-    schema = Schema(columns.values()) if exported else trajectory_schema([*FAILURES, *[EVALUATION][: any(evaluates)]])
+    schema = Schema(columns.values()) if exported else trajectory_schema([*COLUMNS, *[EVALUATION][: any(evaluates)]])
     _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
         there, seen = ExistingRows(store), set[Any]()
@@ -229,6 +242,7 @@ class _How:
 
     given: Mapping[str, str]
     group: str | int | None
+    by_prompt: bool
     one_turn: bool
     skip_bad: int
     beside: dict[Any, dict[Any, float]] = field(default_factory=dict[Any, "dict[Any, float]"])
@@ -239,6 +253,10 @@ class _How:
 
     def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         """Yield the records of a row, in the group that the user names."""
+        with as_ours():
+            yield from self._records(fields, tool)
+
+    def _records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         key = None
         if isinstance(self.group, str) and self.group != NONE and not self.group.isdecimal():
             key = ("group", str(fields.value(self.group)))
@@ -247,7 +265,8 @@ class _How:
 
     def groups(self) -> FileGroups:
         in_turn = int(self.group) if self.group is not None and str(self.group).isdecimal() else None
-        return FileGroups(in_turn, checked=self.group is None or (self.group != NONE and in_turn is None))
+        checked = self.group is None or (self.group != NONE and in_turn is None)
+        return FileGroups(in_turn, by_prompt=self.by_prompt, checked=checked)
 
 
 def _batches(rows: Rows, size: int) -> Iterator[list[tuple[str, Mapping[str, Any], bool]]]:
@@ -305,7 +324,7 @@ def _recognise(sources: Sequence[Dump], format: str, how: _How) -> list[_Item]:
             if schema is None:
                 about = "the columns that this version knows; the export's own list of columns is not beside it"
             report = FileReport(path=source.path, format="store", about=about)
-            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(FAILURES), how=how))
+            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(COLUMNS), how=how))
             continue
         report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
         plan.append(_Item(source=source, report=report, reader=tool, how=mine))
@@ -355,11 +374,9 @@ def _decide(item: _Item) -> bool:
                         groups.number(record, number)
             except DataError:
                 continue  # named when its turn comes
-            except DefinitionError as error:
-                if not groups.num_members:
-                    raise DefinitionError(f"{source.path}: {error}") from None
-                if str(error).startswith("the rows of one prompt"):
-                    raise DefinitionError(f"{source.where(number)}: {error}") from None
+            except DefinitionError as error:  # the user must say something of the file
+                where = source.where(number) if groups.num_members else source.path
+                raise DefinitionError(f"{where}: {error}") from None
     try:
         groups.check()
     except DefinitionError as error:
@@ -373,7 +390,8 @@ def _decide(item: _Item) -> bool:
 def _naming(source: Dump, number: int) -> Iterator[None]:
     """Prefix errors with the file and the row."""
     try:
-        yield
+        with as_ours():
+            yield
     except (DataError, DefinitionError) as error:
         raise type(error)(f"{source.where(number)}: {error}") from error
     except RecursionError:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+from rlhf_pipeline.policies.model_source import is_gguf
+from trajectory_store.text_codec import tokenizer_at
 
 
 @contextmanager
@@ -31,10 +32,12 @@ def quiet_progress() -> Iterator[None]:
 
 
 def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:
-    """Load a causal language model; a local folder never touches the network."""
+    """Load a causal language model; a local folder or GGUF file never touches the network."""
     wanted: Any = "auto" if dtype is None else dtype
     try:
         with quiet_progress() if local else nullcontext():
+            if local and is_gguf(source):
+                return _load_gguf(Path(source), wanted)
             return AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         if not local and isinstance(error, OSError):
@@ -55,30 +58,23 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
         ) from error
 
 
+def _load_gguf(path: Path, dtype: Any) -> nn.Module:
+    """Load the weights of a GGUF file, dequantized: they are trained, so blocks of small integers are of no use."""
+    more: dict[str, Any] = {}
+    if (config := getattr(transformers, "GgufConfig", None)) is not None:
+        more["quantization_config"] = config(dequantize=True)  # where a kernel is installed the blocks would stay
+    more["dtype"] = torch.float32 if dtype == "auto" else dtype  # a file of blocks names no dtype to train with
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(path.parent, gguf_file=path.name, local_files_only=True, **more)
+    if hasattr(model.config, "quantization_config"):  # what is saved from here on is a plain folder
+        del model.config.quantization_config
+    return model
+
+
 def load_tokenizer(source: str, *, local: bool) -> Any | None:
     """Load the tokenizer beside a model, or return None when the folder has none."""
-    if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    # AutoTokenizer picks a class by the model's type even where the folder declares the generic one, and some of
-    # those classes rebuild the pre-tokenizer, which gives other ids for the same text. The folder's own file is right.
-    generic = local and _declares_generic(Path(source))
-    loader: Any = PreTrainedTokenizerFast if generic else AutoTokenizer
-    try:
-        return loader.from_pretrained(source, local_files_only=local)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"The tokenizer of {source} cannot be loaded: {_first_line(error)} "
-            "Check tokenizer.json and tokenizer_config.json."
-        ) from error
-
-
-def _declares_generic(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    named = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+    with as_ours():
+        return tokenizer_at(source, local=local)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 
-from rlhf_pipeline.errors import DataError, MissingPathError, typed
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
 
 # "organisation/name" may also be a model on the hub. A bare name is a folder: the few hub models that still have a bare
 # name have the long form too ("openai-community/gpt2").
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*")
+GGUF = ".gguf"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -19,15 +21,30 @@ def is_model_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and any(True for pattern in _WEIGHTS for _ in path.glob(pattern))
 
 
+def is_gguf(source: str | os.PathLike[str]) -> bool:
+    """Return whether a path names a GGUF file: weights, config and tokenizer in one file."""
+    return Path(source).suffix.lower() == GGUF
+
+
+def is_model(path: Path) -> bool:
+    """Return whether a path is a model: a folder with config and weights, or a GGUF file."""
+    return is_model_folder(path) or (is_gguf(path) and path.is_file())
+
+
 def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return (folder or hub name, whether it is a local folder)."""
+    """Return (folder, GGUF file or hub name, whether it is here)."""
     name = os.fspath(source)
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)
         return str(path), True
+    if is_gguf(path):
+        _check_gguf(path)
+        return str(path), True
     if path.exists():
-        raise DataError(f"{path} is a file. Name the folder that holds config.json and the weights.")
+        raise DataError(
+            f"{path} is a file. Name the folder that holds config.json and the weights, or a file that ends in {GGUF}."
+        )
     # A relative name with one slash may be a folder or a hub name; if its parent folder exists, it is a folder.
     if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
         near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
@@ -53,4 +70,17 @@ def _check_folder(path: Path) -> None:
     if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
         raise DataError(
             f"{path} holds no weights ({', '.join(_WEIGHTS)}); it holds: {_listing(path)}. Is a download incomplete?"
+        )
+
+
+def _check_gguf(path: Path) -> None:
+    if not path.is_file():
+        raise MissingPathError(f"there is no GGUF file at {path}.")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise DataError(f"{path} begins with {magic!r} and not with b'GGUF', so it is no GGUF file. Copy it again.")
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise DefinitionError(
+            f"{path} is a GGUF file; reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         )

@@ -1,7 +1,7 @@
-"""Models made from scratch: a small checkpoint folder, or a tiny model in memory.
+"""Models made here: a small checkpoint folder or a tiny model from scratch, and a folder from a GGUF file.
 
-Both have random weights, so nothing is downloaded. A checkpoint has a byte-level BPE tokenizer that encodes any text
-(unknown characters fall back to bytes) and a chat template that marks the assistant's tokens.
+Those from scratch have random weights, so nothing is downloaded. Their checkpoint has a byte-level BPE tokenizer that
+encodes any text (unknown characters fall back to bytes) and a chat template that marks the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.policies.loading import quiet_progress
+from rlhf_pipeline.policies.loading import load_model, load_tokenizer, quiet_progress
+from rlhf_pipeline.policies.model_source import resolve_source
 
 # The special tokens of Qwen2's chat models.
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -83,12 +84,7 @@ def new_model(
 
     The folder appears whole or not at all: it is built under another name and renamed.
     """
-    target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DefinitionError(
-            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
-            f"`rm -r {target}` if nothing in it is needed."
-        )
+    target = _new_folder(folder)
     if vocab_size < _BYTES_AND_SPECIALS:
         raise DefinitionError(
             f"vocab_size is {vocab_size}; it must be at least {_BYTES_AND_SPECIALS}: 256 bytes and 3 special tokens."
@@ -105,6 +101,45 @@ def new_model(
         **sizes,
     )
     model = _random_model(Qwen2ForCausalLM, config, seed)
+    _write(target, model, tokenizer)
+    return NewModel(
+        folder=target,
+        vocab_size=len(tokenizer),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_texts=num_texts,
+    )
+
+
+def model_from_gguf(folder: str | os.PathLike[str], *, gguf: str | os.PathLike[str]) -> NewModel:
+    """Write the model of a GGUF file as a checkpoint folder of safetensors, dequantized to float32.
+
+    transformers and vLLM load the folder. It appears whole or not at all.
+    """
+    target = _new_folder(folder)
+    name, _ = resolve_source(gguf)
+    model: Any = load_model(name, local=True, dtype=None)
+    tokenizer: Any = load_tokenizer(name, local=True)
+    _write(target, model, tokenizer)
+    return NewModel(
+        folder=target,
+        vocab_size=len(tokenizer),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_texts=0,
+    )
+
+
+def _new_folder(folder: str | os.PathLike[str]) -> Path:
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DefinitionError(
+            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
+            f"`rm -r {target}` if nothing in it is needed."
+        )
+    return target
+
+
+def _write(target: Path, model: Any, tokenizer: Any) -> None:
+    """Build the folder under another name, and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -114,12 +149,6 @@ def new_model(
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return NewModel(
-        folder=target,
-        vocab_size=len(tokenizer),
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_texts=num_texts,
-    )
 
 
 def scratch_model(

@@ -137,10 +137,11 @@ class TokenPolicy(nn.Module):
         dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load model and tokenizer from a folder, or from the Hugging Face hub by name.
+        """Load model and tokenizer from a folder, a GGUF file, or from the Hugging Face hub by name.
 
         Args:
-            source: a folder that `save_pretrained` wrote, or a hub name. A folder never touches the network.
+            source: a folder that `save_pretrained` wrote, a GGUF file (dequantized; needs `gguf` and `accelerate`), or
+                a hub name. Only a hub name touches the network.
             device: where to put the model; left on the CPU when None.
             dtype: for example `torch.float32` or "bfloat16"; None keeps the checkpoint's own.
             **kwargs: the keyword arguments of the constructor.

@@ -1,12 +1,13 @@
 """A run's rewards graded again from the stored text.
 
-The reward function gets the same arguments as during the run (prompt, completion, answer, meta). If the numbers in the
+The reward functions are bound as during the run and get the same arguments. If the numbers in the
 store and in `metrics.jsonl` can be reproduced, the learning curve describes the stored trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ import numpy.typing as npt
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled
-from rlhf_pipeline.data.rewards import Reward, RewardFunction
+from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.query import Answer, View, finite
-from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.report.stored import Context, Ids, Stored
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""
@@ -28,9 +29,15 @@ _EXAMPLES = 5
 Floats = npt.NDArray[np.float64]
 
 
-def grade(view: View, reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> Answer | None:
-    """Compare stored and recorded rewards with rewards graded again."""
-    stored, grader = view.stored, Grader(reward)
+def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer | None:
+    """Compare stored and recorded rewards with rewards graded again.
+
+    Args:
+        view: the run or store.
+        bind: returns the rewards, bound to the columns of the stored rows among others.
+    """
+    stored = view.stored
+    grader = Grader(bind(sorted({name for context in _contexts(stored) for name in context.prompt_meta})))
     before = stored.scalars("task_reward")
     if before is None:
         return None
@@ -71,7 +78,7 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
     """
     prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
     reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
-    wanted = any(form.takes("token_ids", "completion_ids") for form in grader.forms)
+    wanted = grader.bound.takes("token_ids", "completion_ids")
     tokens = stored.rows("input_ids", ids) if wanted else None
     starts = stored.scalars("num_prompt_tokens", ids)
     known: dict[tuple[int, str], Prompt] = {}
@@ -80,11 +87,11 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
             prompt=known.get((id(context), prompts[i]))
             or known.setdefault(
                 (id(context), prompts[i]),
-                Prompt(text=prompts[i], answer=context.answer, meta=context.prompt_meta),
+                _prompt(prompts[i], context),
             ),
             token_ids=[] if tokens is None or starts is None else tokens[i][int(starts[i]) :].tolist(),
             finish_reason=reasons[i],
-            **{"completion": completions[i], **context.conversation},
+            **{"completion": completions[i], **context.graded},
         )
         for i, context in enumerate(contexts)
     ]
@@ -94,6 +101,20 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
         np.array([item.reward for item in grades]),
         {i: item.error for i, item in enumerate(grades) if item.error is not None},
     )
+
+
+def _contexts(stored: Stored) -> Iterator[Context]:
+    for ids in stored.blocks():
+        yield from stored.contexts(ids)
+
+
+def _prompt(text: str, context: Context) -> Prompt:
+    """Return a prompt as reward functions saw it."""
+    given = {"answer": context.answer, "meta": context.prompt_meta}
+    if context.messages is not None:
+        with contextlib.suppress(DataError):  # a row of another tool may hold messages that no run would sample from
+            return Prompt(text=text, messages=tuple(context.messages), **given)
+    return Prompt(text=text, **given)
 
 
 def _curve(view: View, again: Floats) -> dict[str, Any]:

@@ -30,8 +30,10 @@ class Context:
     prompt_meta: dict[str, object]
     error: str | None
     """Why the reward call failed, or None."""
-    conversation: dict[str, Any]
-    """Of a conversation with an environment, what reward functions see of it: fields of `Sampled`."""
+    messages: list[dict[str, Any]] | None
+    """The prompt's, if it is made of messages."""
+    graded: dict[str, Any]
+    """What reward functions see beside prompt and completion, such as a conversation: fields of `Sampled`."""
 
 
 class Stored:
@@ -84,7 +86,7 @@ class Stored:
 
 def _context(text: str, row: int, path: Address) -> Context:
     if not text:
-        return Context(answer=None, prompt_meta={}, error=None, conversation={})
+        return Context(answer=None, prompt_meta={}, error=None, messages=None, graded={})
     try:
         data: Any = json.loads(text)
     except ValueError as error:
@@ -92,14 +94,18 @@ def _context(text: str, row: int, path: Address) -> Context:
     if not isinstance(data, dict):
         raise DataError(f"{path}: the meta of trajectory {row} is not a JSON object: {text[:60]!r}")
     answer, meta, failure = data.get("answer"), data.get("prompt"), data.get("error")
-    talk = data.get("graded") or {}
+    talk, messages = data.get("graded") or {}, data.get("messages")
     if talk:
-        talk |= {"conversation": data["messages"], "turns": len(data["turn_rewards"])}
+        talk |= {"conversation": messages, "turns": len(data["turn_rewards"])}
+        messages = None
+    elif "prompt_text" in data:
+        talk = {"prompt_text": data["prompt_text"]}
     return Context(
         answer=answer,
         prompt_meta=meta if isinstance(meta, dict) else {},
         error=None if failure is None else str(failure),
-        conversation=talk,
+        messages=messages if isinstance(messages, list) else None,
+        graded=talk,
     )
 
 

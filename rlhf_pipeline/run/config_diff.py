@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rlhf_pipeline.config import Learn, Pipeline
-from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.config_text import override_all, to_json
 from rlhf_pipeline.run.inputs import APART
 
 LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
@@ -38,6 +38,16 @@ _LEARNING: Final = frozenset(
     {"learn.max_grad_norm", "learn.weight_decay", "loss.clip_low", "loss.clip_high", "loss.entropy_coeff"}
 )
 """Fields that a person changes while watching a run; what is learned from then on changes with them."""
+
+
+_OF_A_STEP: Final = _SCHEDULE | _LEARNING | {"learn.token_budget", "learn.layout"}
+"""Fields that may change and that a step on given trajectories depends on."""
+
+_STAYS: Final = frozenset(
+    {f"policy.{name}" for name in ("type", "alphabet", "hidden_size", "num_layers", "num_heads")}
+    | {"policy.lora_rank", "policy.lora_targets", "learn.optimizer"}
+)
+"""Fields that say which tensors a checkpoint has: a run that begins with one has them, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +81,35 @@ def is_allowed(field: str) -> bool:
     """
     known = field in _SILENT or field in _WITH_CONSEQUENCE or field in _SCHEDULE or field in _LEARNING
     return known or field.split(".")[0] == "evaluate"
+
+
+def carries_over(field: str) -> bool:
+    """Return whether a run may differ in a field from the one with whose checkpoint it begins.
+
+    >>> carries_over("collect.group_size"), carries_over("policy.hidden_size")
+    (True, False)
+    """
+    return field not in _STAYS
+
+
+def definition_at(pipeline: Pipeline, history: Sequence[Mapping[str, Any]], step: int) -> Pipeline:
+    """Return the definition with which a step was taken: what was changed for later steps is as it was before.
+
+    Only fields that a step on given trajectories depends on are looked at.
+
+    Args:
+        pipeline: the definition now.
+        history: `changes` of `config.json`, oldest first.
+        step: the step.
+    """
+    before: dict[str, Any] = {}
+    for change in reversed(history):
+        if change["from_step"] > step:
+            before |= {field["field"]: field["was"] for field in change["fields"]}
+    texts = {
+        field: str(was).lower() if was is None or isinstance(was, bool) else str(was) for field, was in before.items()
+    }
+    return override_all(pipeline, [(field, text) for field, text in texts.items() if field in _OF_A_STEP])
 
 
 def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:

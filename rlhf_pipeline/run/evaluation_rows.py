@@ -16,7 +16,7 @@ from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.inputs import evaluation_inputs, model_folder
+from rlhf_pipeline.run.inputs import evaluation_inputs, model_files
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
@@ -34,7 +34,7 @@ def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> 
     what |= {"inputs": (inputs := evaluation_inputs(pipeline, evaluate))}
     what |= {"prompts": _by_content(to_json(evaluate.prompts), inputs, "evaluate.prompts")}
     if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
-        what |= {"policy": pipeline.policy, "weights": model_folder(Path(pipeline.policy.path).expanduser())}
+        what |= {"policy": pipeline.policy, "weights": model_files(Path(pipeline.policy.path).expanduser())}
     text = json.dumps({name: to_json(value) for name, value in what.items()}, sort_keys=True, default=str)
     return below(run.address, f"{filenames.EVALUATIONS}/{hashlib.sha256(text.encode()).hexdigest()[:8]}")
 

@@ -26,6 +26,7 @@ from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.files import find_sources
 from rlhf_pipeline.data.rewards import rewards_of
+from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
@@ -59,7 +60,7 @@ _OWN_CODE: Final = {
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
-_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "evaluate.prompts"))
+_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "environment", "evaluate.prompts"))
 """Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
@@ -112,9 +113,9 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     """
     found = _contents(_all_prompt_paths(pipeline))
     if isinstance(pipeline.policy, PretrainedPolicy):
-        folder = Path(pipeline.policy.path).expanduser()
-        if folder.is_dir():
-            found["policy.path"] = model_folder(folder)
+        model = Path(pipeline.policy.path).expanduser()
+        if model.exists():
+            found["policy.path"] = model_files(model)
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
@@ -151,10 +152,22 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
             )
 
 
-def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> None:
+def check_inputs(
+    run_dir: Path | str,
+    recorded: Mapping[str, Mapping[str, Any]],
+    pipeline: Pipeline,
+    *,
+    otherwise: str | None = None,
+) -> None:
     """Refuse to continue with other prompts or another starting model than the run began with.
 
     A missing file is reported elsewhere, and a run without a record of its files is not checked.
+
+    Args:
+        run_dir: the run.
+        recorded: what `describe_inputs` returned when it was started.
+        pipeline: the definition now.
+        otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
     paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
@@ -163,9 +176,10 @@ def check_inputs(run_dir: Path | str, recorded: Mapping[str, Mapping[str, Any]],
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
+        instead = None if field == "policy.path" else otherwise
         raise RunMismatchError(
             f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
-            "with this run, or start a new run with --out OTHER_FOLDER."
+            f"with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
 
 
@@ -174,6 +188,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
     rewards = [one.function for one in rewards_of(pipeline.reward)]
     for name, parts in (
         ("reward", rewards),
+        ("environment", [*code_of(pipeline.environment)]),
         *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
         ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
     ):
@@ -256,8 +271,10 @@ def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"it has {now['size']:,} bytes as before, and other content"
 
 
-def model_folder(folder: Path) -> dict[str, Any]:
-    """Return the record of a model folder; see `describe_inputs`."""
+def model_files(folder: Path) -> dict[str, Any]:
+    """Return the record of a model folder or GGUF file; see `describe_inputs`."""
+    if folder.is_file():
+        return {folder.name: f"{folder.stat().st_size}:{_ends(folder)}"}
     found = {name: _digest_of(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
     for pattern in _WEIGHTS:
         found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}

@@ -9,15 +9,15 @@ import fcntl
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Evaluate, Pipeline, Replay, TinyPolicy
 from rlhf_pipeline.data.prompts import prompt_at
-from rlhf_pipeline.data.reward_forms import form_of
-from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.errors import DataError, DefinitionError, RunStorageError, did_you_mean
 from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.bound_rewards import bound_rewards, check_columns
 from rlhf_pipeline.run.selection import open_sources, stores_of
 
 _DEVICES = ("cpu", "cuda", "mps")
@@ -74,8 +74,7 @@ def check_device(device: str) -> None:
 def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
     """Check the prompts, the reward functions' arguments, and that the model knows the characters."""
     prompt = prompt_at(pipeline.prompts, 0, seed)
-    for reward in rewards_of(pipeline.reward):
-        form_of(reward, list(prompt.meta))
+    check_columns(bound_rewards(pipeline), "prompts", pipeline.prompts)
     if isinstance(pipeline.policy, TinyPolicy) and pipeline.environment is None:
         unknown = sorted(
             set(prompt.text + (prompt.answer if isinstance(prompt.answer, str) else "")) - set(pipeline.policy.alphabet)
@@ -89,9 +88,7 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
 
 def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = True) -> None:
     """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade."""
-    prompt = prompt_at(evaluate.prompts, 0, 0)
-    for reward in rewards_of(pipeline.reward):
-        form_of(reward, list(prompt.meta))
+    check_columns(bound_rewards(replace(pipeline, evaluate=evaluate)), "evaluate.prompts", evaluate.prompts)
     both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
     if not apart or both[0] is None or both[1] is None:
         return  # one of them makes its prompts, or does not tell them

@@ -77,7 +77,8 @@ class Run(Setup):
                 folder.clear()
             for notice in folder.notices(self.pipeline, device=self.device):
                 tell(on_event, notice)
-            folder.record(self)
+            if not self.resume:  # else once the first step is taken; see `Loop`
+                folder.record(self)
             yield
             folder.flush()
 
@@ -106,7 +107,7 @@ class Run(Setup):
         if self.resume:
             several = self.joins is not None or self.supervised is not None
             folder.check_processes(several=several)
-            folder.check_unchanged(self.pipeline, self.seed)
+            folder.check_unchanged(self.pipeline, self.seed, overrides=self.overrides)
             if not several:  # those look again while no other process sets the folder up
                 folder.check_parts()
 

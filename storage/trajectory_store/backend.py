@@ -92,6 +92,8 @@ class Segment(ABC):
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
         self._span: tuple[int, int] | None = None
+        self.arrays_of: dict[tuple[Column, ...], list[str]] = {}
+        """The arrays that reading some columns takes."""
 
     @functools.cached_property
     def specs(self) -> dict[str, ArraySpec]:
@@ -131,6 +133,29 @@ class Segment(ABC):
     @abstractmethod
     def _open(self, name: str) -> memoryview | PreadBytes:
         """Open the bytes of an array."""
+
+    def has_changed(self, names: Iterable[str]) -> bool:
+        """Return whether files of these arrays are others than those that were compared with their checksums.
+
+        If so, or if none were compared yet, nothing that was read before is believed: arrays are opened again.
+        """
+        return False
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether no row is left to compare, and no update is damaged."""
+        return True
+
+    def stamp(self) -> object:
+        """Return what changes when a file of the segment is put back, or None where only a look at all of it tells."""
+        return None
+
+    def check_rows(self, rows: Rows) -> bool:
+        """Compare the commits of rows with their checksums, once per state of the files; return whether more fail.
+
+        Those that fail are in `gaps` from then on. Other media compare whatever they fetch.
+        """
+        return False
 
     # What every medium shares
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from trajectory_store import fork_safety, fs
 from trajectory_store.arrival import ArrivalOrder
-from trajectory_store.backend import Gap, Medium, Segment
+from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
@@ -24,6 +25,12 @@ _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = _UNKNOWN = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
+
+STAT_S, LOOK_RARELY = 3e-6, 300
+"""What it takes to ask for the state of one file, and how many times longer checked reads go on without asking."""
+
+_NAMED = 8
+"""Most ids in the message of an error."""
 
 
 class Address(NamedTuple):
@@ -67,6 +74,9 @@ class Catalog:
         fork_safety.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
+        self._stamps: dict[int, object] = {}
+        self._look_at = 0.0
+        self._checked = -1
         self._take_state(opening=True)
 
     # Following
@@ -74,6 +84,7 @@ class Catalog:
     def refresh(self) -> None:
         """Read new commits, new segments and removals."""
         with self.lock:
+            self._look_at = 0.0
             self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
@@ -247,6 +258,83 @@ class Catalog:
                 stacklevel=5,
             )
 
+    # Checking
+
+    @property
+    def look_is_due(self) -> bool:
+        """Whether checked reads shall ask again if the files are still the same."""
+        return time.perf_counter() >= self._look_at
+
+    def check(self, wanted: Sequence[tuple[Segment, Rows, Sequence[str]]], *, look: bool) -> bool:
+        """Compare the commits of rows with their checksums, once per state of the files; return whether some fail.
+
+        Those are in `gaps` from then on. With `look`, the files are asked whether they are still the same.
+        """
+        if look:
+            for segment, _, names in wanted:
+                if segment.has_changed(names):
+                    self._read_anew(segment)
+            self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * sum(len(names) for *_, names in wanted)
+        failed = False
+        for segment, rows, _ in wanted:
+            failed |= segment.check_rows(rows)
+        if failed:
+            self.note_damage()
+        every = (*self.segments.values(), *self.updates.values())
+        self._checked = self.generation if all(segment.is_checked for segment in every) else -1
+        return failed
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether every commit was compared with its checksum, and files need not be looked at again yet."""
+        return self._checked == self.generation and not self.look_is_due
+
+    def _read_anew(self, segment: Segment) -> None:
+        """Forget what was read of a segment before its files were compared with their checksums."""
+        with self.lock:
+            for table in self._tables.values():
+                table.pop(segment.ordinal, None)
+            for kept in self.kept.values():
+                kept.read_anew(segment.ordinal)
+
+    def look_again(self) -> None:
+        """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
+        with self.lock:
+            damaged = [s for s in (*self.segments.values(), *self.updates.values()) if any(g.why for g in s.gaps)]
+            for segment in damaged:
+                stamp = segment.stamp()
+                if stamp is not None and self._stamps.get(segment.ordinal) == stamp:
+                    continue
+                self._stamps[segment.ordinal] = stamp
+                self._open_again(segment)
+
+    def _open_again(self, segment: Segment) -> None:
+        entry = self._known[segment.ordinal]
+        found = self.medium.open_segments([entry])[0]
+        if not isinstance(found, Segment) or found.rows < segment.rows:
+            return
+        for gap in segment.gaps:
+            found.check_rows(slice(gap.first, gap.end))
+        if len(found.gaps) >= len(segment.gaps):
+            return
+        self._read_anew(segment)
+        self.problems = [words for words in self.problems if not words.startswith(f"{segment.name}: ")]
+        self._noted.pop(segment.ordinal, None)
+        if segment.ordinal in self.updates:
+            self.updates[segment.ordinal] = found
+        else:
+            self.segments[segment.ordinal] = found
+            self._unseen.discard(segment)
+            self._grew(found)
+        self.note_damage()
+
+    def note_damage(self) -> None:
+        """Leave out the commits that were found damaged since `ids` was asked."""
+        with self.lock:
+            self._note_gaps()
+            self.order.reset()
+            self.generation += 1
+
     # Rows
 
     def row_segments(self) -> list[Segment]:
@@ -331,11 +419,19 @@ class Catalog:
             self._see()
         found = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
         for segment, gap, mine in self._gaps_among(found):
-            raise CorruptionError(
-                f"{self.medium.where}: trajectory {int(ids[mine][0])} cannot be read: {segment.name}: "
-                f"{gap.why or 'it was never acknowledged'}. Take ids from ids(), and run verify() for the whole list."
-            )
+            raise self.unreadable(segment, gap, ids[mine])
         return found
+
+    def unreadable(self, segment: Segment, gap: Gap, ids: Int64Array) -> CorruptionError:
+        """Return the error for rows of a commit that is not served."""
+        named, more = np.unique(ids).tolist(), ""
+        if len(named) > _NAMED:
+            named, more = named[:_NAMED], f" and {len(named) - _NAMED} more"
+        which = f"trajector{'y' if len(named) == 1 else 'ies'} {', '.join(map(str, named))}{more}"
+        return CorruptionError(
+            f"{self.medium.where}: {which} cannot be read: {segment.name}: "
+            f"{gap.why or 'it was never acknowledged'}. Take ids from ids(), and run verify() for the whole list."
+        )
 
     def _gaps_among(self, found: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:
         """Yield the gaps that hold some of these rows, and which."""

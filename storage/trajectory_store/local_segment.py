@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
-from trajectory_store.backend import Gap, Segment
+from trajectory_store.backend import Gap, Rows, Segment
 from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io, PreadBytes, open_file
@@ -36,7 +40,14 @@ from trajectory_store.format import (
     read_attributes,
     spec_json,
 )
+from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.verify_report import VerifyReport
+
+FRESH_NS = 50_000_000
+"""A file that was written so lately may be written again without another time: kernels advance it every few ms."""
+
+FileState = tuple[int, ...] | None
+"""What a file is, as far as `stat` says; None if it was written too lately to tell."""
 
 
 class LocalSegment(Segment):
@@ -55,6 +66,12 @@ class LocalSegment(Segment):
         self._short: set[str] = set()
         self._torn = False
         self._seen = 0
+        self._states: dict[str, FileState] = {}
+        self._sound: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._clean = False
+        self._indexed = 0
+        self._ends: Int64Array = np.empty(0, np.int64)
+        self._seqs: Int64Array = np.empty(0, np.int64)
         self.dropped: set[int] = set()
         """Commits that were being written when the machine went down, and that nobody was told of."""
         self.refresh()
@@ -142,8 +159,8 @@ class LocalSegment(Segment):
         except (FileNotFoundError, NotADirectoryError):
             return True
 
-    def _check(self, seq: int, *, acknowledged: bool = True) -> None:
-        """Leave a commit out if its record or its data does not match its checksum."""
+    def _check(self, seq: int, *, acknowledged: bool = True) -> Record | None:
+        """Return the record of a commit, or leave it out if its record or its data does not match its checksum."""
         record, why = self.log.get(seq), f"commit {seq} is damaged"
         if record is None:
             first, end = self.around(seq)
@@ -151,7 +168,7 @@ class LocalSegment(Segment):
             first, end = record.rows_end - record.n_rows, record.rows_end
             try:
                 if (self.data_crc(first, end), self.meta_crc) == (record.data_crc, record.meta_crc):
-                    return
+                    return record
             except (CorruptionError, SegmentGoneError) as error:
                 why = f"commit {seq} cannot be read: {str(error).rstrip('.')}"
         if not any(gap.seq == seq for gap in self.gaps):
@@ -159,6 +176,66 @@ class LocalSegment(Segment):
             if not acknowledged:
                 self.dropped.add(seq)
             self.gaps.sort()
+        return None
+
+    def has_changed(self, names: Iterable[str]) -> bool:
+        """Compare the state of files with that in which they were checked."""
+        if self._states and all(self._states.get(name) == (s := self._state(name)) and s for name in names):
+            return False
+        self.release()
+        self._sound, self._clean = np.zeros(0, np.bool_), False
+        self._states = {name: self._state(name) for name in self.specs}
+        return True
+
+    def stamp(self) -> object:
+        """Return the states of all files."""
+        folder = self.folder
+        paths = [*self._paths.values(), folder / "zarr.json", commits_path(folder), mark_path(folder)]
+        return None if (states := [_stat(path) for path in paths]).count(None) else states
+
+    def _state(self, name: str) -> FileState:
+        """Return the state of an array's file. One that is appended to changes its times with every commit."""
+        found = _stat(self._paths[name], settled=self.finished)
+        return found if self.finished or found is None else found[:3]
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, str]:
+        """The file of each array."""
+        return {name: str(chunk_path(self.folder, name, spec.shape)) for name, spec in self.specs.items()}
+
+    def check_rows(self, rows: Rows) -> bool:
+        """Compare the commits of rows with their checksums, once per state of the files; return whether more fail."""
+        count = self.rows
+        if self._clean and len(self._sound) == count:
+            return False
+        if len(self._sound) < count:
+            self._sound = np.concatenate([self._sound, np.zeros(count - len(self._sound), np.bool_)])
+        known = self._sound[rows]
+        if known.all():
+            return False
+        unknown: Int64Array = np.r_[rows][~known]
+        if self._indexed < self.records:
+            table = self.commits(self._indexed)
+            self._ends = np.concatenate([self._ends, table["rows_end"].astype(np.int64)])
+            self._seqs = np.concatenate([self._seqs, table["seq"].astype(np.int64)])
+            self._indexed = self.records
+        before = len(self.gaps)
+        for at in distinct(self._ends.searchsorted(unknown, "right")):
+            record = self._check(int(self._seqs[at])) if at < len(self._seqs) else None
+            if record is not None:
+                self._sound[record.rows_end - record.n_rows : record.rows_end] = True
+        for gap in self.gaps:
+            self._sound[gap.first : gap.end] = True
+        self._clean = bool(self._sound.all())
+        self.close_log()
+        return len(self.gaps) > before
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether no row is left to compare, and no update is damaged."""
+        return not self.rows or (
+            self._clean and len(self._sound) == self.rows and not (self.gaps and self.meta.kind == "update")
+        )
 
     def around(self, seq: int) -> tuple[int, int]:
         """Return the first row, and one past the last, of a commit whose record is damaged, from those beside it."""
@@ -291,6 +368,16 @@ class LocalSegment(Segment):
     def is_live(self) -> bool:
         """Return whether a living process may still append."""
         return not self.finished and fs.is_locked(commits_path(self.folder)) is not False  # without locks, none is gone
+
+
+def _stat(path: str | Path, *, settled: bool = True) -> FileState:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return (0,)
+    if settled and abs(time.time_ns() - found.st_ctime_ns) < FRESH_NS:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 # Checking

@@ -112,9 +112,10 @@ class StoreReads:
     # Following
 
     def refresh(self) -> int:
-        """Read what other processes wrote; return the watermark."""
+        """Read what other processes wrote, and damaged files that were put back; return the watermark."""
         self._check_open()
         self._catalog.refresh()
+        self._catalog.look_again()
         return self.watermark
 
     @property
@@ -323,12 +324,14 @@ class StoreReads:
     # Reading
 
     @following
-    def read(self, ids: Ids, columns: Columns = None) -> dict[str, Any]:
+    def read(self, ids: Ids, columns: Columns = None, *, checked: bool = False) -> dict[str, Any]:
         """Read trajectories, unpadded.
 
         Args:
             ids: `[B]` ids, in any order, repeated or not.
             columns: names; None for all.
+            checked: compare the commits of these rows, and of their later values, with their checksums before. Each
+                is compared once per process and state of its files, so this costs next to nothing from then on.
 
         Returns:
             Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.
@@ -336,9 +339,10 @@ class StoreReads:
         Raises:
             MissingRowError: an id is not in the store.
             UnknownColumnError: the store has no such column.
+            CorruptionError: what was read does not match its checksum; it names the rows and the segment.
         """
         selected = self.schema.select(columns)
-        reader = self._reader(ids, selected)
+        reader = self._reader(ids, selected, checked=checked)
         out: dict[str, Any] = {}
         for column in selected:
             if column.is_text:
@@ -350,9 +354,10 @@ class StoreReads:
         return out
 
     @following
-    def read_batch(self, ids: Ids, schema: Schema | None = None) -> Batch:
-        """Read whole rows in the form in which they are written, with later values folded in."""
-        return read_batch(self._reader(ids, schema or self.schema), schema or self.schema)
+    def read_batch(self, ids: Ids, schema: Schema | None = None, *, checked: bool = False) -> Batch:
+        """Read whole rows in the form in which they are written, with later values; `checked` as in `read`."""
+        schema = schema or self.schema
+        return read_batch(self._reader(ids, schema, checked=checked), schema)
 
     @following
     def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
@@ -372,6 +377,7 @@ class StoreReads:
         side: Side = "right",
         pad_to_multiple_of: int = 1,
         out: Mapping[str, npt.NDArray[Any]] | None = None,
+        checked: bool = False,
     ) -> dict[str, Any]:
         """Read trajectories as padded matrices.
 
@@ -385,6 +391,7 @@ class StoreReads:
             side: where the padding goes.
             pad_to_multiple_of: T is rounded up to a multiple of this.
             out: arrays to write into, by column: contiguous, at least `[B, T]`.
+            checked: compare what is read with its checksums, as `read` does.
 
         Returns:
             Per ragged column `[B, T]` or `[B, T, *shape]`, T the longest row of the column's axis; text as a list,
@@ -397,7 +404,7 @@ class StoreReads:
             raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
         begin = time.perf_counter()
         selected = self.schema.select(columns)
-        reader = self._reader(ids, selected)
+        reader = self._reader(ids, selected, checked=checked)
         if self._cold:
             self._cold -= 1
             reader.prefetch(selected)
@@ -464,7 +471,7 @@ class StoreReads:
             self._cold = COLD_BATCHES
         self._blocks = blocks
 
-    def _reader(self, ids: Ids | None, columns: Iterable[Column]) -> ColumnReader:
+    def _reader(self, ids: Ids | None, columns: Iterable[Column], *, checked: bool = False) -> ColumnReader:
         """Return a reader of these rows, or of all rows in the order of arrival."""
         self._check_open()
         if ids is None and self._then is not None:
@@ -474,6 +481,8 @@ class StoreReads:
         else:
             reader = ColumnReader(self._catalog, as_ids(ids), self._limits)
         reader.fetch(columns)
+        if checked and not self._catalog.is_checked:
+            reader.check(tuple(columns))
         return reader
 
     def _ragged_column(self, name: str) -> Column:

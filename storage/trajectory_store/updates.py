@@ -209,6 +209,13 @@ class Later:
             array[rows[inside]] = new[inside]
         self._news = []
 
+    def read_anew(self, ordinal: int) -> None:
+        """Forget the values that were read of a segment; of one of updates, everything."""
+        self._folded.pop(ordinal, None)
+        self._rows.pop(ordinal, None)
+        if ordinal in self._seen:
+            self.__init__(self._catalog, self.column, self._limits)
+
     def folded(self, segment: Segment) -> npt.NDArray[Any]:
         """Return the newest values of a scalar column in a segment: an array at least as long as its rows."""
         done, rows = self._rows.get(segment.ordinal, 0), segment.rows

@@ -135,6 +135,7 @@ class ObjectSegment(Segment):
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._indexes: dict[str, Int64Array] = {}
         self._known: dict[int, tuple[Places, Mapping[str, int]]] = {}
+        self._compared = 0
         self.got: dict[str, bytes] = {}
         """Objects that were fetched and not used yet."""
         if sealed is not None:
@@ -316,6 +317,20 @@ class ObjectSegment(Segment):
         return self.value_bytes()
 
     # Fetching
+
+    def check_rows(self, rows: Rows) -> bool:
+        """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
+        before = len(self.gaps)
+        if self.meta.kind == "update" and self._compared < self.rows:
+            for name in self.specs:
+                self.raw(name)
+            self._compared = self.rows
+        return len(self.gaps) > before
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether no update is left to fetch, or damaged."""
+        return self.meta.kind == "rows" or (self._compared == self.rows and not self.gaps)
 
     def missing(self, parts: Iterable[Part]) -> list[str]:
         """Return the keys of the objects of which all, or most, has to be fetched before some arrays can be read."""
@@ -508,6 +523,7 @@ class ObjectSegment(Segment):
             fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
             for name in files:
                 self._have(name, seq, 0)
+            self.leave_out(seq, str(error).rstrip("."))
 
     def values_in(
         self, seq: int, spec: ArraySpec, places: Places, crcs: Mapping[str, int], raw: bytes | None

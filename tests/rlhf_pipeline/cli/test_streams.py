@@ -15,7 +15,7 @@ import pytest
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.collectors.grading import Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled
+from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
 
@@ -161,7 +161,7 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     def reward(*args: object) -> float:
         raise ValueError(ESCAPE)
 
-    grader = Grader(reward)
+    grader = Grader(bind(reward))
     grades = grader.grade([Sampled(prompt=Prompt(text="a"), completion="b")])
     with pytest.raises(RewardError) as caught:
         check_all_failed(grades, grader.rewards)

@@ -29,7 +29,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import FAILURES
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled
+from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.run.build import build_learner
 from tests.rlhf_pipeline.small import tiny
@@ -41,24 +41,23 @@ def several(count: int) -> list[Sampled]:
 
 
 def test_calls_run_side_by_side_within_the_bound_and_in_order():
-    """256 calls of 20 ms with 16 at a time take a 16th of their sum, and each result is at its place."""
+    """Of 256 calls no more than 16 run at a time, and 16 do: each waits for 15 others. Each result is at its place."""
     now, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(16, timeout=30)
 
-    def slow(completion):
+    def waits(completion):
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
-        time.sleep(0.02)
+        together.wait()
         with lock:
             now -= 1
         return float(completion)
 
-    started = time.monotonic()
-    grades = Grader(slow, concurrency=16).grade(several(256))
-    assert time.monotonic() - started < 256 * 0.02 / 4
+    grades = Grader(bind(waits), concurrency=16).grade(several(256))
     assert [grade.reward for grade in grades] == list(range(256))
-    assert 2 <= most <= 16
+    assert most == 16
 
 
 class Timed(BaseException):
@@ -79,7 +78,7 @@ def test_whatever_a_call_raises_fails_its_own_trajectory(error, kind):
         await asyncio.sleep(0)
         return plain(completion)
 
-    grader = Grader(plain if kind == "plain" else coroutine)
+    grader = Grader(bind(plain if kind == "plain" else coroutine))
     for _ in range(2):
         grades = grader.grade(several(3))
         assert [grade.kind for grade in grades] == ["", "grader_error", ""]
@@ -101,7 +100,7 @@ def test_a_call_that_never_returns_is_a_timeout():
         return 1.0
 
     for reward in (hangs, sleeps):
-        grader = Grader(reward, concurrency=1, timeout_s=0.2)
+        grader = Grader(bind(reward), concurrency=1, timeout_s=0.2)
         for _ in range(2):
             grades = grader.grade(several(4))
             assert [grade.kind for grade in grades] == ["timeout", "", "", ""]
@@ -112,7 +111,7 @@ def test_a_call_that_never_returns_is_a_timeout():
 def test_a_request_to_stop_names_the_call_and_gives_up():
     """The rollout is given up after a moment; the message says which call was waited for."""
     held = threading.Event()
-    with Grader(lambda completion: held.wait()).begin(1) as grading:
+    with Grader(bind(lambda completion: held.wait())).begin(1) as grading:
         grading.add(0, several(1)[0], ended=True)
         with pytest.raises(StopAskedError, match=r"the reward function function on completion 0 \(prompt 'prompt 0'\)"):
             grading.results(stop=lambda: True)
@@ -135,7 +134,7 @@ def test_a_function_with_a_time_limit_by_signals_is_called_in_the_main_thread():
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)
 
-    grades = Grader([limited, lambda completion: 2.0]).grade(several(3))
+    grades = Grader(bind([limited, lambda completion: 2.0])).grade(several(3))
     assert [grade.kind for grade in grades] == ["", "timeout", ""]
     assert grades[0].reward == 3.0
 

@@ -25,6 +25,7 @@ from rlhf_pipeline import (
     scratch_policy,
 )
 from rlhf_pipeline.collectors.grading import Grader
+from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.http import HTTPEngine
 from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh
@@ -135,7 +136,7 @@ def test_the_values_of_several_rounds(tmp_path: Path):
         with collecting(tmp_path / name, "ragged", beside=beside) as (collector, reference):
             collector.config = replace(collector.config, dynamic=5)
             collector.grader = Grader(
-                lambda prompt, completion, answer, meta: float(len(completion)) if prompt[0] in "05" else 0.0
+                bind(lambda prompt, completion, answer, meta: float(len(completion)) if prompt[0] in "05" else 0.0)
             )
             rounds = collector.collect(0, policy_version=0).figures["rounds"]
             found.append(stored(collector))

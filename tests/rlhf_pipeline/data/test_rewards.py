@@ -10,7 +10,7 @@ import pytest
 from rlhf_pipeline import final_number, final_number_match, token_match
 from rlhf_pipeline.collectors.grading import Grade, Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled
+from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.errors import RewardError
 
 
@@ -57,7 +57,7 @@ def test_final_number_match_agrees_with_gsm8k_labels(gsm8k_dir):
 
 def grade(reward: Any, prompts: list[Prompt], completions: list[str]) -> list[Grade]:
     """Grade completions, each with its prompt, as a rollout does."""
-    grader = Grader(reward)
+    grader = Grader(bind(reward))
     pairs = zip(prompts, completions, strict=True)
     grades = grader.grade([Sampled(prompt=prompt, completion=text) for prompt, text in pairs])
     check_all_failed(grades, grader.rewards)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
-from rlhf_pipeline import FrozenLake, Prompt, Turn
+from rlhf_pipeline import FrozenLake, Prompt, Sokoban, Turn, Warehouses
+from rlhf_pipeline.environments.games import MOVES, SOKOBAN_ALPHABET
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,52 @@ def test_a_walk_is_rewarded_for_where_it_ends(moves, reached, nearer):
     assert sum(step.rewards["reached"] for step in steps) == reached
     assert sum(step.rewards["nearer"] for step in steps) == pytest.approx(nearer)
     assert [step.done for step in steps] == [*[False] * (len(moves) - 1), moves in ("RRDD", "RD")]
+
+
+def pushes_to_the_end(house, start):
+    """Return the moves of a shortest solution, found forwards by breadth-first search."""
+    todo, seen = deque([(start, 0)]), {start}
+    while todo:
+        state, moves = todo.popleft()
+        if state[1] == house.target:
+            return moves
+        for move in MOVES:
+            following = house.push(state, move)
+            if following not in seen:
+                seen.add(following)
+                todo.append((following, moves + 1))
+    return None
+
+
+def test_warehouses_are_solvable_and_held_out_by_their_map():
+    """Each has a shortest solution within the limit, as a search from the front finds; no map is in both parts."""
+    parts = {held: [Warehouses(held_out=held).prompt(at, seed=3) for at in range(60)] for held in (False, True)}
+    assert not {prompt.text for prompt in parts[False]} & {prompt.text for prompt in parts[True]}
+    lengths = set()
+    for prompt in parts[False]:
+        game = Sokoban()
+        shown = game.reset(prompt, seed=0)
+        assert shown == "".join(row[1:-1] for row in prompt.meta["map"][1:-1])
+        assert set(shown) <= set(SOKOBAN_ALPHABET)
+        assert pushes_to_the_end(game.house, game.state) == game.whole_way
+        lengths.add(game.whole_way)
+    assert lengths == {1, 2, 3, 4}
+
+
+def test_a_solution_earns_two_and_a_stuck_box_nothing():
+    """Rewards of turns sum to 1 for `nearer` where it is solved; a box in a corner ends the game and takes all back."""
+    rows = ["######", "#____#", "#_PX_#", "#___O#", "#____#", "######"]
+    game = Sokoban()
+    game.reset(Prompt(text="a", meta={"map": rows}), seed=0)
+    solved = [game.step(Turn(text=move)) for move in "RURD"]
+    assert [step.done for step in solved] == [False, False, False, True]
+    assert [step.rewards["solved"] for step in solved] == [0, 0, 0, 1]
+    assert sum(step.rewards["nearer"] for step in solved) == pytest.approx(1)
+    assert solved[0].reply == "______PX___O____"
+
+    game.reset(Prompt(text="a", meta={"map": rows}), seed=0)
+    walked = [game.step(Turn(text=move)) for move in "?LRDRU"]
+    assert [step.done for step in walked] == [False] * 5 + [True]
+    assert walked[0].rewards == {"solved": 0.0, "nearer": 0.0}
+    assert sum(step.rewards["nearer"] for step in walked) == pytest.approx(0)
+    assert sum(step.rewards["solved"] for step in walked) == 0

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.cli.stats import lines
+from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import grade
@@ -28,7 +30,7 @@ from .conftest import write_run
 def graded(folder: Path, reward: Any = token_match) -> Answer:
     """Grade a run again with a reward function."""
     with closing(View(folder)) as view:
-        check = grade(view, reward)
+        check = grade(view, partial(bind, reward))
     assert check is not None
     return check
 

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate, Pipeline
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.environments.environment import Step, Turn
 from rlhf_pipeline.errors import DefinitionError, RunMismatchError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
@@ -130,7 +132,7 @@ def test_the_groups_that_are_kept_are_those_with_spread(tmp_path):
     record = RunFolder.open(tmp_path / "run")
     assert [finding.text for finding in check_run(record) if not finding.ok] == []
     with closing(View(record.address)) as view:
-        check = grade(view, reward_of)
+        check = grade(view, partial(bind, reward_of))
     assert check is not None
     assert (check["rollouts"], check["rollouts_partial"], check["agrees"]) == (4, 0, True)
 

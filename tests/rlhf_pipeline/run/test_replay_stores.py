@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
-from rlhf_pipeline.errors import DataError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
 from rlhf_pipeline.exchange import import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
@@ -185,6 +185,21 @@ def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
     with TrajectoryStore.open(tmp_path / "run3" / "store") as store:
         advantages = store.read_scalars("advantage")
     assert advantages[0] > 0 > advantages[1] == advantages[2]
+
+
+def test_log_probs_of_an_unknown_temperature_are_asked_about(tmp_path):
+    """A ratio to them needs the temperature that they are at; rows without log-probs need none, and a given one is."""
+    rows = [{"prompt_ids": [1, 2], "completion_ids": [3, i], "reward": float(i == 4)} for i in (4, 5, 6)]
+    for name, more in (("none", {}), ("unknown", {"log_probs": [-1.0, -2.0]}), ("half", {"log_probs": [-1, -2]})):
+        given = [row | more | ({"temperature": 0.5} if name == "half" else {}) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+        import_files([tmp_path / f"{name}.jsonl"], tmp_path / name)
+    for name in ("none", "half"):
+        run(offline(tmp_path / name, steps=1), run_dir=tmp_path / f"{name}-run")
+    with pytest.raises(DefinitionError, match=r"unknown holds log-probs.*--set collect\.temperature=1$"):
+        run(offline(tmp_path / "unknown", steps=1), run_dir=tmp_path / "asked")
+    assert not (tmp_path / "asked").exists()
+    run(offline(tmp_path / "unknown", steps=1, collect__temperature="0.7"), run_dir=tmp_path / "said")
 
 
 @pytest.mark.parametrize("name", ["gather.json", "gather.npy"])

@@ -1,0 +1,60 @@
+"""The rewards of a definition, bound once to the columns of its data.
+
+What checks a definition, what collects, what evaluates and what grades stored rows again all call `bound_rewards`, so a
+function is called in one way everywhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.prompts import PromptSource, columns_of
+from rlhf_pipeline.data.reward_forms import BoundRewards, bind
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, function_name
+
+
+def bound_rewards(pipeline: Pipeline, stored: Iterable[str] = ()) -> BoundRewards:
+    """Bind the rewards of a definition to the columns of its prompts and held-out prompts, and of stored rows.
+
+    Raises:
+        DefinitionError: a function asks for something that there is not.
+        DataError: the prompts cannot be read.
+        MissingPathError: they are not there.
+    """
+    columns = {*stored, *(name for _, source in prompt_sources(pipeline) for name in columns_of(source))}
+    return bind(pipeline.reward, sorted(columns))
+
+
+def bound_to_stored(pipeline: Pipeline, stored: Iterable[str]) -> BoundRewards:
+    """Bind the rewards of a definition to grade stored rows; its prompts may be gone, and the rows have their columns.
+
+    Raises:
+        DefinitionError: a function asks for something that there is not.
+    """
+    columns = [*stored]
+    try:
+        return bound_rewards(pipeline, columns)
+    except (DataError, MissingPathError):
+        return bind(pipeline.reward, columns)
+
+
+def prompt_sources(pipeline: Pipeline) -> list[tuple[str, PromptSource]]:
+    """Return what a definition samples from, by the field that names it; a replay samples held-out prompts alone."""
+    found = [] if pipeline.replay is not None else [("prompts", pipeline.prompts)]
+    return found + ([] if pipeline.evaluate is None else [("evaluate.prompts", pipeline.evaluate.prompts)])
+
+
+def check_columns(bound: BoundRewards, field: str, source: PromptSource) -> None:
+    """Refuse prompts that lack a column which a reward function needs.
+
+    Raises:
+        DefinitionError: with the function and the column.
+    """
+    lacks = bound.missing_from(columns := columns_of(source))
+    if lacks is not None:
+        raise DefinitionError(
+            f"the reward function {function_name(lacks[0].function)} asks for {lacks[1]!r}, a column that the prompts "
+            f"of {field} do not have. Their columns are: {', '.join(columns) or 'none'}. Add it, or give the argument "
+            "a default."
+        )

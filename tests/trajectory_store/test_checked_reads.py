@@ -1,0 +1,113 @@
+"""Reads that compare commits with their checksums: damage is an error that names the rows, and never a value."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, CorruptionError, TrajectoryStore
+
+SCHEMA = [Column("tag", "int64"), Column("x", "int32", ragged=True), Column("score", "float32", mutable=True)]
+FILES = {  # of a store of memmap, by what the bit is flipped in
+    "scalar": "seg-00000000*/tag/c/0",
+    "ragged": "seg-00000000*/x/c/0",
+    "update": "seg-00000002*/score/c/0",
+    "merged": "seg-00000003-merged/x/c/0",
+    "merged update": "seg-00000004-merged/score/c/0",
+}
+LOADED = pytest.mark.parametrize("length", [4, 4000], ids=["loaded", "mapped"])
+
+
+def make(path: Path, length: int = 4, backend: str = "memmap", *, merged: bool = False) -> list[np.ndarray]:
+    """Eight commits of ten rows; the rows of the second one have a later score."""
+    with TrajectoryStore.create(path, SCHEMA, backend=backend, segment_rows=40) as store:
+        ids = [
+            store.append({"tag": np.arange(10) + 10 * k, "x": [[k] * length] * 10, "score": np.zeros(10)})
+            for k in range(8)
+        ]
+        store.update(ids[1], score=np.ones(10))
+    if merged:
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+    return ids
+
+
+def flip(file: Path, at: int = 20) -> bytes:
+    """Flip a bit of a file in place; return what was there. Times of files have a resolution of some milliseconds."""
+    raw = file.read_bytes()
+    time.sleep(0.02)
+    file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+    return raw
+
+
+@LOADED
+@pytest.mark.parametrize("where", list(FILES))
+def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, length):
+    """A new reader and one that had read the right values see it, and believe the file once it is put back."""
+    ids = make(tmp_path / "s", length, merged="merged" in where)
+    every = np.concatenate(ids)
+    (file,) = (tmp_path / "s").glob(FILES[where])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = TrajectoryStore.open(tmp_path / "s")
+        right = before.read(every, checked=True)
+        raw = flip(file)
+        name = file.relative_to(tmp_path / "s").parts[0]
+        for store in (before, TrajectoryStore.open(tmp_path / "s")):
+            for read in (store.read, store.read_padded, store.read_batch):
+                with pytest.raises(CorruptionError, match=rf"trajectories \d+, .*{name}"):
+                    read(every, checked=True)
+            if where in ("scalar", "ragged"):
+                np.testing.assert_array_equal(store.read(ids[5], checked=True)["tag"], right["tag"][50:60])
+        file.write_bytes(raw)
+        before.refresh()
+        after = before.read(every, checked=True)
+    for name in right:
+        np.testing.assert_array_equal(np.stack(after[name]), np.stack(right[name]))
+
+
+def test_each_commit_is_compared_once(tmp_path):
+    """What was compared is not compared again while its files are the same; new commits are."""
+    make(tmp_path / "s")
+    store = TrajectoryStore.open(tmp_path / "s", "a")
+    segment = store._catalog.segments[0]
+    compared, check = [], segment._check
+    segment._check = lambda seq: compared.append(seq) or check(seq)
+    time.sleep(0.06)
+    for _ in range(3):
+        store.read(store.ids()[10:40], checked=True)
+    assert compared == [1, 2, 3]
+    store.read(store.ids(), checked=True)
+    assert compared == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_rows_that_arrive_while_reading_are_checked_too(tmp_path, backend):
+    """A reader that follows a writer compares what is new, and serves the same values as without."""
+    make(tmp_path / "s", backend=backend)
+    reader = TrajectoryStore.open(tmp_path / "s")
+    with TrajectoryStore.open(tmp_path / "s", "a") as writer:
+        for k in range(3):
+            new = writer.append({"tag": [100 + k], "x": [[k, k]]})
+            writer.update(new, score=float(k))
+            reader.refresh()
+            found = reader.read(new, checked=True)
+            assert (found["tag"].tolist(), found["score"].tolist()) == ([100 + k], [float(k)])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_damaged_update_in_an_object_is_an_error_where_it_matters(tmp_path, merged):
+    """Without `checked` an update that is damaged does not count, and the row's own value does."""
+    ids = make(tmp_path / "s", backend="zarr", merged=merged)
+    (file,) = (tmp_path / "s").glob("seg-00000004-merged/score/c/0" if merged else "seg-00000002/00000000.zip")
+    flip(file, 70)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = TrajectoryStore.open(tmp_path / "s")
+        with pytest.raises(CorruptionError, match="seg-0000000"):
+            store.read(ids[1], ["score"], checked=True)
+        assert store.read(ids[1], ["tag"], checked=True)["tag"].tolist() == list(range(10, 20))
