@@ -43,7 +43,7 @@ def _document(row: int, values: Mapping[str, Any]) -> dict[str, Any]:
     ]
     steps: list[dict[str, Any]] = []
     for message, copied in said:
-        step = {"source": _SOURCES.get(message.get("role"), "user"), "message": _text(message.get("content"))}
+        step = {"source": _SOURCES.get(str(message.get("role")), "user"), "message": _text(message.get("content"))}
         steps.append(step | ({"is_copied_context": copied} if step["source"] == "agent" else {}))
     for first, end in spans:
         metrics = {"prompt_token_ids": tokens[:first], "completion_token_ids": tokens[first:end]}

@@ -12,29 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import (
-    CUT,
-    MESSAGES,
-    NONE,
-    UNKNOWN_VERSION,
-    VALUES,
-    Fields,
-    Made,
-    RawRollout,
-    Row,
-    as_failure,
-    as_ids,
-    as_int,
-    as_list,
-    as_mask,
-    as_number,
-    as_reward,
-    cut,
-    is_messages,
-    message_text,
-    part_of,
-    shown,
-)
+from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
 from rlhf_pipeline.exchange.tools import atif as _atif  # noqa: F401 - registers its tool
 from rlhf_pipeline.exchange.tools import inspect_logs as _inspect_logs  # noqa: F401 - registers its tool
 from rlhf_pipeline.exchange.tools.registry import (
@@ -46,6 +24,23 @@ from rlhf_pipeline.exchange.tools.registry import (
     Tool,
     or_unknown,
     tool,
+)
+from trajectory_store.raw_rollout import (
+    CUT,
+    UNKNOWN_VERSION,
+    VALUES,
+    RawRollout,
+    Row,
+    as_failure,
+    as_ids,
+    as_int,
+    as_list,
+    as_mask,
+    as_number,
+    as_reward,
+    is_messages,
+    message_text,
+    shown,
 )
 
 # -- TRL, verl, slime --------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_pipeline.exchange.fields import UNKNOWN_VERSION, Fields, RawRollout, Row
+from rlhf_pipeline.exchange.fields import Fields
+from trajectory_store.raw_rollout import UNKNOWN_VERSION, RawRollout, Row
 
 RawRollouts = Iterator[RawRollout | None]
 """None for a part of a row that has nothing that a policy sampled."""
