@@ -38,13 +38,10 @@ def _document(row: int, values: Mapping[str, Any]) -> dict[str, Any]:
     scores = values.get("log_probs", np.full(len(tokens), np.nan, np.float32))
     meta = _meta(values.get("meta", ""))
     spans = _spans(mask) or [(start, len(tokens))]
-    said = [
-        (message, True) for message in meta.get("messages") or [{"role": "user", "content": values.get("prompt", "")}]
-    ]
     steps: list[dict[str, Any]] = []
-    for message, copied in said:
+    for message in meta.get("messages") or [{"role": "user", "content": values.get("prompt", "")}]:
         step = {"source": _SOURCES.get(str(message.get("role")), "user"), "message": _text(message.get("content"))}
-        steps.append(step | ({"is_copied_context": copied} if step["source"] == "agent" else {}))
+        steps.append(step | ({"is_copied_context": True} if step["source"] == "agent" else {}))  # nothing to learn
     for first, end in spans:
         metrics = {"prompt_token_ids": tokens[:first], "completion_token_ids": tokens[first:end]}
         metrics |= {"prompt_tokens": first, "completion_tokens": end - first}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.exchange.dumps import rollout_files
+from rlhf_pipeline.exchange.dump_files import rollout_files
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
 
 _POLL_S = 1.0

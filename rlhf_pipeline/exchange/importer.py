@@ -17,7 +17,7 @@ from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._values import from_row, schema_of
-from rlhf_pipeline.exchange.dumps import Dump, Found, Member, find_dumps
+from rlhf_pipeline.exchange.dump_files import ArchiveMember, Dump, Found, find_dumps
 from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
 from rlhf_pipeline.exchange.stored_names import StoredNames, digest
@@ -381,7 +381,7 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
     if is_summary(row):
         summaries.append(source)
         return None
-    schema, mine = schema_of(source.unpacked if isinstance(source, Member) else source), how
+    schema, mine = schema_of(source.unpacked if isinstance(source, ArchiveMember) else source), how
     try:
         tool = find_tool(format, row, is_export=schema is not None)
         if tool is None and how.given:

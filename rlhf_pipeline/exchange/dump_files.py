@@ -24,7 +24,7 @@ _MOST_UNPACKED = 64 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ArchiveMember:
     """A file in an archive: its place there, and where it was unpacked."""
 
     path: Path
@@ -77,7 +77,7 @@ class EvaluationLog:
         return f"{self.path}, sample {number}"
 
 
-Dump = SourceFile | TorchDump | Member | EvaluationLog
+Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def find_dumps(paths: Sequence[str | Path], container: Container | None = None, 
 
 
 def _named(dumps: Iterable[Dump]) -> list[Found]:
-    return [Found(dump, not isinstance(dump, Member)) for dump in dumps]
+    return [Found(dump, not isinstance(dump, ArchiveMember)) for dump in dumps]
 
 
 def _matching(path: Path) -> list[Path]:
@@ -181,7 +181,7 @@ def _members(path: Path, scratch: Path) -> list[Dump]:
             except (RuntimeError, zipfile.BadZipFile) as error:
                 raise DataError(f"{path / item.filename} cannot be unpacked: {error}.") from error
             inner = [dump for dump in _of_file(place, None, scratch) if isinstance(dump, SourceFile | TorchDump)]
-            found += [Member(path / item.filename, dump) for dump in inner]
+            found += [ArchiveMember(path / item.filename, dump) for dump in inner]
         return found
 
 
