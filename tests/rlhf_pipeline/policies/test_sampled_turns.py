@@ -1,14 +1,15 @@
 """Whatever a policy samples, no run ends and no row is wrong: random turns through the templates that models ship.
 
-The slot engine runs as ever; only which token is drawn is given, so that turns are what a policy might write: calls cut,
-nested, doubled, of unknown tools, with arguments of wrong types, special tokens and bytes that are no text. A sample by
-default; in full:
+The slot engine runs as ever; only which token is drawn is given, so that turns are what a policy might write: calls
+cut, nested, doubled, of unknown tools, with arguments of wrong types, special tokens and bytes that are no text. A
+sample by default; in full:
 
     FUZZED_TURNS=2000 pytest -m "" tests/rlhf_pipeline/policies/test_sampled_turns.py
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -149,7 +150,7 @@ def typed(turns: Sequence[Sequence[Sequence[int]]], then: int) -> Any:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_turn_ends_a_run_or_spoils_a_row(name, tmp_path, monkeypatch):
-    """Every conversation is stored and trusted, its tokens are those given, and log-probs are those of the whole row."""
+    """Every conversation is stored and trusted, its tokens are those given, its log-probs those of the whole row."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_codec(name)
@@ -174,7 +175,7 @@ def test_no_turn_ends_a_run_or_spoils_a_row(name, tmp_path, monkeypatch):
     while num_turns < NUM_TURNS:
         draw = random.Random(f"{name} {rollout}")
         turns = [[writer.turn(draw) for _ in range(4)] for _ in range(PROMPTS * GROUP)]
-        monkeypatch.setattr(slots._Turns, "_sample", typed(turns, ends[0]))  # noqa: SLF001 - what is drawn is given
+        monkeypatch.setattr(slots._Turns, "_sample", typed(turns, ends[0]))
         collector.collect(rollout, policy_version=0)
         rows = storage.store.read(storage.store.ids()[-PROMPTS * GROUP :])
         assert FAILED not in rows["finish_reason"], [json.loads(meta).get("error") for meta in rows["meta"]]
@@ -186,9 +187,7 @@ def test_no_turn_ends_a_run_or_spoils_a_row(name, tmp_path, monkeypatch):
             given = [next((one[: at + 1] for at, id_ in enumerate(one) if id_ in ends), one) for one in given]
             cuts = [*spans.tolist(), (len(ids), POLICY_ROLE)]
             found = [
-                ids[start:end].tolist()
-                for (start, role), (end, _) in zip(cuts, cuts[1:], strict=False)
-                if role == POLICY_ROLE
+                ids[start:end].tolist() for (start, role), (end, _) in itertools.pairwise(cuts) if role == POLICY_ROLE
             ]
             num_turns += len(found)
             errors += json.loads(meta).get("call_errors", 0)
