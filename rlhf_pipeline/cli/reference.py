@@ -58,7 +58,7 @@ def errors_page() -> Iterator[str]:
     yield ""
     yield "Every error that is raised on purpose, printed from the classes:"
     yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. Its message names the value seen, its place, and"
-    yield "the next command or setting. Each class is also a standard error, so that `except ValueError` goes on working. A"
+    yield "the next command or setting. Each class is also a standard error, so `except ValueError` works. A"
     yield "command prints the message and ends with code 2; `--debug` shows the traceback. What to do about the most"
     yield "frequent ones: [troubleshooting.md](troubleshooting.md)."
     for title, module, root in (
