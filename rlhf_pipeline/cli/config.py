@@ -58,9 +58,11 @@ def execute(args: argparse.Namespace) -> int:
             say("\n".join(map(_figure, figures.figures().values())))
         return 0
     if args.markdown and args.names in (["commands"], ["errors"]):
-        from rlhf_pipeline.cli import reference
+        from rlhf_pipeline.cli import reference_pages
 
-        say_as_is("\n".join(reference.commands_page() if args.names == ["commands"] else reference.errors_page()))
+        say_as_is(
+            "\n".join(reference_pages.commands_page() if args.names == ["commands"] else reference_pages.errors_page())
+        )
         return 0
     if args.markdown and args.names:
         raise DefinitionError(

@@ -10,7 +10,7 @@ import pytest
 import rlhf_pipeline.errors
 import trajectory_store.errors
 from rlhf_pipeline.cli.parser import COMMANDS, build_parser
-from rlhf_pipeline.cli.reference import commands_page, errors_page
+from rlhf_pipeline.cli.reference_pages import commands_page, errors_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 
