@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
@@ -56,7 +57,11 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: flo
         store: where its rows are.
         rows: int64 [n], their ids.
         success_at: the reward from which on a completion counts as right.
+
+    Raises:
+        CorruptionError: some of the rows do not match their checksums.
     """
+    check_rows(store, rows)
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
     graded = np.isfinite(rewards)

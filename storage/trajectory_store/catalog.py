@@ -76,6 +76,7 @@ class Catalog:
         self._unsynced = False
         self._stamps: dict[int, object] = {}
         self._look_at = 0.0
+        self._looks: dict[tuple[int, tuple[str, ...]], float] = {}
         self._checked = -1
         self._take_state(opening=True)
 
@@ -85,6 +86,7 @@ class Catalog:
         """Read new commits, new segments and removals."""
         with self.lock:
             self._look_at = 0.0
+            self._looks.clear()
             self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
@@ -265,21 +267,30 @@ class Catalog:
         """Whether checked reads shall ask again if the files are still the same."""
         return time.perf_counter() >= self._look_at
 
-    def check(self, wanted: Sequence[tuple[Segment, Rows, Sequence[str]]], *, look: bool) -> bool:
+    def check(self, wanted: Sequence[tuple[Segment, Rows, Sequence[str]]]) -> bool:
         """Compare the commits of rows with their checksums, once per state of the files; return whether some fail.
 
-        Those are in `gaps` from then on. With `look`, the files are asked whether they are still the same.
+        Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
         """
-        if look:
-            for segment, _, names in wanted:
+        now, due, failed = time.perf_counter(), list[float](), False
+        for segment, _, names in wanted:
+            files = segment.ordinal, tuple(names)
+            look_at = self._looks.get(files, 0.0)
+            if now >= look_at:
                 if segment.has_changed(names):
                     self._read_anew(segment)
-            self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * sum(len(names) for *_, names in wanted)
-        failed = False
+                look_at = self._looks[files] = now + LOOK_RARELY * STAT_S * len(names)
+            due.append(look_at)
+        self._look_at = min(due, default=self._look_at)
         for segment, rows, _ in wanted:
             failed |= segment.check_rows(rows)
         if failed:
-            self.note_damage()
+            with self.lock:
+                warn, self._warn = self._warn, False  # the error that follows says it
+                try:
+                    self.note_damage()
+                finally:
+                    self._warn = warn
         every = (*self.segments.values(), *self.updates.values())
         self._checked = self.generation if all(segment.is_checked for segment in every) else -1
         return failed
