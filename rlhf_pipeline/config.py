@@ -19,20 +19,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rlhf_pipeline.data.prompts import Curriculum, Mix, NoPrompts, PromptSource
+from rlhf_pipeline.data.prompts import Curriculum, EmptyPrompts, Mix, NoPrompts, PromptSource
 from rlhf_pipeline.data.rewards import (
     EnvironmentReward,
     Reward,
     RewardFunction,
     environment_reward,
+    has_columns,
     no_reward,
+    reward_weights,
     rewards_of,
 )
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.environment import has_effects, rewards_of_environment
+from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.settings import Settings, setting
 
 Estimator = Literal[
-    "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo"
+    "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo", "gdpo"
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
@@ -154,6 +157,24 @@ class Collect(Settings):
         above=0,
         help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
     )
+    max_reply_tokens: int | None = setting(
+        None,
+        min=1,
+        help="With an environment: the most tokens of the text of a reply; a longer one is cut there, with the mark "
+        "` [cut]`. None cuts none: a reply that a row has no room for ends the conversation.",
+    )
+    max_call_errors: int | None = setting(
+        4,
+        min=1,
+        help="With tools: how many calls that cannot be made (malformed, unknown, wrong arguments) the policy is told "
+        "of; the last of them ends the conversation (`calls`). None bounds them by `max_turns` alone.",
+    )
+    retries: int = setting(
+        0,
+        min=0,
+        help="With an environment: how often a conversation that the world failed (a timeout, an error of a tool, an "
+        "engine that aborted it) is begun again; the failures are stored with it. Not where `has_effects` is set.",
+    )
     alarm_failed: float = setting(
         0.1,
         min=0,
@@ -269,7 +290,8 @@ class WritePath(Settings):
         "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
         "divide by the spread of the whole rollout, or of all gathered "
         "trajectories with `replay`. `turn_grpo` gives each turn of a conversation an advantage of its own, from the "
-        "rewards of that turn and later ones. Or a function of one's own, `EstimatorFunction` there; on a command line "
+        "rewards of that turn and later ones. `gdpo` normalises each named reward in its group, then their weighted "
+        "sum over the rollout. Or a function of one's own, `EstimatorFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
     turn_discount: float = setting(
@@ -307,6 +329,11 @@ class WritePath(Settings):
                 self.estimator != "turn_grpo" or self.kl_coef == 0,
                 f"kl_coef is {self.kl_coef}, a penalty in the reward of a whole trajectory, and estimator=turn_grpo "
                 "compares turns. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
+            ),
+            (
+                self.estimator != "gdpo" or self.kl_coef == 0,
+                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, and estimator=gdpo takes them one by "
+                "one. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             close_policy_rule(self.min_group_size, self.group_timeout_s),
         ]
@@ -742,10 +769,10 @@ class Pipeline(Settings):
         "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
         "trajectory, not the run. Not needed with `replay`.",
     )
-    environment: Callable[..., Any] | None = setting(
+    environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
-        help="What answers the policy's turns: a class with `reset` and `step`, tools, or another library's; see "
-        "docs/environments.md. None samples one turn.",
+        help="What answers the policy's turns: a class with `reset` and `step`, tools, another library's, or several "
+        "by name, chosen by the column `environment` of the prompts; see docs/environments.md. None samples one turn.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
@@ -761,8 +788,13 @@ class Pipeline(Settings):
     )
 
     def __post_init__(self) -> None:
-        if self.environment is not None and self.reward is no_reward:
-            object.__setattr__(self, "reward", environment_reward)
+        if self.reward is None:
+            object.__setattr__(self, "reward", no_reward)
+        if self.environment is not None:
+            if self.reward is no_reward:
+                object.__setattr__(self, "reward", environment_reward)
+            if self.replay is None and isinstance(self.prompts, NoPrompts):
+                object.__setattr__(self, "prompts", EmptyPrompts())
         Settings.__post_init__(self)
 
     @property
@@ -771,14 +803,36 @@ class Pipeline(Settings):
         return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
 
     @property
+    def environment_rewards(self) -> tuple[str, ...]:
+        """The names of the environment's rewards that are known: it declares them, or `reward` names them."""
+        if self.environment is None:
+            return ()
+        selected = [one.function for one in rewards_of(self.reward)]
+        named = [function.name for function in selected if isinstance(function, EnvironmentReward)]
+        return tuple(dict.fromkeys([*(rewards_of_environment(maker_of(self.environment)) or ()), *named]))
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The rewards that have a column `reward_NAME` each, with their weights; see `data.rewards.reward_weights`."""
+        return reward_weights(self.reward, self.environment_rewards)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of all rewards that are known before anything is sampled; results may have further components."""
+        own = [one.label for one in rewards_of(self.reward)] if has_columns(self.reward) else []
+        return tuple(dict.fromkeys([*own, *self.reward_weights]))
+
+    @property
     def longest_completion(self) -> int:
         """The most tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
 
     def _rules(self) -> list[tuple[bool, str]]:
-        of_environment = [one.label for one in rewards_of(self.reward) if isinstance(one.function, EnvironmentReward)]
-        if self.environment is not None:
-            maker_of(self.environment)
+        named = [one.function for one in rewards_of(self.reward)]
+        of_environment = [one.name for one in named if isinstance(one, EnvironmentReward)]
+        maker = None if self.environment is None else maker_of(self.environment)
+        declared = None if maker is None or not of_environment else rewards_of_environment(maker)
+        other = [] if declared is None else [name for name in of_environment if name not in declared]
         updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
@@ -794,6 +848,16 @@ class Pipeline(Settings):
                 self.environment is not None or not of_environment,
                 f"Reward({of_environment[0] if of_environment else ''!r}) is an environment's reward, and there is no "
                 "environment.",
+            ),
+            (
+                not other,
+                f"Reward({other[0] if other else ''!r}) is none of the rewards that the environment declares: "
+                f"{', '.join(declared or ())}.",
+            ),
+            (
+                maker is None or not self.collect.retries or not has_effects(maker),
+                f"collect.retries is {self.collect.retries}, and the environment has effects outside itself, which a "
+                "second try would repeat. Set collect.retries=0.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,

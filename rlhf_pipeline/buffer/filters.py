@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.text_search import search, stored_bytes
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from trajectory_store import TrajectoryStore
+from trajectory_store.raw_rollout import seconds_of
 from trajectory_store.texts import Texts
 from trajectory_store.where import evaluate
 
@@ -191,9 +191,3 @@ def _value(name: str, text: str, condition: str) -> float | int:
     raise DefinitionError(
         f"the filter {condition!r}: {text!r} is not a number" + (" or date." if name == "created_at" else ".")
     )
-
-
-def seconds_of(moment: str | datetime.datetime) -> float:
-    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
-    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()

@@ -167,6 +167,23 @@ class NoPrompts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyPrompts:
+    """Prompts that ask nothing, for environments that say themselves what is asked.
+
+    >>> EmptyPrompts().prompt(3, seed=0).text.strip()
+    ''
+    """
+
+    as_chat: bool = True
+    """Whether what the environment shows goes through the chat template."""
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return a blank."""
+        del cursor, seed
+        return Prompt(text=" ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CopyDigits(Settings):
     """Random digits followed by `=`; the answer is the same digits.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
+from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.data.prompts import JsonValue
 from rlhf_pipeline.errors import DefinitionError, plain
 
@@ -289,14 +290,13 @@ class Reward:
             return function.name
         while hasattr(function, "func"):  # functools.partial
             function = function.func
-        own = getattr(function, "__name__", type(function).__name__)
-        own = re.sub(r"_+", "_", re.sub(r"[^A-Za-z0-9_]", "_", own)).strip("_")
-        return own if _COLUMN.match(own) and own not in ("lambda", "trusted") else "function"
+        own = as_column(getattr(function, "__name__", type(function).__name__))
+        return own if own is not None and own != "lambda" else "function"
 
     @property
     def column(self) -> str:
         """The name of its column in the store."""
-        return f"reward_{self.label}"
+        return reward_column(self.label)
 
 
 def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
@@ -322,17 +322,82 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     return tuple(named)
 
 
+def weighted_sum(rewards: Sequence[Reward], values: Sequence[float | None]) -> float | None:
+    """Return the sum of weight times value over the rewards that apply, of a trajectory or of a turn; None if none do.
+
+    >>> weighted_sum(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), [1.0, None])
+    0.5
+    """
+    given = [one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None]
+    return sum(given) if given else None
+
+
 def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
     """Return what an environment's rewards of one turn add to the reward of the conversation, weighted and selected.
 
-    A function of one's own that reads them counts at the last turn, as it is called once.
+    A function of one's own, also one that reads the environment's rewards, counts as a whole at the last turn: it is
+    called once, when the conversation is over.
 
     >>> of_turn(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), {"reached": 1.0, "far": 9.0})
     0.5
     """
-    every = sum(one.weight for one in rewards if one.function is environment_reward)
-    named = {one.function.name: one.weight for one in rewards if isinstance(one.function, EnvironmentReward)}
-    return sum(value * (every + named.get(name, 0.0)) for name, value in gains.items())
+    every = sum(gains.values())
+    values = [
+        every
+        if one.function is environment_reward
+        else gains.get(one.function.name, 0.0)
+        if isinstance(one.function, EnvironmentReward)
+        else None
+        for one in rewards
+    ]
+    return weighted_sum(rewards, values) or 0.0
+
+
+def reward_weights(
+    reward: RewardFunction | Reward | Sequence[RewardFunction | Reward], of_environment: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return the names of the rewards that have a column each, with their weights; empty for one plain function.
+
+    Args:
+        reward: of a definition.
+        of_environment: the names of its environment's rewards. Where their sum is learned from, each is a reward.
+
+    >>> reward_weights([environment_reward, Reward(exact_match, weight=0.5)], ("reached", "nearer"))
+    {'reached': 1.0, 'nearer': 1.0, 'exact_match': 0.5}
+    """
+    found: dict[str, float] = {}
+    for one in rewards_of(reward):
+        names = [*filter(None, map(as_column, of_environment))] if one.function is environment_reward else []
+        for name in names or ([one.label] if has_columns(reward) else []):
+            found[name] = found.get(name, 0.0) + one.weight
+    return found
+
+
+def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
+    """Return the name under which a component of a reward's result is stored, like a reward of weight 0.
+
+    Its own, if the definition has one reward, or it is an environment's; else with the reward's name before it. None
+    for one that is the reward itself, or a reward of the definition already, or that cannot name a column.
+
+    >>> alone, both = rewards_of(exact_match), rewards_of([exact_match, token_match])
+    >>> part_name(alone, alone[0], "format"), part_name(both, both[1], "format"), part_name(alone, alone[0], "score")
+    ('format', 'token_match_format', None)
+    """
+    own = as_column(part)
+    if part in TOTALS or own is None:
+        return None
+    name = own if len(rewards) == 1 or one.function is environment_reward else f"{one.label}_{own}"
+    return None if name in [other.label for other in rewards] else name
+
+
+TOTALS: Final = ("score", "reward", "rewards")
+"""Of the components of a dict the first of these is the reward."""
+
+
+def as_column(text: str) -> str | None:
+    """Return a name as a column may have it, or None."""
+    name = re.sub(r"_+", "_", re.sub(r"[^A-Za-z0-9_]", "_", text)).strip("_")
+    return name if _COLUMN.match(name) and name != "trusted" else None
 
 
 def has_columns(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> bool:

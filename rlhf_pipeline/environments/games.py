@@ -97,6 +97,8 @@ class FrozenLake:
     (',G##', {'reached': 1.0, 'nearer': 0.5})
     """
 
+    rewards = ("reached", "nearer")
+
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Put the walker on its start; nothing is drawn, so the seed has no effect."""
         self.rows: list[str] = list(prompt.meta["map"])

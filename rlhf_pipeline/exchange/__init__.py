@@ -15,7 +15,7 @@ from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.exchange.copier import copy_store
 from rlhf_pipeline.exchange.exporter import ExportReport, export_store
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
-from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
+from trajectory_store.recorder import TrajectoryRecorder
 
 __all__ = [
     "ExportReport",

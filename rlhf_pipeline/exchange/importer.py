@@ -13,15 +13,18 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED_BY, TEMPERATURE, trajectory_schema
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._values import batch_of, from_row, schema_of
-from rlhf_pipeline.exchange.encoder import Encoder
-from rlhf_pipeline.exchange.fields import NONE, Fields, RawRollout, Row, check_targets
+from rlhf_pipeline.exchange._values import from_row, schema_of
+from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
 from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
 from rlhf_pipeline.exchange.tools import Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
 from trajectory_store import Schema
+from trajectory_store.batch import batch_of
+from trajectory_store.raw_rollout import RawRollout, Row
+from trajectory_store.row_encoder import Encoder
 
 BATCH_ROWS = 512
 COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
@@ -189,7 +192,8 @@ def import_files(
         raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
     how = _How(given=given, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
     sources = find_dumps(files, "jsonl" if format == "jsonl" else None)
-    encoder = Encoder(tokenizer, chat=chat_template)
+    with as_ours():
+        encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
     plan = _recognise(sources, format, how)
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
@@ -249,6 +253,10 @@ class _How:
 
     def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         """Yield the records of a row, in the group that the user names."""
+        with as_ours():
+            yield from self._records(fields, tool)
+
+    def _records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         key = None
         if isinstance(self.group, str) and self.group != NONE and not self.group.isdecimal():
             key = ("group", str(fields.value(self.group)))
@@ -382,7 +390,8 @@ def _decide(item: _Item) -> bool:
 def _naming(source: Dump, number: int) -> Iterator[None]:
     """Prefix errors with the file and the row."""
     try:
-        yield
+        with as_ours():
+            yield
     except (DataError, DefinitionError) as error:
         raise type(error)(f"{source.where(number)}: {error}") from error
     except RecursionError:

@@ -39,7 +39,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
-            Figure("num_failed", "trajectories", "of those, how many had a failed reward call"),
+            Figure("num_failed", "trajectories", "of those, how many failed: their environment, or a reward function"),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("completion_length_max", "tokens", "the most tokens after a prompt"),
             Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),

@@ -58,7 +58,7 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     if item["spans"]:
         yield "  weights: " + ", ".join(f"version {of} from place {at}" for at, of in item["spans"])
     if item["error"] is not None:
-        yield f"  its reward call failed: {plain(item['error'])}"
+        yield f"  it failed: {plain(item['error'])}"
     yield from _text("prompt", item["prompt"])
     yield from _text("completion", item["completion"])
     if item["answer"] is not None:

@@ -14,7 +14,6 @@ learner reads the rows, see `run.processes.remote_evaluations`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -22,11 +21,10 @@ from typing import Any, Final
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS, named_reward
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import Evaluate, Pipeline
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
-from rlhf_pipeline.data.rewards import has_columns, rewards_of
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.bound_rewards import bound_rewards
@@ -36,7 +34,7 @@ from rlhf_pipeline.run.events import EvaluationDone, EventHandler
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
-from trajectory_store import Column, TrajectoryStore
+from trajectory_store import TrajectoryStore
 
 _PROMPT_SEED: Final = 0
 """Seeds the choice of prompts, so that runs of other seeds are evaluated on the same ones."""
@@ -84,13 +82,17 @@ def _num_prompts(evaluate: Evaluate, source: PromptSource) -> int:
 
 def evaluation_storage(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> TrajectoryStorage:
     """Open the store of a run's evaluations for appending; it is made if absent."""
-    path, rewards = evaluation_store(run, pipeline, evaluate), rewards_of(pipeline.reward)
-    named = [Column(one.column, "float32", fill=math.nan) for one in rewards if has_columns(pipeline.reward)]
+    path = evaluation_store(run, pipeline, evaluate)
     return TrajectoryStorage(
         path if isinstance(path, str) else str(path),
         backend="zarr" if is_url(path) else pipeline.buffer.backend,
         durability=pipeline.buffer.durability,
-        extra=[*FAILURES, EVALUATION, *([] if pipeline.environment is None else [TURNS]), *named],
+        extra=[
+            *FAILURES,
+            EVALUATION,
+            *([] if pipeline.environment is None else [TURNS]),
+            *map(named_reward, pipeline.reward_names),
+        ],
     )
 
 

@@ -26,6 +26,7 @@ from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.files import find_sources
 from rlhf_pipeline.data.rewards import rewards_of
+from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
@@ -59,7 +60,7 @@ _OWN_CODE: Final = {
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
-_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "evaluate.prompts"))
+_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "environment", "evaluate.prompts"))
 """Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
@@ -187,6 +188,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
     rewards = [one.function for one in rewards_of(pipeline.reward)]
     for name, parts in (
         ("reward", rewards),
+        ("environment", [*code_of(pipeline.environment)]),
         *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
         ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
     ):

@@ -83,7 +83,7 @@ class MadeHere(_Collected):
             if rollout.num_failed:
                 tell(
                     self._on_event,
-                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; those "
+                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} trajectories failed; those "
                     "trajectories are stored and not learned from."
                     + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
                 )

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import (
+from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
+from trajectory_store.raw_rollout import (
     CUT,
-    MESSAGES,
-    NONE,
     UNKNOWN_VERSION,
     VALUES,
-    Fields,
-    Made,
     RawRollout,
     Row,
     as_failure,
@@ -30,10 +27,8 @@ from rlhf_pipeline.exchange.fields import (
     as_mask,
     as_number,
     as_reward,
-    cut,
     is_messages,
     message_text,
-    part_of,
     shown,
 )
 

@@ -249,7 +249,7 @@ class _Worker:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
         if done.num_failed:
-            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"
+            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} trajectories failed"
             tell(self.on_event, message)
         return done
 
