@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,8 @@ class Catalog:
         self._unsynced = False
         self._stamps: dict[int, object] = {}
         self._look_at = 0.0
-        self._looks: dict[tuple[int, tuple[str, ...]], float] = {}
+        self._looked_at: set[tuple[Any, ...]] = set()
+        """Segments, each with the arrays of it that checked reads have read together."""
         self._checked = -1
         self._take_state(opening=True)
 
@@ -86,7 +87,6 @@ class Catalog:
         """Read new commits, new segments and removals."""
         with self.lock:
             self._look_at = 0.0
-            self._looks.clear()
             self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
             if changed or self._unread:
@@ -272,16 +272,11 @@ class Catalog:
 
         Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
         """
-        now, due, failed = time.perf_counter(), list[float](), False
-        for segment, _, names in wanted:
-            files = segment.ordinal, tuple(names)
-            look_at = self._looks.get(files, 0.0)
-            if now >= look_at:
-                if segment.has_changed(names):
-                    self._read_anew(segment)
-                look_at = self._looks[files] = now + LOOK_RARELY * STAT_S * len(names)
-            due.append(look_at)
-        self._look_at = min(due, default=self._look_at)
+        failed = False
+        with self.lock:
+            new = {(segment.ordinal, *names) for segment, _, names in wanted} - self._looked_at
+            self._looked_at |= new
+            self._look(self._looked_at if self.look_is_due else new)
         for segment, rows, _ in wanted:
             failed |= segment.check_rows(rows)
         if failed:
@@ -294,6 +289,18 @@ class Catalog:
         every = (*self.segments.values(), *self.updates.values())
         self._checked = self.generation if all(segment.is_checked for segment in every) else -1
         return failed
+
+    def _look(self, files: Collection[tuple[Any, ...]]) -> None:
+        """Ask whether files are still the same; it takes a small part of the time until all are asked again."""
+        for ordinal, *names in [*files]:
+            segment = self.segments.get(ordinal) or self.updates.get(ordinal)
+            if segment is None:
+                self._looked_at.discard((ordinal, *names))
+            elif segment.has_changed(names):
+                self._read_anew(segment)
+        if self.look_is_due:
+            count = sum(map(len, self._looked_at))
+            self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * count
 
     @property
     def is_checked(self) -> bool:
