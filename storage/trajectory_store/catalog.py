@@ -26,7 +26,7 @@ _NOWHERE = _UNKNOWN = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
-STAT_S, LOOK_RARELY = 3e-6, 300
+STAT_S, LOOK_RARELY = 3e-6, 600
 """What it takes to ask for the state of one file, and how many times longer checked reads go on without asking."""
 
 _NAMED = 8
@@ -76,8 +76,8 @@ class Catalog:
         self._unsynced = False
         self._stamps: dict[int, object] = {}
         self._look_at = 0.0
-        self._looked_at: set[tuple[Any, ...]] = set()
-        """Segments, each with the arrays of it that checked reads have read together."""
+        self._looked_at: set[int] = set()
+        """The segments of which checked reads have read."""
         self._checked = -1
         self._take_state(opening=True)
 
@@ -267,17 +267,17 @@ class Catalog:
         """Whether checked reads shall ask again if the files are still the same."""
         return time.perf_counter() >= self._look_at
 
-    def check(self, wanted: Sequence[tuple[Segment, Rows, Sequence[str]]]) -> bool:
+    def check(self, wanted: Sequence[tuple[Segment, Rows]]) -> bool:
         """Compare the commits of rows with their checksums, once per state of the files; return whether some fail.
 
         Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
         """
         failed = False
         with self.lock:
-            new = {(segment.ordinal, *names) for segment, _, names in wanted} - self._looked_at
+            new = {segment.ordinal for segment, _ in wanted} - self._looked_at
             self._looked_at |= new
             self._look(self._looked_at if self.look_is_due else new)
-        for segment, rows, _ in wanted:
+        for segment, rows in wanted:
             failed |= segment.check_rows(rows)
         if failed:
             with self.lock:
@@ -290,16 +290,18 @@ class Catalog:
         self._checked = self.generation if all(segment.is_checked for segment in every) else -1
         return failed
 
-    def _look(self, files: Collection[tuple[Any, ...]]) -> None:
-        """Ask whether files are still the same; it takes a small part of the time until all are asked again."""
-        for ordinal, *names in [*files]:
+    def _look(self, ordinals: Collection[int]) -> None:
+        """Ask whether the files of segments are still the same; the time until all are asked again is far longer."""
+        count = 0
+        for ordinal in [*ordinals]:
             segment = self.segments.get(ordinal) or self.updates.get(ordinal)
             if segment is None:
-                self._looked_at.discard((ordinal, *names))
-            elif segment.has_changed(names):
+                self._looked_at.discard(ordinal)
+                continue
+            count += len(segment.specs)
+            if segment.has_changed():
                 self._read_anew(segment)
         if self.look_is_due:
-            count = sum(map(len, self._looked_at))
             self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * count
 
     @property

@@ -119,7 +119,7 @@ def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_
     def damage(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
-            time.sleep(0.2)  # the time of a file has a resolution, and is looked at now and then
+            time.sleep(0.6)  # the time of a file has a resolution, and is looked at now and then
 
     with pytest.raises(DataError, match=r"step 4 would learn from .*cannot be trusted.*run@2 --out"):
         run(all_rows, run_dir=folder, resume=True, on_event=damage)
