@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +72,9 @@ def _opened(path: str, tokenizer: str | None, stack: ExitStack) -> View:
 def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
     """Import a file into a store; text without token ids is shown by its characters, unless a tokenizer is named."""
     from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.report.tokens import Characters
 
-    kinds = ("ids", None), ("characters", _Characters())
+    kinds = ("ids", None), ("characters", Characters())
     for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
         try:
             report = import_files(
@@ -93,23 +93,3 @@ def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
         if report.num_imported:
             return folder / name
     raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
-
-
-class _Characters:
-    """Encodes text by its characters: each is shown as one token."""
-
-    name_or_path = "characters"
-    chat_template = "of messages only"
-    eos_token_id = None
-
-    def apply_chat_template(self, messages: Sequence[dict[str, object]], **_options: object) -> list[int]:
-        """Return the code points of messages, of each its role and its text."""
-        return self.encode("\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in messages))
-
-    def encode(self, text: str, **_options: object) -> list[int]:
-        """Return the code points."""
-        return list(map(ord, text))
-
-    def decode(self, ids: Sequence[int], **_options: object) -> str:
-        """Return the text of code points."""
-        return "".join(map(chr, ids))

@@ -378,7 +378,11 @@ class Curriculum(Settings):
     """
 
     every: int = setting(min=1, help="Rollouts between two changes of the weights.")
-    success_at: float = setting(1.0, help="The reward from which on a completion counts as right.")
+    by: str | None = setting(
+        None,
+        help="The reward or component, by name, that says whether a completion is right; None is the whole reward.",
+    )
+    success_at: float = setting(1.0, help="Its value from which on a completion counts as right.")
     least: float = setting(
         0.1, above=0, max=1, help="The share of its weight that a source keeps whose prompts are all solved, or none."
     )

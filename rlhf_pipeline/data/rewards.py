@@ -390,6 +390,12 @@ def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
     return None if name in [other.label for other in rewards] else name
 
 
+def may_have_parts(function: object) -> bool:
+    """Return whether a function's results may have components: those of this package are plain numbers."""
+    named: Any = function if hasattr(function, "__module__") else type(function)
+    return function is environment_reward or not str(named.__module__).startswith("rlhf_pipeline.")
+
+
 TOTALS: Final = ("score", "reward", "rewards")
 """Of the components of a dict the first of these is the reward."""
 

@@ -141,7 +141,7 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
         before = recorded.get(f"{name}{more}")
         if before is not None and before != now:
             yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
-    held_out = () if pipeline.evaluate is None else tuple(_prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts"))
+    held_out = tuple(_held_out_paths(pipeline))
     now = _contents(held_out)
     for field, path in held_out:
         before = recorded.get(field)
@@ -190,7 +190,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
         ("reward", rewards),
         ("environment", [*code_of(pipeline.environment)]),
         *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
-        ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
+        ("evaluate.prompts", [one.prompts for one in pipeline.evaluations.values()]),
     ):
         for number, part in enumerate(parts):
             if (code := _code(part)) is not None:
@@ -209,8 +209,12 @@ def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
 def _all_prompt_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
     """Yield the paths of prompts and of held-out prompts, with the fields that name them."""
     yield from _prompt_paths(pipeline.prompts, "prompts")
-    if pipeline.evaluate is not None:
-        yield from _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
+    yield from _held_out_paths(pipeline)
+
+
+def _held_out_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    for name, one in pipeline.evaluations.items():
+        yield from _prompt_paths(one.prompts, f"evaluate.{name}.prompts" if name else "evaluate.prompts")
 
 
 def _contents(paths: Iterable[tuple[str, str]]) -> Inputs:
