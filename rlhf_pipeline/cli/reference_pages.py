@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from types import ModuleType
 
-from rlhf_pipeline.cli.parser import build_parser
+from rlhf_pipeline.cli.parser import build_parser, options_of
 
 
 def commands_page() -> Iterator[str]:
@@ -23,8 +23,8 @@ def commands_page() -> Iterator[str]:
     for name, command in build_parser()[1].items():
         yield from ("", f"## {name}", "", command.description or "", "", "```text", *_usage(command), "```", "")
         yield from ("| argument | meaning |", "|---|---|")
-        for action in command._actions:
-            if not isinstance(action, argparse._HelpAction) and "--debug" not in action.option_strings:
+        for action in options_of(command):
+            if not {"--help", "--debug"} & set(action.option_strings):
                 yield f"| {_name(action)} | {_cell(_meaning(action, command))} |"
         yield from ("", "```text", *(command.epilog or "").strip().splitlines(), "```")
 

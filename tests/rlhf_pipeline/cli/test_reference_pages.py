@@ -9,7 +9,7 @@ import pytest
 
 import rlhf_pipeline.errors
 import trajectory_store.errors
-from rlhf_pipeline.cli.parser import COMMANDS, build_parser
+from rlhf_pipeline.cli.parser import COMMANDS, build_parser, options_of
 from rlhf_pipeline.cli.reference_pages import commands_page, errors_page
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -26,7 +26,7 @@ def test_every_command_and_option_is_on_the_page():
     text = "\n".join(commands_page())
     for name in COMMANDS:
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
-        options = {option for action in build_parser(name)[1][name]._actions for option in action.option_strings}
+        options = {option for action in options_of(build_parser(name)[1][name]) for option in action.option_strings}
         missing = [option for option in options - {"-h", "--help", "--debug"} if f"`{option}" not in section]
         assert missing == [], name
 
