@@ -10,7 +10,7 @@ from rlhf_pipeline.cli.parser import add_filter
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
+HELP = "write a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
 Writes every column, ragged columns as lists of numbers; `import` makes an equal store from it.
 A filter is a column (reward, version, date and group are short names; num_tokens and
@@ -19,6 +19,7 @@ num_completion_tokens, the policy's own, exist too), one of >= <= == != > <, and
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
   rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
+  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, a file each
   rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
 
 
@@ -26,7 +27,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument(
-        "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
+        "--to",
+        required=True,
+        metavar="FILE.parquet|FILE.jsonl|FOLDER",
+        help="must not exist; a folder is a dataset, NAME.atif ATIF",
     )
     add_filter(command)
     command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
@@ -51,6 +55,7 @@ def execute(args: argparse.Namespace) -> int:
         "parquet": f"pyarrow.parquet.read_table({path!r})",
         "hf": f"datasets.load_from_disk({path!r})",
         "jsonl": f"head -n 1 {typed(path)} | jq .",
+        "atif": "any reader of ATIF 1.8 takes each document",
     }
     say(f"read it:   {readers[report.kind]}")
     say(f"and back:  rlhf-pipeline import {typed(path)} --into NEW_STORE")

@@ -1,4 +1,7 @@
-"""A store, or a part of it, as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss."""
+"""A store, or a part of it, as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss.
+
+Or as agent trajectories in ATIF, for tools that read those.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.data.files import Container, need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import arrow_schema, schema_beside, to_json
+from rlhf_pipeline.exchange.atif_documents import READ, atif_documents
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 
@@ -22,6 +26,8 @@ ROW_GROUP_BYTES = 16 << 20
 """A Parquet file is written in groups of about this size, which are in memory whole while they are written."""
 Backend = Literal["memmap", "zarr"]
 _KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", "": "hf"}
+_ATIF = (".atif.jsonl", ".atif")
+"""Endings of a file with one ATIF document a line, and of a folder with one file for each."""
 
 
 @dataclass(kw_only=True)
@@ -29,7 +35,7 @@ class ExportReport:
     """What an export or a copy wrote."""
 
     path: Path
-    kind: Container | Backend
+    kind: Container | Backend | Literal["atif"]
     num_trajectories: int
     num_left_out: int
     """Trajectories that a filter left out."""
@@ -59,7 +65,9 @@ def export_store(
 
     Args:
         store: an open store, or its folder.
-        to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; must not exist.
+        to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; `FILE.atif.jsonl` or a folder
+            `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and in `extra`
+            reward, group, version, temperature and advantage. It must not exist.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         columns: only these columns; then an import gives them alone.
         batch_rows: trajectories that are in memory at once.
@@ -72,9 +80,11 @@ def export_store(
         StoreError: the store cannot be read.
     """
     target = Path(to).expanduser()
+    if target.name.endswith(_ATIF):
+        return _export_atif(store, target, filters, columns, batch_rows, on_batch)
     found = _KINDS.get(target.suffix.lower())
     if found is None:
-        endings = ", ".join(ending for ending in _KINDS if ending)
+        endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
         raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
     beside = schema_beside(target, found)
     check_absent(target, *([beside] if found == "jsonl" else []))
@@ -86,6 +96,33 @@ def export_store(
                 written = beside if found == "jsonl" else schema_beside(part, found)
                 written.write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
     return ExportReport(path=target, kind=found, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names)
+
+
+def _export_atif(
+    store: str | Path | TrajectoryStore,
+    target: Path,
+    filters: Sequence[str],
+    columns: Sequence[str] | None,
+    batch_rows: int,
+    on_batch: Callable[[int, int], None] | None,
+) -> ExportReport:
+    if columns is not None:
+        raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
+    check_absent(target)
+    with chosen(store, filters) as (opened, ids, left_out), appearing_whole(target) as part:
+        documents = (
+            document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
+        )
+        if target.name.endswith(".jsonl"):
+            with part.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(one, ensure_ascii=False, allow_nan=False) + "\n" for one in documents)
+        else:
+            part.mkdir()
+            for one in documents:
+                text = json.dumps(one, ensure_ascii=False, allow_nan=False, indent=2)
+                (part / f"trajectory-{one['trajectory_id']}.json").write_text(text, encoding="utf-8")
+        used = tuple(name for name in READ if name in opened.schema)
+    return ExportReport(path=target, kind="atif", num_trajectories=len(ids), num_left_out=left_out, columns=used)
 
 
 @contextmanager
