@@ -173,6 +173,15 @@ def add_filter(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_skip_damaged(command: argparse.ArgumentParser) -> None:
+    """Add `--skip-damaged`."""
+    command.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out, and count, trajectories that do not match their checksums (default: refuse them by name)",
+    )
+
+
 def add_fields(command: argparse.ArgumentParser) -> None:
     """Add `--field`."""
     command.add_argument(
