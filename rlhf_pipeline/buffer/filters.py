@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.text_search import search, stored_bytes
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
-from trajectory_store import RaggedArray, Schema, TrajectoryStore
+from trajectory_store import TrajectoryStore
+from trajectory_store.raw_rollout import seconds_of
 from trajectory_store.texts import Texts
 from trajectory_store.where import evaluate
 
 Ids = npt.NDArray[np.int64]
 
-_CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*\Z")
-_SHORT = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
+_CONDITION = re.compile(r"\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*(.+?)\s*\Z", re.DOTALL)
+SHORT: Final = {"reward": "task_reward", "version": "policy_version", "group": "group_id", "date": "created_at"}
+_RANGE = re.compile(r"(?=.*[^.])(-?[\w.:+-]*?)\.\.(-?[\w.:+-]*)\Z")
 _BLOCK_ROWS = 1024
 _TEXT_ROWS = 65_536
 
@@ -30,9 +32,11 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
     Args:
         store: an open store.
         conditions: each a column, `num_tokens` or `num_completion_tokens` (those of the policy), then
-            `>= <= == != > <`, then a value. `reward`, `version`, `group` and `date` are short for task_reward,
+            `>= <= == != > < ~`, then a value. `reward`, `version`, `group` and `date` are short for task_reward,
             policy_version, group_id and created_at. A date is a number of seconds, or `2026-01-31` or
-            `2026-01-31T12:00`, UTC. Text, bytes and `nan` are compared by `==` and `!=`.
+            `2026-01-31T12:00`, UTC. Text, bytes and `nan` are compared by `==` and `!=`; a text may be quoted. `~` asks
+            whether a text contains another, ASCII letters of either case. `== null` finds the rows that have no value,
+            and `== 0.2..0.8`, either end of which may be left out, those from one number to another.
         ids: of these, [N] int64; None for all, in the order of arrival.
 
     Raises:
@@ -59,23 +63,10 @@ def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.ND
     return keep
 
 
-def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
-    """Return a text column as it is stored, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
-    rows = _stored_bytes(store, name, ids)
-    return rows.values, rows.offsets
-
-
-def _stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
-    column = store.schema[name]
-    batch = store.read_batch(ids, Schema([column]))
-    flat = batch.values.get(name, np.zeros(0, np.uint8)).view(np.uint8)
-    return RaggedArray(flat, batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64)))
-
-
 def _equals(store: TrajectoryStore, name: str, ids: Ids, value: bytes) -> npt.NDArray[np.bool_]:
     """Compare stored bytes block by block, as the store's `where` does."""
     blocks = (ids[first : first + _TEXT_ROWS] for first in range(0, len(ids), _TEXT_ROWS))
-    same = [Texts(_stored_bytes(store, name, block), bytes) == value for block in blocks]
+    same = [Texts(stored_bytes(store, name, block), bytes) == value for block in blocks]
     return np.concatenate([np.zeros(0, bool), *same])
 
 
@@ -95,7 +86,7 @@ def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
     return np.concatenate(found)
 
 
-_DERIVED: Mapping[str, Callable[[TrajectoryStore, Ids], Ids]] = {
+DERIVED: Final[Mapping[str, Callable[[TrajectoryStore, Ids], Ids]]] = {
     "num_tokens": lambda store, ids: store.lengths("input_ids", ids),
     "num_completion_tokens": num_completion_tokens,
 }
@@ -105,14 +96,14 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     read = _CONDITION.match(condition)
     if read is None:
         raise DefinitionError(
-            f"the filter {condition!r} cannot be read. Write a column, an operator and a value: --filter 'reward>=0.5'"
+            f"the filter {condition!r} cannot be read. Write a column, an operator and a value: reward>=0.5"
         )
     name, sign, text = read.groups()
-    name = _SHORT.get(name, name)
+    name = SHORT.get(name, name)
     known = [column.name for column in store.schema if column.axis is None or column.is_text]
     values: npt.NDArray[Any] = ids
-    if name in _DERIVED:
-        values = _DERIVED[name](store, ids)
+    if name in DERIVED:
+        values = DERIVED[name](store, ids)
     elif name in known and store.schema[name].is_text:
         pass  # compared as bytes below
     elif name in known:
@@ -120,11 +111,19 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     else:
         raise DefinitionError(
             f"the filter {condition!r}: {store.path} has no column '{name}' with one value per trajectory."
-            + did_you_mean(name, [*known, *_SHORT, *_DERIVED])
+            + did_you_mean(name, [*known, *SHORT, *DERIVED])
         )
+    if sign == "~":
+        return _contains(store, name, text, ids, condition)
+    if text.lower() in ("null", "none"):
+        return _same_or_not(_is_missing(store, name, ids, values), sign, condition, "null")
+    if (ends := _RANGE.match(text)) is not None and values is not ids:
+        low, high = (_value(name, end, condition) if end else None for end in ends.groups())
+        inside = np.ones(len(ids), bool) if low is None else values >= low
+        return _same_or_not(inside if high is None else inside & (values <= high), sign, condition, "a range")
     value: float | int | str | bytes
     if name in store.schema and store.schema[name].is_text:
-        quoted = text.strip("'\"")
+        quoted = unquoted(text)
         value = quoted.encode() if store.schema[name].dtype == "bytes" else quoted
     else:
         value = _value(name, text, condition)
@@ -143,6 +142,41 @@ def _meets(store: TrajectoryStore, ids: Ids, condition: str) -> npt.NDArray[np.b
     return evaluate(comparison, operands.__getitem__)
 
 
+def unquoted(text: str) -> str:
+    """Return a text without the quotes around it.
+
+    >>> unquoted("'a, b'"), unquoted('"b"'), unquoted("plain")
+    ('a, b', 'b', 'plain')
+    """
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _same_or_not(same: npt.NDArray[np.bool_], sign: str, condition: str, what: str) -> npt.NDArray[np.bool_]:
+    if sign not in ("==", "=", "!="):
+        raise DefinitionError(f"the filter {condition!r}: {what} is compared by == and != only.")
+    return ~same if sign == "!=" else same
+
+
+def _is_missing(store: TrajectoryStore, name: str, ids: Ids, values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which rows have no value in a column: it was left out, is NaN, or is an empty text."""
+    if name in DERIVED:
+        return np.zeros(len(ids), bool)
+    absent = ~store.present(name, ids)
+    if store.schema[name].is_text:
+        return absent | _equals(store, name, ids, b"")
+    return absent | np.isnan(values) if values.dtype.kind == "f" else absent
+
+
+def _contains(store: TrajectoryStore, name: str, text: str, ids: Ids, condition: str) -> npt.NDArray[np.bool_]:
+    wanted = unquoted(text)
+    if name not in store.schema or not store.schema[name].is_text or not wanted:
+        raise DefinitionError(f"the filter {condition!r}: ~ looks for a text in a column of text.")
+    keep = np.zeros(len(ids), bool)
+    for places, _ in search(store, name, wanted, ids):
+        keep[places] = True
+    return keep
+
+
 def _value(name: str, text: str, condition: str) -> float | int:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -157,9 +191,3 @@ def _value(name: str, text: str, condition: str) -> float | int:
     raise DefinitionError(
         f"the filter {condition!r}: {text!r} is not a number" + (" or date." if name == "created_at" else ".")
     )
-
-
-def seconds_of(moment: str | datetime.datetime) -> float:
-    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
-    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()

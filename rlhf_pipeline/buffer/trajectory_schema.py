@@ -1,4 +1,7 @@
-"""The columns of a trajectory on disk."""
+"""The columns of a trajectory on disk, and the TensorDict keys that they have in a batch.
+
+The columns themselves are `trajectory_store.standard`.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,36 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from rlhf_pipeline.data.keys import REWARD_COLUMN, Key, column_name, key_of
+from rlhf_pipeline.data.keys import Key, column_name, key_of, reward_column, turn_reward_column
 from trajectory_store import Column, Schema
+from trajectory_store.standard import (
+    CURSOR,
+    EVALUATION,
+    FAILED_MEMBERS,
+    FAILURES,
+    INTERNAL,
+    NEWEST_VERSION,
+    POLICY_DIGEST,
+    PROVENANCE,
+    SAMPLED_BY,
+    SLOT,
+    SUPPORT,
+    TEMPERATURE,
+    TOKEN_FIGURES,
+    TURN_ADVANTAGES,
+    TURN_FIGURES,
+    TURN_REWARDS,
+    TURNS,
+    WAITING,
+    standard_schema,
+)
 
-SLOT = "slot"
-"""Column of the TorchRL slot that the writer of a row chose; -1 for a row that took the next slot."""
-
-NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
-"""Column of the newest version that sampled a token if weights were replaced during sampling; otherwise -1."""
-
-POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
-"""Column of the digest of the published weights that sampled the first token; 0 where none were published."""
-
-WAITING = Column("waiting", "int64", fill=-1)
-"""Column with the state of a row that waits or waited for its group; see `rlhf_pipeline.data.keys.WAITING`."""
-
-FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
-"""Column of the number of members reported failed, on one row of each waiting group."""
-
-INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
-"""Columns that batches hold only on request."""
+__all__ = [
+    "CURSOR", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST", "PROVENANCE",
+    "SAMPLED_BY", "SLOT", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS", "TURN_ADVANTAGES", "TURN_FIGURES",
+    "TURN_REWARDS", "WAITING", "column_of_key", "extra_columns", "named_reward", "reward_names", "trajectory_schema",
+    "turn_reward",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=16)
@@ -54,109 +67,40 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     return out
 
 
-TEMPERATURE = Column("temperature", "float32", fill=math.nan)
-"""The temperature of sampling, which that of scoring must equal. Every run that collects has it."""
+def named_reward(name: str) -> Column:
+    """Return the column of a named reward, or of a component of one: without a weight, NaN where it does not apply."""
+    return Column(reward_column(name), "float32", fill=math.nan)
 
-SAMPLED_BY: tuple[Column, ...] = (
-    Column("version_spans", "int64", ragged=True, axis="versions", shape=(2,), fill=0),
-    TEMPERATURE,
-    Column("log_prob_mode", "str", fill=""),
-    Column("engine", "str", fill=""),
-)
-"""How a trajectory was sampled. A run has these columns where more than its definition decides that: its engine is not
-the slots in its own process, or weights are replaced during sampling."""
 
-FAILURES: tuple[Column, ...] = (
-    Column("failure_reason", "str", fill=""),
-    Column("reward_trusted", "bool", fill=True),
-)
-"""Why a trajectory has no reward to learn from. Every run that collects has these columns."""
-SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
-"""Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
+def turn_reward(name: str) -> Column:
+    """Return the column of what an environment gave under a name in each turn of the policy, without a weight.
 
-TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
-"""Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
+    It has an axis of its own, so that it can be added when a name first occurs.
+    """
+    column = turn_reward_column(name)
+    return Column(column, "float32", ragged=True, axis=column, fill=math.nan)
 
-TURN_FIGURES = (
-    Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-    Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan),
-)
-"""See `keys.TURN_REWARDS`; only a run whose estimator compares turns has them."""
 
-CURSOR = Column("prompt_cursor", "int64", fill=-1)
-"""Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
+def reward_names(schema: Schema) -> list[str]:
+    """Return the names of the rewards, and components of rewards, that a store has columns for.
 
-TOKEN_FIGURES = (
-    Column("policy_log_probs", "float32", ragged=True, mutable=True, fill=math.nan),
-    Column("entropy", "float32", ragged=True, mutable=True, fill=math.nan),
-)
-"""Of the newest step that used a token, before it; only a run with `learn.keep_token_figures` has them."""
-
-EVALUATION = Column("evaluation", "bool", fill=False)
-"""Marks the trajectories of an evaluation, which are never learned from."""
-
-PROVENANCE: tuple[Column, ...] = (
-    *SAMPLED_BY,
-    TURNS,
-    *FAILURES,
-    Column("parent_id", "int64", fill=-1),
-    Column("branch", "int32", fill=0),
-)
-"""The origin of a trajectory, as far as its engine and environment report it: `trajectory_schema(PROVENANCE)`.
-
-Spans are `[n, 2]`: the place of a span's first token in the row, and the version of the weights or the role of the
-turn. A trajectory that one version sampled has no version spans. `log_prob_mode` is `processed` or `raw`; `parent_id`
-and `branch` identify the conversation that this one continues. An unused column takes no space: a segment has only the
-columns for which its rows have values.
-"""
+    >>> reward_names(trajectory_schema([named_reward("format"), *FAILURES]))
+    ['format']
+    """
+    prefix = reward_column("")
+    given = [column for column in schema if column.name.startswith(prefix) and column.dtype == "float32"]
+    return [column.name.removeprefix(prefix) for column in given if column.axis is None]
 
 
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
-    """Return the default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
-
-    Only the token ids, the mask and the behaviour log-probs grow with the tokens; the advantage is one number per
-    trajectory and broadcast on read, and the shaped reward is derived on read.
+    """Return the standard columns and more: see `trajectory_store.standard.standard_schema`.
 
     Args:
         extra: more columns: a dtype per TensorDict key, one value per trajectory; or columns, per token
             (`ragged=True`) or per trajectory, whose key is their name.
         token_rewards: store `("next", "reward")` per token, for environments that reward single tokens or turns.
 
-    Returns:
-        The schema. All columns but `input_ids` may be left out of a batch.
-
     >>> "ref_log_probs" in trajectory_schema(), "top_k" in trajectory_schema([Column("top_k", "int32", ragged=True)])
     (True, True)
     """
-    nan = math.nan
-    columns = [
-        Column("input_ids", "int32", ragged=True),
-        Column("assistant_mask", "bool", ragged=True, fill=False),
-        Column("log_probs", "float32", ragged=True, fill=nan),
-        Column("ref_log_probs", "float32", ragged=True, fill=nan),
-        Column("advantage", "float32", fill=nan),
-        Column("task_reward", "float32", fill=nan),
-        Column("return", "float64", fill=nan),
-        Column("kl_coef", "float32", fill=0.0),
-        Column("group_id", "int64", fill=-1),
-        Column("policy_version", "int64", fill=0),
-        NEWEST_VERSION,
-        POLICY_DIGEST,
-        Column("num_prompt_tokens", "int32", fill=0),
-        Column("done", "bool", fill=True),
-        Column("degenerate", "bool", fill=False),
-        Column("created_at", "float64", fill=nan),
-        Column("trajectory_id", "int64", fill=-1),
-        Column(SLOT, "int64", fill=-1),
-        WAITING,
-        FAILED_MEMBERS,
-        Column("use_count", "int32", mutable=True, fill=0),
-        Column("priority", "float32", mutable=True, fill=1.0),
-        Column("finish_reason", "str", fill=""),
-        Column("prompt", "str", fill=""),
-        Column("completion", "str", fill=""),
-        Column("meta", "str", fill=""),
-    ]
-    if token_rewards:
-        columns.insert(4, Column(REWARD_COLUMN, "float32", ragged=True, fill=nan))
-    return Schema([*columns, *extra_columns(extra)])
+    return standard_schema(extra_columns(extra), token_rewards=token_rewards)

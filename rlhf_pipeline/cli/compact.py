@@ -70,12 +70,14 @@ def execute(args: argparse.Namespace) -> int:
 @contextmanager
 def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
     """Keep runs, imports and recorders out of a store."""
-    from rlhf_pipeline.exchange.target import held
+    from rlhf_pipeline.data.store_errors import as_ours
+    from trajectory_store.source_ids import held
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders
             refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
-            stack.enter_context(held(store, refusal=refusal))
+            with as_ours():
+                stack.enter_context(held(store, refusal=refusal))
         if run is not None:
             stack.enter_context(run.lock(advice="Stop that first."))
         yield

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
-from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EVALUATION
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EVALUATION, named_reward, reward_names, turn_reward
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
-from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed
+from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed, part_values
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.collectors.sampled_rows import (
     SampledRows,
@@ -28,7 +28,7 @@ from rlhf_pipeline.collectors.sampled_rows import (
 )
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import Key
+from rlhf_pipeline.data.keys import Key, reward_column, turn_reward_column
 from rlhf_pipeline.data.prompts import (
     Prompt,
     PromptSource,
@@ -38,7 +38,7 @@ from rlhf_pipeline.data.prompts import (
     through_template,
 )
 from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled, bind
-from rlhf_pipeline.data.rewards import Reward, RewardFunction
+from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
 from rlhf_pipeline.environments.outcomes import BROKEN
@@ -52,6 +52,10 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
+
+_MOST_NAMED: Final = 64
+_REWARD: Final = reward_column("")
+_TURN: Final = turn_reward_column("")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,9 +174,12 @@ class Collector:
                 seed=seed,
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
+                names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
             )
         self.keeps_each = (
-            environment is not None and has_effects(environment) and hasattr(self.policy.engine, "converse")
+            self.conversations is not None
+            and has_effects(self.conversations.make)
+            and hasattr(self.policy.engine, "converse")
         )
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:
@@ -233,8 +240,12 @@ class Collector:
             self.observe(groups)
             figures, rewards = stored_figures(store, rows, self._names), store.read_scalars("task_reward", rows)
             if config.dynamic > 1 and CURSOR.name in store.schema:
+                by = config.dynamic_by
+                if by is not None and reward_column(by) in store.schema:
+                    rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), rows), np.nan)
                 figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, rows), rewards)
-            found = self._summary(rollout, rewards, 0, None, started, figures=figures, from_store=True)
+            given = store.read_scalars("task_reward", rows)
+            found = self._summary(rollout, given, 0, None, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
@@ -271,17 +282,16 @@ class Collector:
             rewards=rewards,
             groups=names[drawn.prompt_index[places]],
             kinds=[item.kind for item in grades],
-            values={
-                name: np.array([item.values[i] for item in grades], np.float32) for i, name in enumerate(self._names)
-            },
+            values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
+            parts=part_values(self.grader.rewards, grades),
             turns=None if drawn.turns is None else drawn.turns[places],
         )
         if config.dynamic > 1:
-            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], rewards)
+            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], one.steered[places])
             if say is not None and len(one.spread) < len(groups):
                 say(
                     f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(one.spread)} of "
-                    f"{len(one.prompts)} groups have rewards that are not all equal; "
+                    f"{len(one.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
                     f"{len(groups) - len(one.spread)} without spread fill the rollout."
                 )
         num_tokens = int(drawn.assistant.sum())
@@ -318,7 +328,9 @@ class Collector:
             )
             drawn = replace(drawn, member=np.array([place % size]))
             at = cursors[[place // size]]
-            one = Round(prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade])
+            one = Round(
+                prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade], steered=self._steered([grade])
+            )
             self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
             num_tokens += int(drawn.assistant.sum())
@@ -364,13 +376,32 @@ class Collector:
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found[keys.TURN_REWARDS] = turn_rewards(one.drawn, one.grades, self.grader.rewards)
-        for number, reward in enumerate(self.grader.rewards):
-            values = [item.values[number] for item in one.grades]
-            found[reward.column] = Flat(torch.tensor(values, dtype=torch.float32))
+            found |= turn_rewards(one.drawn, one.grades, self.grader.rewards)
+        for name, values in self._named(one.grades).items():
+            found[reward_column(name)] = Flat(torch.tensor(values, dtype=torch.float32))
+        self._gain_columns(found)
         batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         return batch
+
+    def _named(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
+        """Return each named reward and component of trajectories, without weights; NaN where it does not apply."""
+        rewards = self.grader.rewards
+        found = {name: [item.values[number] for item in grades] for number, name in enumerate(self._names)}
+        return found | part_values(rewards, grades)
+
+    def _gain_columns(self, found: Mapping[Key, Flat | Text]) -> None:
+        """Add the columns of components, whose names are known once a reward function has returned them.
+
+        A store has at most 64 of them: what a policy writes may decide a component's name. `meta` holds the others.
+        """
+        store = self.buffer.store
+        known = len(reward_names(store.schema))
+        names = [str(key) for key in found if str(key) not in store.schema]
+        gained = [named_reward(name.removeprefix(_REWARD)) for name in names if name.startswith(_REWARD)]
+        gained += [turn_reward(name.removeprefix(_TURN)) for name in names if name.startswith(_TURN)]
+        if gained := gained[: max(_MOST_NAMED - known, 0)]:
+            store.add_columns(gained)
 
     def _round(
         self,
@@ -395,7 +426,22 @@ class Collector:
                 drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
         check_all_failed(grades, self.grader.rewards)
-        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades)
+        steered, by = self._steered(grades), self.config.dynamic_by
+        if by is not None and say is not None and not np.isfinite(steered).any():
+            known = ", ".join(self._named(grades)) or "none"
+            say(
+                f"rollout {rollout}: collect.dynamic_by is {by!r}, and no trajectory has a reward or component of that "
+                f"name, so no group has spread; there are: {known}."
+            )
+        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades, steered=steered)
+
+    def _steered(self, grades: Sequence[Grade]) -> np.ndarray:
+        """Return what must differ within a group that dynamic sampling keeps, float32 [n]; NaN without a reward."""
+        rewards, by = np.array([item.reward for item in grades], np.float32), self.config.dynamic_by
+        if by is None:
+            return rewards
+        values = self._named(grades).get(by, [np.nan] * len(grades))
+        return np.where(np.isfinite(rewards), np.array(values, np.float32), np.nan).astype(np.float32)
 
     def _dynamic_figures(self, rollout: int, cursors: np.ndarray, rewards: np.ndarray) -> Figures:
         wanted, most = self.config.prompts_per_rollout, self.config.dynamic

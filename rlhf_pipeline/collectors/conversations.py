@@ -1,7 +1,7 @@
 """Conversations between a policy and environments, turn by turn.
 
 The engine schedules (see `policies.engines.turn_rows`); here a turn becomes text, calls and a message, an environment's
-answer becomes tokens, and whatever goes wrong ends one conversation and is kept as its failure.
+answer becomes tokens, and what becomes of a conversation is decided, by the table in `environments.outcomes`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from rlhf_pipeline.collectors.calls import Caller
@@ -21,16 +20,25 @@ from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.environments.environment import (
     Environment,
     Failure,
-    Message,
     Step,
     Turn,
     checked,
+    checked_messages,
     checked_rewards,
+    rewards_of_environment,
     tools_of,
 )
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.makers import Environments, Maker, maker_of
+from rlhf_pipeline.environments.outcomes import CALLS, FAILED, LENGTH, STOP, TURNS, failure_kind
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
-from rlhf_pipeline.policies.chat import decode_completion, encode_prompt, encode_reply, encode_text
+from rlhf_pipeline.policies.chat import (
+    cut_text,
+    decode_completion,
+    encode_prompt,
+    encode_reply,
+    encode_text,
+    known_text,
+)
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import Truncation, stream_keys
 from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, TurnRow, converse
@@ -55,12 +63,15 @@ class Conversation:
         messages: all of them; the content of the policy's is decoded for reading.
         num_asked: messages before the first turn.
         num_turns: turns of the policy.
-        finish_reason: `stop` (the environment said so), `length` (no room for more), `turns` (the limit of turns) or
-            `failed`.
+        finish_reason: of `environments.outcomes`.
         rewards: of the environment, summed by name.
         turn_rewards: those of each turn, by name; what `end` gives belongs to the last one.
         info: what the environment wants stored.
         failure: why its reward is not to be trusted, or None.
+        retried: the failures of earlier tries.
+        call_errors: calls of the policy that could not be made.
+        cut_replies: replies that were cut.
+        whole_turn: whether the newest turn ended by itself.
         row: its tokens, once it is over.
         last_text: the last turn as text.
         prompt_text: what the model read before it, if a reward function asks for that.
@@ -77,6 +88,10 @@ class Conversation:
     turn_rewards: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     failure: Failure | None = None
+    retried: tuple[str, ...] = ()
+    call_errors: int = 0
+    cut_replies: int = 0
+    whole_turn: bool = True
     row: TurnRow | None = None
     last_text: str = ""
     prompt_text: str | None = None
@@ -90,9 +105,18 @@ class Conversation:
 
     def fail(self, error: BaseException) -> None:
         """Note a failure; the first one stays."""
-        kind = "timeout" if isinstance(error, TimeoutError) else "tool_error"
-        self.failure = self.failure or Failure(kind=kind, error=describe_error(error))
-        self.finish_reason = "failed"
+        self.failure = self.failure or Failure(kind=failure_kind(error), error=describe_error(error))
+        self.finish_reason = FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One environment of a definition: what makes it, and how its tools are shown and its calls read."""
+
+    make: Maker
+    tools: list[dict[str, Any]]
+    parser: TurnParser | None
+    rewards: tuple[str, ...] | None
 
 
 class Conversations:
@@ -108,25 +132,38 @@ class Conversations:
         seed: int,
         as_chat: bool,
         template: Mapping[str, Any],
+        names: Sequence[str] = (),
     ) -> None:
         self.make = maker_of(environment)
         self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
-        self.tools = [schema_of(tool) for tool in tools_of(self.make)]
-        self.parser: TurnParser | None = None
-        if self.tools:
-            if not self.has_template:
-                raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
-            model_type = getattr(getattr(policy.model, "config", None), "model_type", None)
-            self.parser = TurnParser(policy.tokenizer, model_type, self.tools)
+        makers = self.make.makers if isinstance(self.make, Environments) else {"": self.make}
+        self.kinds = {name: self._kind(make) for name, make in makers.items()}
+        self.names = tuple(names)
         self.stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
         self.conversations: list[Conversation] = []
         self._caller = Caller(config.step_timeout_s)
         self._ended: Callable[[int, Conversation], None] | None = None
         self._turns: dict[int, EndedTurn] = {}
         self._places: Sequence[int] = ()
+        self._ending: set[int] = set()
+        self._may_retry = False
+
+    def _kind(self, make: Maker) -> _Kind:
+        tools = [schema_of(tool) for tool in tools_of(make)]
+        parser = None
+        if tools:
+            if not self.has_template:
+                raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
+            model_type = getattr(getattr(self.policy.model, "config", None), "model_type", None)
+            parser = TurnParser(self.policy.tokenizer, model_type, tools)
+        return _Kind(make, tools, parser, rewards_of_environment(make))
+
+    def _kind_of(self, prompt: Prompt) -> _Kind:
+        """Return the environment that answers a prompt."""
+        return self.kinds[self.make.of(prompt) if isinstance(self.make, Environments) else ""]
 
     def run(
         self,
@@ -137,27 +174,61 @@ class Conversations:
         ended: Callable[[int, Conversation], None] | None = None,
         only: Sequence[int] | None = None,
     ) -> list[Conversation]:
-        """Run a group of conversations on each prompt until all are over."""
+        """Run a group of conversations on each prompt until all are over.
+
+        Those that the world failed are begun again, `collect.retries` times at most: their tokens follow from the
+        prompt, the seed and what their environments answer.
+        """
+        size = self.config.group_size
+        wanted = range(len(prompts) * size) if only is None else only
+        found: dict[int, Conversation] = {}
+        left: Sequence[int] = wanted
+        for again in range(self.config.retries + 1):
+            self._ended, self._may_retry = ended, again < self.config.retries
+            rows = self._run(prompts, cursors, left, refresh)
+            for place, conversation, row in zip(left, self.conversations, rows, strict=True):
+                if place in found:
+                    before = found[place].failure
+                    error = "the engine aborted it" if before is None else f"{before.kind}: {before.error}"
+                    conversation.retried = (*found[place].retried, error)
+                conversation.row = row
+                found[place] = conversation
+            aborted = sum(row.aborted for row in rows)
+            if aborted and not self._may_retry:
+                raise EngineError(
+                    f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of this "
+                    "rollout; none of it was stored. Did another client of the engine stop them? Type the same command "
+                    "with --resume: the rollout is sampled again."
+                )
+            left = [place for place in left if _is_to_retry(found[place])]
+            if not left:
+                break
+        self.conversations = [found[place] for place in wanted]
+        return self.conversations
+
+    def _run(
+        self, prompts: Sequence[Prompt], cursors: Sequence[int], places: Sequence[int], refresh: WeightRefresh | None
+    ) -> list[TurnRow]:
+        """Begin conversations and let the engine run them."""
         size = self.config.group_size
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
-        self._ended, self._turns = ended, {}
-        self._places = range(len(prompts) * size) if only is None else only
-        whole = len(self._places) == len(prompts) * size
+        self._turns, self._places, self._ending = {}, places, set()
+        whole = len(places) == len(prompts) * size
         self._caller = Caller(self.config.step_timeout_s)
         try:
             firsts = self._reset(prompts, cursors, most)
             truncation = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
-            rows = converse(
+            return converse(
                 self.policy.engine,
                 Request(
-                    prompts=[*firsts.values()] if whole else [firsts[place // size] for place in self._places],
+                    prompts=[*firsts.values()] if whole else [firsts[place // size] for place in places],
                     group_size=size if whole else 1,
-                    members=None if whole else [place % size for place in self._places],
+                    members=None if whole else [place % size for place in places],
                     max_new_tokens=self.config.max_new_tokens,
                     temperature=self.temperature,
                     end_token_ids=self.policy.eos_token_ids,
                     seed=self.seed,
-                    stream_ids=[int(cursors[place // size]) for place in self._places[:: size if whole else 1]],
+                    stream_ids=[int(cursors[place // size]) for place in places[:: size if whole else 1]],
                     truncation=truncation if self.config.is_truncated else None,
                     stops=self.stops,
                 ),
@@ -167,25 +238,16 @@ class Conversations:
             )
         finally:
             self._caller.close()
-        aborted = sum(row.aborted for row in rows)
-        if aborted:
-            raise EngineError(
-                f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of this rollout; "
-                "none of it was stored. Did another client of the engine stop them? Type the same command with "
-                "--resume: the rollout is sampled again."
-            )
-        return self.conversations
 
     # Beginnings
 
     def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
         """Make and reset all environments, and return the first tokens of each group that has any."""
-        size = self.config.group_size
-        prompt_of = [place // size for place in self._places]
-        made = self._caller.run([self.make] * len(prompt_of))
+        prompt_of = [place // self.config.group_size for place in self._places]
+        made = self._caller.run([functools.partial(self._made, prompts[index]) for index in prompt_of])
         seeds = [int(stream_keys(self.seed, [int(cursor)], [-1])[0] >> 1) for cursor in cursors]
         calls = [
-            functools.partial(_reset, environment, prompts[index], seeds[index])
+            functools.partial(_reset, environment, self._without_column(prompts[index]), seeds[index])
             for index, environment in zip(prompt_of, made, strict=True)
         ]
         shown = self._caller.run(calls)
@@ -195,46 +257,65 @@ class Conversations:
         while any(inspect.isawaitable(outcome) for outcome in shown):
             for place, outcome in self._caller.arrived(wait=True).items():
                 shown[place] = outcome
+        for place, outcome in enumerate(shown):
+            try:
+                shown[place] = _readable(outcome)
+            except TypeError as error:
+                shown[place] = error
         self.conversations, firsts = [], dict[int, list[int]]()
         for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
             group, prompt = [*members], prompts[index]
             good = [place for place in group if not isinstance(shown[place], BaseException)]
-            first = shown[good[0]] if good else None
-            messages, ids, as_chat = [], [self.policy.pad_token_id], False
-            if good:  # otherwise nothing of the group is learned, and the engine needs a token
-                messages, ids, as_chat = self._first(prompt, first)
-            if len(ids) >= most:
-                raise DataError(
-                    f"prompt {int(cursors[index])} has {len(ids)} tokens as the environment shows it, and a row has "
-                    f"{most}: nothing can follow. Raise collect.max_row_tokens, or leave the prompt out."
+            messages, firsts[index], as_chat = [], [self.policy.pad_token_id], False
+            if any(shown[place] != shown[good[0]] for place in good):
+                raise DefinitionError(
+                    f"reset shows members of the group of prompt {int(cursors[index])} different things, and a group "
+                    "compares answers to one: let it depend on the prompt and the seed alone."
                 )
-            firsts[index] = ids
+            if good:  # otherwise nothing of the group is learned, and the engine needs a token
+                try:
+                    messages, firsts[index], as_chat = self._first(prompt, shown[good[0]], most)
+                except Exception as error:  # noqa: BLE001 - what was shown may be anything; it costs its own group
+                    for place in good:
+                        shown[place] = error
             for place in group:
                 said = [dict(message) for message in messages]
                 conversation = Conversation(prompt, made[place], said, len(said), as_chat=as_chat)
                 self.conversations.append(conversation)
                 if isinstance(shown[place], BaseException):
                     conversation.fail(shown[place])
-                elif shown[place] != first:
-                    raise DefinitionError(
-                        f"reset shows members of the group of prompt {int(cursors[index])} different things, and a "
-                        "group compares answers to one: let it depend on the prompt and the seed alone."
-                    )
         return firsts
 
-    def _first(self, prompt: Prompt, shown: Any) -> tuple[list[dict[str, Any]], list[int], bool]:
+    def _made(self, prompt: Prompt) -> Any:
+        """Make a prompt's environment."""
+        return self._kind_of(prompt).make()
+
+    def _without_column(self, prompt: Prompt) -> Prompt:
+        """Return a prompt without the column that chose its environment."""
+        if not isinstance(self.make, Environments) or self.make.column not in prompt.meta:
+            return prompt
+        return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != self.make.column})
+
+    def _first(self, prompt: Prompt, shown: Any, most: int) -> tuple[list[dict[str, Any]], list[int], bool]:
         """Return the messages and the tokens that begin a conversation, and whether it goes through the template."""
-        codec = self.policy.tokenizer
         if isinstance(shown, str) and self.as_chat:
             system = [dict(message) for message in prompt.messages or () if message["role"] == "system"]
             shown = [*system, {"role": "user", "content": shown}]
         if shown is None:
             shown = prompt.text if prompt.messages is None else prompt.messages
-        if not isinstance(shown, (str, list, tuple)):
-            raise DefinitionError(f"reset returned {type(shown).__name__}; it must return text, messages or None.")
+        if not isinstance(shown, str):
+            shown = checked_messages(shown, "the prompt")
         as_chat = self.as_chat or not isinstance(shown, str)
-        ids = encode_prompt(codec, shown, as_chat=as_chat, tools=self.tools or None, template=self.template)
-        said = [{"role": "user", "content": shown}] if isinstance(shown, str) else [dict(one) for one in shown]
+        said = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+        if not any(message["content"].strip() for message in said):
+            raise DataError("reset shows nothing: its text is empty, and the policy cannot answer that.")
+        tools = self._kind_of(prompt).tools or None
+        ids = encode_prompt(self.policy.tokenizer, shown, as_chat=as_chat, tools=tools, template=self.template)
+        if len(ids) >= most:
+            raise DataError(
+                f"what reset shows has {len(ids)} tokens, and a row has {most}: nothing can follow. Raise "
+                "collect.max_row_tokens, or leave the prompt out."
+            )
         return said, ids, as_chat
 
     # Turns
@@ -249,7 +330,6 @@ class Conversations:
             self._turns[turn.place] = turn
             call = self._call(turn)
             if call is None:
-                answers[turn.place] = None
                 over.append(turn.place)
             elif inspect.iscoroutinefunction(self.conversations[turn.place].environment.step):
                 self._caller.begin(turn.place, call())
@@ -260,17 +340,30 @@ class Conversations:
             if inspect.isawaitable(outcome):
                 self._caller.begin(turn.place, outcome)
                 continue
-            answers[turn.place] = self._taken(turn, outcome)
-            if answers[turn.place] is None:
+            if (reply := self._taken(turn, outcome)) is None:
                 over.append(turn.place)
-        self._end(over)
-        return answers
+            else:
+                answers[turn.place] = reply
+        return answers | dict.fromkeys(self._end(over))
 
     def arrived(self, *, wait: bool) -> Answers:
         """See `Partner.arrived`."""
-        came = self._caller.arrived(wait=wait)
-        answers = {place: self._taken(self._turns[place], outcome) for place, outcome in sorted(came.items())}
-        self._end([place for place, reply in answers.items() if reply is None])
+        answers: dict[int, Sequence[int] | None] = {}
+        while not answers:
+            came = self._caller.arrived(wait=wait)
+            over = []
+            for place, outcome in sorted(came.items()):
+                if place in self._ending:
+                    self._ending.remove(place)
+                    self._take_end(place, outcome)
+                    answers[place] = None
+                elif (reply := self._taken(self._turns[place], outcome)) is None:
+                    over.append(place)
+                else:
+                    answers[place] = reply
+            answers |= dict.fromkeys(self._end(over))
+            if not wait or not came:
+                break
         return answers
 
     def _call(self, ended: EndedTurn) -> Callable[[], Any] | None:
@@ -280,17 +373,20 @@ class Conversations:
         conversation.num_turns += 1
         conversation.turn_rewards.append({})
         conversation.last_text = text
+        # A turn of one token has no room for an end: it is whole.
+        conversation.whole_turn = ended.stopped or self.config.max_new_tokens == 1
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
-        if self.parser is not None:
+        if conversation.failure is None and (parser := self._kind_of(conversation.prompt).parser) is not None:
             before = ended.row.ids[max(0, ended.row.began - _PREFIX_TOKENS) : ended.row.began]
-            parsed = self.parser.parse(tokens, self.policy.tokenizer.decode(before), text)
+            parsed = parser.parse(tokens, self.policy.tokenizer.decode(before), text)
         conversation.messages.append(parsed.message)
         if conversation.failure is not None:
             return None
+        conversation.call_errors += parsed.error is not None
         turn = Turn(
             text=text,
             number=conversation.num_turns,
-            finish_reason="stop" if ended.stopped else "length",
+            finish_reason=STOP if conversation.whole_turn else LENGTH,
             content=str(parsed.message.get("content") or ""),
             tool_calls=parsed.calls,
             call_error=parsed.error,
@@ -307,59 +403,111 @@ class Conversations:
     def _taken(self, ended: EndedTurn, outcome: Any) -> list[int] | None:
         """Take what an environment gave; return the reply's tokens, or None if the conversation is over."""
         conversation = self.conversations[ended.place]
+        if isinstance(outcome, BaseException):
+            conversation.fail(outcome)
+            return None
         try:
-            if isinstance(outcome, BaseException):
-                raise outcome
             step = checked(outcome)
-            gains = checked_rewards(step.rewards)
-            json.dumps(dict(step.info))
-            conversation.gain(gains)
+            self._gain(conversation, step.rewards)
             conversation.info.update(step.info)
+            conversation.call_errors += step.call_errors
             if step.done:
-                conversation.finish_reason = "stop"
+                conversation.finish_reason = STOP if conversation.whole_turn else LENGTH
             elif conversation.num_turns >= self.config.max_turns:
-                conversation.finish_reason = "turns"
+                conversation.finish_reason = TURNS
+            elif conversation.call_errors >= (self.config.max_call_errors or _UNBOUNDED):
+                conversation.finish_reason = CALLS
             elif (ids := self._reply(conversation, ended, step)) is None:
-                conversation.finish_reason = "length"
+                conversation.finish_reason = LENGTH
             else:
                 return ids
-        except (DefinitionError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded, not hidden
+        except Exception as error:  # noqa: BLE001 - an answer may be anything; it costs its own conversation
             conversation.fail(error)
         return None
+
+    def _gain(self, conversation: Conversation, gains: Mapping[str, float]) -> None:
+        """Take rewards, whose names are among those that the environment declares, if it does."""
+        declared = self._kind_of(conversation.prompt).rewards
+        other = [name for name in gains if declared is not None and name not in declared]
+        if other:
+            raise ValueError(f"the reward {other[0]!r} is none of those that the environment declares: {declared}")
+        conversation.gain(gains)
 
     def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> list[int] | None:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         room, codec = ended.row.room, self.policy.tokenizer
-        texts = [step.reply] if isinstance(step.reply, str) else [str(one.get("content", "")) for one in step.reply]
-        if room < 0 or sum(map(len, texts)) > _CHARACTERS_A_TOKEN * max(room, 1):
-            return None
-        replies: list[Message] = []
+        replies: list[dict[str, Any]] = []
         if isinstance(step.reply, str):
             replies = [{"role": "user", "content": step.reply}] if step.reply or conversation.as_chat else []
         else:
             replies = [dict(one) for one in step.reply]
+        if self.config.max_reply_tokens is not None:
+            replies = self._cut(conversation, replies, self.config.max_reply_tokens)
+        if room < 0 or sum(len(one["content"]) for one in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
+            return None
+        if conversation.call_errors:  # it may quote what the policy wrote, in characters of its own
+            replies = [{**one, "content": known_text(codec, one["content"])} for one in replies]
         if conversation.as_chat or any(one["role"] != "user" for one in replies):
-            ids = encode_reply(
-                codec,
-                conversation.messages[:-1],
-                ended.tokens,
-                replies,
-                turn=conversation.messages[-1],
-                tools=self.tools or None,
-                template=self.template,
-                end_token_ids=self.policy.eos_token_ids,
-            )
+            ids, replies = self._encoded(conversation, ended, replies)
         else:
-            ids = encode_text(codec, "".join(str(one["content"]) for one in replies), add_special_tokens=False)
+            ids = encode_text(codec, "".join(one["content"] for one in replies), add_special_tokens=False)
         if len(ids) > room:
             return None
-        conversation.messages += [dict(one) for one in replies]
+        conversation.messages += replies
         return ids
 
-    def _end(self, places: Sequence[int]) -> None:
-        """Ask environments for their last rewards, and pass on the conversations that are over."""
+    def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
+        """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
+        found: list[dict[str, Any]] = []
+        for place, one in enumerate(replies):
+            content, num = cut_text(self.policy.tokenizer, one["content"], left // (len(replies) - place))
+            conversation.cut_replies += content != one["content"]
+            found.append({**one, "content": content})
+            left -= num
+        return found
+
+    def _encoded(
+        self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
+    ) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return the tokens of a reply by the chat template, and its messages as they were told.
+
+        Some templates refuse to show a tool's answer where they saw no call of theirs, several calls at once, or an
+        earlier turn with the words that they are made of. All of that the policy can write. The reply is then said by
+        the user, and the policy's turns are taken as text, or left out of what the template sees: its tokens stay in
+        the row, and no template decides what a conversation is worth.
+        """
+        messages, turn = conversation.messages, conversation.messages[-1]
+        text: dict[str, Any] = {"role": "assistant", "content": conversation.last_text}
+        by_user = [{"role": "user", "content": "\n".join(one["content"] for one in replies)}]
+        refusal: DataError | DefinitionError | None = None
+        for before, said, told in (
+            (messages[:-1], turn, replies),
+            (messages[:-1], text, by_user),
+            (messages[: conversation.num_asked], text, by_user),
+        ):
+            try:
+                ids = encode_reply(
+                    self.policy.tokenizer,
+                    before,
+                    ended.tokens,
+                    told,
+                    turn=said,
+                    tools=self._kind_of(conversation.prompt).tools or None,
+                    template=self.template,
+                    end_token_ids=self.policy.eos_token_ids,
+                )
+            except (DataError, DefinitionError) as error:
+                refusal = refusal or error
+                continue
+            conversation.messages[-1] = said
+            return ids, told
+        assert refusal is not None
+        raise refusal
+
+    # Ends
+
+    def _end(self, places: Sequence[int]) -> list[int]:
+        """Ask environments for their last rewards; return the conversations that are over by now."""
         for place in places:
             self.conversations[place].row = self._turns.pop(place).row
         asked = [place for place in places if hasattr(self.conversations[place].environment, "end")]
@@ -369,17 +517,44 @@ class Conversations:
             )
             for place in asked
         ]
-        for place, outcome in zip(asked, self._caller.run(calls), strict=True):
-            conversation = self.conversations[place]
-            try:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                conversation.gain(checked_rewards(outcome or {}))
-            except BaseException as error:  # noqa: BLE001 - an environment may raise anything; it is recorded
-                conversation.fail(error)
-        for place in places:
-            if self._ended is not None:
-                self._ended(self._places[place], self.conversations[place])
+        outcomes: dict[int, Any] = dict.fromkeys(places)
+        outcomes |= zip(asked, self._caller.run(calls), strict=True)
+        for place, outcome in outcomes.items():
+            if inspect.isawaitable(outcome):
+                self._ending.add(place)
+                self._caller.begin(place, outcome)
+            else:
+                self._take_end(place, outcome)
+        return [place for place in places if place not in self._ending]
+
+    def _take_end(self, place: int, outcome: Any) -> None:
+        """Take the last rewards of a conversation, and pass it on."""
+        conversation = self.conversations[place]
+        try:
+            if isinstance(outcome, BaseException):
+                conversation.fail(outcome)
+            else:
+                self._gain(conversation, checked_rewards(outcome or {}))
+        except Exception as error:  # noqa: BLE001 - what `end` gives may be anything; it costs its own conversation
+            conversation.fail(error)
+        known = (
+            (*(self._kind_of(conversation.prompt).rewards or ()), *self.names) if conversation.failure is None else ()
+        )
+        conversation.rewards = dict.fromkeys(known, 0.0) | conversation.rewards
+        if self._ended is not None and not (self._may_retry and _is_to_retry(conversation)):
+            self._ended(self._places[place], conversation)
+
+
+def _is_to_retry(conversation: Conversation) -> bool:
+    """Return whether the world failed a conversation, or the engine left it before it was over."""
+    return conversation.failure is not None or conversation.row is None or conversation.row.aborted
+
+
+def _readable(shown: Any) -> Any:
+    """Return what `reset` showed as text, messages or None; an error as it is."""
+    if shown is None or isinstance(shown, (str, BaseException)):
+        return shown
+    return checked_messages(shown, "what reset returned")
 
 
 def _reset(environment: Any, prompt: Prompt, seed: int) -> Any:

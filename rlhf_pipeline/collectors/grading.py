@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
-from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, describe_error
+from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, describe_error, part_name, weighted_sum
 from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
 from rlhf_pipeline.errors import RewardError, StopAskedError
@@ -362,7 +362,7 @@ def _first(outcome: list[Result] | BaseException) -> Result | BaseException:
 def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None]) -> Grade:
     """Return the grade of one completion from what each reward function gave."""
     values, parts = list[float](), dict[str, Mapping[str, float]]()
-    total, error, kind, by, applies = 0.0, None, "", "", False
+    error, kind, by, applies = None, "", "", False
     for reward, found in zip(grader.rewards, outcomes, strict=True):
         if isinstance(found, LeftOut) and not grader.leaves_out:
             values.append(math.nan)
@@ -377,14 +377,33 @@ def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None])
         values.append(math.nan if found.value is None else found.value)
         if found.parts:
             parts[reward.label] = found.parts
-        if found.value is not None:
-            applies, total = True, total + reward.weight * found.value
-    if not kind and not applies:
+    total = weighted_sum(grader.rewards, [None if math.isnan(value) else value for value in values])
+    if not kind and total is None and not applies:
         error, kind = "no reward: every function returned None", NOT_APPLICABLE
-    elif not kind and not abs(total) <= LARGEST:
+    total = total or 0.0
+    if not kind and not abs(total) <= LARGEST:
         error, kind = f"the reward is {total}; it must be a finite float32", GRADER_ERROR
     given = math.nan if kind else total
     return Grade(reward=given, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
+
+
+def part_values(rewards: Sequence[Reward], grades: Sequence[Grade]) -> dict[str, list[float]]:
+    """Return the components of the results of reward functions by the name they are stored under, [n] each.
+
+    NaN where a result has none. They come in alphabetical order.
+    """
+    by_label = {one.label: one for one in rewards}
+    each = [
+        {
+            name: value
+            for label, parts in grade.parts.items()
+            for part, value in parts.items()
+            if (name := part_name(rewards, by_label[label], part)) is not None
+        }
+        for grade in grades
+    ]
+    names = sorted({name for parts in each for name in parts})
+    return {name: [parts.get(name, math.nan) for parts in each] for name in names}
 
 
 def _kind_of(error: BaseException) -> str:

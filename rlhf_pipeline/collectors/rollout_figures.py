@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.buffer.trajectory_schema import reward_names
+from rlhf_pipeline.data.keys import POLICY_ROLE, reward_column
 from rlhf_pipeline.environments.outcomes import BROKEN, LENGTH
 from trajectory_store import TrajectoryStore
 
@@ -24,6 +25,7 @@ def rollout_figures(
     groups: npt.NDArray[np.int64],
     kinds: Sequence[str],
     values: Mapping[str, npt.NDArray[np.floating]],
+    parts: Container[str] = (),
     turns: npt.NDArray[np.int64] | None = None,
 ) -> Figures:
     """Return the figures of `n` trajectories, all unshaped and unweighted.
@@ -34,7 +36,8 @@ def rollout_figures(
         rewards: [n], NaN for a trajectory without.
         groups: [n], the group of each.
         kinds: [n], the kind of failure of each, or empty.
-        values: [n] for each reward that has a column, by its name; NaN where it did not apply or failed.
+        values: [n] for each reward and component that has a column, by its name; NaN where it did not apply or failed.
+        parts: which of them are components: without a figure where none was given, and not called, so never failed.
         turns: [n], the policy's turns in each conversation; None without an environment.
 
     >>> found = rollout_figures(
@@ -58,6 +61,9 @@ def rollout_figures(
     broken = np.isin(np.asarray(kinds, dtype=str), list(BROKEN))
     for name, of_one in values.items():
         applies = np.isfinite(of_one)
+        if name in parts:
+            found |= {f"reward/{name}": float(of_one[applies].mean(dtype=np.float64))} if applies.any() else {}
+            continue
         found[f"reward/{name}"] = float(of_one[applies].mean(dtype=np.float64)) if applies.any() else None
         found[f"reward_failed/{name}"] = int((broken & ~applies).sum())
     found |= {f"failed/{kind}": number for kind, number in sorted(Counter(kinds).items()) if kind}
@@ -65,8 +71,10 @@ def rollout_figures(
 
 
 def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: Sequence[str]) -> Figures:
-    """Return the figures of stored trajectories."""
+    """Return the figures of stored trajectories; these are the names of the definition's rewards."""
     read = store.read_scalars
+    stored = [name for name in names if reward_column(name) in store.schema]
+    stored += sorted({*reward_names(store.schema)} - {*stored})
     rewards = read("task_reward", rows)
     kinds = list(store.read(rows, ["failure_reason"])["failure_reason"]) if "failure_reason" in store.schema else []
     kinds = [kind or ("grader_error" if lacks else "") for kind, lacks in zip_longest(kinds, np.isnan(rewards))]
@@ -76,7 +84,8 @@ def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: S
         rewards=rewards,
         groups=read("group_id", rows),
         kinds=kinds,
-        values={name: read(f"reward_{name}", rows) for name in names if f"reward_{name}" in store.schema},
+        values={name: read(reward_column(name), rows) for name in stored},
+        parts={*stored} - {*names},
         turns=_turns(store, rows) if "turn_spans" in store.schema else None,
     )
 

@@ -14,9 +14,9 @@ import torch
 from rlhf_pipeline.collectors.conversations import Conversation
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.data.keys import POLICY_ROLE, Key
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import Reward, of_turn
+from rlhf_pipeline.data.rewards import Reward, as_column, of_turn
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
@@ -190,7 +190,13 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
     }
     graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
-    return known | ({"info": conversation.info} if conversation.info else {})
+    beside = {
+        "info": conversation.info,
+        "retried": conversation.retried,
+        "call_errors": conversation.call_errors,
+        "cut_replies": conversation.cut_replies,
+    }
+    return known | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
@@ -260,17 +266,24 @@ def trajectories(
     return out
 
 
-def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> Flat:
-    """Return the rewards of the turns of conversations, float32, with a count per row.
+def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> dict[Key, Flat]:
+    """Return the rewards of the turns of conversations, float32, with a count per row: weighted, and each by name.
 
-    They are the environment's, weighted. What a trajectory's reward has beside them counts at its last turn.
+    What a trajectory's reward has beside the environment's counts at its last turn.
     """
-    rows = list[list[float]]()
+    rows, names = list[list[float]](), dict[str, None]()
     for meta, grade in zip(drawn.metas, grades, strict=True):
+        names |= dict.fromkeys(name for gains in meta["turn_rewards"] for name in gains)
         before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
         rows.append([*before, grade.reward - sum(before)])
     lengths = torch.tensor([len(row) for row in rows])
-    return Flat(torch.tensor([value for row in rows for value in row]), lengths)
+    found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(torch.tensor([value for row in rows for value in row]), lengths)}
+    for name in sorted(names):
+        each = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in drawn.metas]
+        values = [value for given, row in zip(each, rows, strict=True) for value in given or [0.0] * len(row)]
+        if (column := as_column(name)) is not None:
+            found[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
+    return found
 
 
 def _beside(item: Grade) -> dict[str, Any]:

@@ -120,6 +120,20 @@ _NESTED = "__"
 """Separates the parts of a nested key in the name of its column."""
 
 
+def reward_column(name: str) -> str:
+    """Return the column, and the key, of a named reward: one number per trajectory, without its weight.
+
+    >>> reward_column("accuracy")
+    'reward_accuracy'
+    """
+    return f"reward_{name}"
+
+
+def turn_reward_column(name: str) -> str:
+    """Return the column, and the key, of what an environment gave under a name in each turn of the policy."""
+    return f"turn_reward_{name}"
+
+
 def column_name(key: Key) -> str:
     """Return the column of a TensorDict key: the table's, or the key's own name with its parts joined.
 

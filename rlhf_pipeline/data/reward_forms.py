@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import LARGEST, Reward, RewardFunction, has_columns, rewards_of
+from rlhf_pipeline.data.rewards import LARGEST, TOTALS, Reward, RewardFunction, has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 
@@ -348,8 +348,6 @@ class Result:
     """The components that it gave beside."""
 
 
-_TOTALS: Final = ("score", "reward", "rewards")
-"""Of these components the first is the reward of a dict."""
 _LOGS: Final = "extra_logs"
 """OpenRLHF's figures beside the reward, which count for nothing."""
 
@@ -373,7 +371,7 @@ def result_of(given: Any) -> Result:
         parts, logged = _numbers(whole), _numbers(whole.get(_LOGS))
         if not parts:
             raise ValueError(f"the dict {_short(given)} has no number")
-        total = next((parts[name] for name in _TOTALS if name in parts), None)
+        total = next((parts[name] for name in TOTALS if name in parts), None)
         return Result(value=_number(sum(parts.values()) if total is None else total), parts=logged | parts)
     if isinstance(given, (list, tuple)):
         several = cast("Sequence[Any]", given)

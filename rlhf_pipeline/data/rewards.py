@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
+from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.data.prompts import JsonValue
 from rlhf_pipeline.errors import DefinitionError, plain
 
@@ -41,17 +42,18 @@ def environment_reward(rewards: Mapping[str, float]) -> float | tuple[float, Map
     return (sum(rewards.values()), rewards) if rewards else 0.0
 
 
-def answer_text(answer: JsonValue) -> str:
-    """Return a reference answer as text, as rewards of the text compare it; an answer may be any JSON value.
+def answer_texts(answer: JsonValue) -> list[str]:
+    """Return reference answers as texts, as rewards of the text compare them: of a list each, one of which is enough.
 
-    >>> answer_text(18), answer_text(None)
-    ('18', '')
+    >>> answer_texts(18), answer_texts(["Paris", None, 3]), answer_texts(None)
+    (['18'], ['Paris', '3'], [''])
     """
-    return "" if answer is None else str(answer)
+    given = [str(one) for one in (answer if isinstance(answer, list) else [answer]) if one is not None]
+    return given or [""]
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that are in the right place, in [0, 1].
+    """Return the share of the answer's characters that are in the right place, in [0, 1]; of several, the largest.
 
     Characters beyond the answer's length count as wrong, so running on is not rewarded.
 
@@ -60,11 +62,12 @@ def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[s
     >>> token_match("12=", "1299", "12", {})
     0.5
     """
-    expected = answer_text(answer)
+    return max(_in_place(expected, completion) for expected in answer_texts(answer))
+
+
+def _in_place(expected: str, completion: str) -> float:
     longest = max(len(expected), len(completion))
-    if longest == 0:
-        return 1.0
-    return sum(a == b for a, b in zip(expected, completion, strict=False)) / longest
+    return sum(a == b for a, b in zip(expected, completion, strict=False)) / longest if longest else 1.0
 
 
 def final_number(text: str) -> str | None:
@@ -94,17 +97,16 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
     1.0
     """
     given = final_number(completion)
-    answers = answer if isinstance(answer, list) else [answer]
-    return float(given is not None and given in [final_number(str(item)) for item in answers if item is not None])
+    return float(given is not None and given in map(final_number, answer_texts(answer)))
 
 
 def exact_match(completion: str, answer: JsonValue) -> float:
-    r"""Return 1.0 if the completion is the answer, without the space around both, else 0.0.
+    r"""Return 1.0 if the completion is the answer, or one of several, without the space around both, else 0.0.
 
-    >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris")
-    (1.0, 0.0)
+    >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris"), exact_match("Paris", ["Lutetia", "Paris"])
+    (1.0, 0.0, 1.0)
     """
-    return float(completion.strip() == answer_text(answer).strip())
+    return float(completion.strip() in [one.strip() for one in answer_texts(answer)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +195,7 @@ def mask_truncated(finish_reason: str) -> None:
 
 
 def math_verify_match(completion: str, answer: JsonValue) -> float | None:
-    """Return 1.0 if math-verify finds the completion equal to the answer, else 0.0; None if the answer is no maths.
+    """Return 1.0 if math-verify finds the completion equal to the answer, or one of several; None if none is maths.
 
     Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its own time limits, which need signals, are off:
     `collect.reward_timeout_s` takes their place.
@@ -205,10 +207,11 @@ def math_verify_match(completion: str, answer: JsonValue) -> float | None:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise DefinitionError('math_verify_match needs math-verify: pip install "rlhf-pipeline[math]"') from error
-    gold = parse(answer_text(answer), parsing_timeout=None)
-    if not gold:
+    golds = [gold for one in answer_texts(answer) if (gold := parse(one, parsing_timeout=None))]
+    if not golds:
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    given = parse(completion, parsing_timeout=None)
+    return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
 
 
 def describe_error(error: BaseException) -> str:
@@ -289,14 +292,13 @@ class Reward:
             return function.name
         while hasattr(function, "func"):  # functools.partial
             function = function.func
-        own = getattr(function, "__name__", type(function).__name__)
-        own = re.sub(r"_+", "_", re.sub(r"[^A-Za-z0-9_]", "_", own)).strip("_")
-        return own if _COLUMN.match(own) and own not in ("lambda", "trusted") else "function"
+        own = as_column(getattr(function, "__name__", type(function).__name__))
+        return own if own is not None and own != "lambda" else "function"
 
     @property
     def column(self) -> str:
         """The name of its column in the store."""
-        return f"reward_{self.label}"
+        return reward_column(self.label)
 
 
 def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
@@ -322,17 +324,88 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     return tuple(named)
 
 
+def weighted_sum(rewards: Sequence[Reward], values: Sequence[float | None]) -> float | None:
+    """Return the sum of weight times value over the rewards that apply, of a trajectory or of a turn; None if none do.
+
+    >>> weighted_sum(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), [1.0, None])
+    0.5
+    """
+    given = [one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None]
+    return sum(given) if given else None
+
+
 def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
     """Return what an environment's rewards of one turn add to the reward of the conversation, weighted and selected.
 
-    A function of one's own that reads them counts at the last turn, as it is called once.
+    A function of one's own, also one that reads the environment's rewards, counts as a whole at the last turn: it is
+    called once, when the conversation is over.
 
     >>> of_turn(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), {"reached": 1.0, "far": 9.0})
     0.5
     """
-    every = sum(one.weight for one in rewards if one.function is environment_reward)
-    named = {one.function.name: one.weight for one in rewards if isinstance(one.function, EnvironmentReward)}
-    return sum(value * (every + named.get(name, 0.0)) for name, value in gains.items())
+    every = sum(gains.values())
+    values = [
+        every
+        if one.function is environment_reward
+        else gains.get(one.function.name, 0.0)
+        if isinstance(one.function, EnvironmentReward)
+        else None
+        for one in rewards
+    ]
+    return weighted_sum(rewards, values) or 0.0
+
+
+def reward_weights(
+    reward: RewardFunction | Reward | Sequence[RewardFunction | Reward], of_environment: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return the names of the rewards that have a column each, with their weights; empty for one plain function.
+
+    Args:
+        reward: of a definition.
+        of_environment: the names of its environment's rewards. Where their sum is learned from, each is a reward.
+
+    >>> reward_weights([environment_reward, Reward(exact_match, weight=0.5)], ("reached", "nearer"))
+    {'reached': 1.0, 'nearer': 1.0, 'exact_match': 0.5}
+    """
+    found: dict[str, float] = {}
+    for one in rewards_of(reward):
+        names = [*filter(None, map(as_column, of_environment))] if one.function is environment_reward else []
+        for name in names or ([one.label] if has_columns(reward) else []):
+            found[name] = found.get(name, 0.0) + one.weight
+    return found
+
+
+def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
+    """Return the name under which a component of a reward's result is stored, like a reward of weight 0.
+
+    Its own, if the definition has one reward, or it is an environment's; else with the reward's name before it. None
+    for one that is the reward itself, or a reward of the definition already, or that cannot name a column.
+
+    >>> alone, both = rewards_of(exact_match), rewards_of([exact_match, token_match])
+    >>> part_name(alone, alone[0], "format"), part_name(both, both[1], "format"), part_name(alone, alone[0], "score")
+    ('format', 'token_match_format', None)
+    """
+    own = as_column(part)
+    if part in TOTALS or own is None:
+        return None
+    name = own if len(rewards) == 1 or one.function is environment_reward else f"{one.label}_{own}"
+    return None if name in [other.label for other in rewards] else name
+
+
+def may_have_parts(function: object) -> bool:
+    """Return whether a function's results may have components: those of this package are plain numbers."""
+    named: Any = function if hasattr(function, "__module__") else type(function)
+    return function is environment_reward or not str(named.__module__).startswith("rlhf_pipeline.")
+
+
+TOTALS: Final = ("score", "reward", "rewards")
+"""Of the components of a dict the first of these is the reward."""
+
+
+def as_column(text: str) -> str | None:
+    """Return a name as a column may have it, or None."""
+    name = re.sub(r"_+", "_", re.sub(r"[^A-Za-z0-9_]", "_", text)).strip("_")
+    return name if _COLUMN.match(name) and name != "trusted" else None
 
 
 def has_columns(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> bool:

@@ -35,6 +35,11 @@ class OpenEnv:
         self.action, self.show, self.arguments = action, show, arguments
         self.reward, self.has_effects = reward, has_effects
 
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The name of its reward."""
+        return (self.reward,)
+
     def __call__(self) -> OpenEnvSession:
         """Return a new conversation; the client connects when it is reset."""
         return OpenEnvSession(self, self.client())

@@ -11,16 +11,25 @@ import contextlib
 import functools
 import inspect
 import json
+import random
+import re
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.environments.environment import Environment, Step, Turn, checked_rewards
+from rlhf_pipeline.environments.environment import Step, Turn, checked_rewards, rewards_of_environment, text_of
+from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
 
-TOLD: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a tool that the policy is told, as wrong arguments cause them; any other fails the conversation."""
+TOLD: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, re.error, SyntaxError),
+    *(TypeError, ValueError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError),
+)
+"""Errors of a tool that the policy is told, as arguments cause them; any other fails the conversation."""
+RESERVED: Final = frozenset({"reset", "get_reward", "close"})
+"""Methods of a class in TRL's form that are no tools."""
 
 
 class Tools:
@@ -28,11 +37,12 @@ class Tools:
 
     A `def` runs in a thread of its own, so that one that waits for a network or hangs stops nobody. A call that cannot
     be read, names no tool, has other arguments than the tool takes, or raises one of `TOLD`, is answered with that
-    error; whatever else a tool raises, and a result that is neither text nor JSON, fails the conversation.
+    error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails the conversation.
 
     Args:
         functions: with annotations and docstrings.
         has_effects: they change something outside the conversation.
+        told: further errors that arguments cause, such as those of a database about a query.
 
     Raises:
         DefinitionError: a function lacks an annotation or a docstring.
@@ -49,11 +59,17 @@ class Tools:
     3
     """
 
-    def __init__(self, *functions: Callable[..., Any], has_effects: bool = False) -> None:
+    def __init__(
+        self,
+        *functions: Callable[..., Any],
+        has_effects: bool = False,
+        told: Sequence[type[Exception]] = (),
+    ) -> None:
         if not functions:
             raise DefinitionError("Tools: give it at least one function.")
         self.functions = {_name(function): function for function in functions}
         self.has_effects = has_effects
+        self.told = (*TOLD, *told)
         for function in functions:
             if not callable(function) or not inspect.getdoc(function):
                 raise DefinitionError(f"Tools: {_name(function)} needs a docstring that says what it does.")
@@ -65,27 +81,37 @@ class Tools:
 
     def __call__(self) -> Session:
         """Return a new environment."""
-        return Session(self.functions)
+        return Session(self.functions, told=self.told)
 
 
 class MethodTools:
     """An environment from a class in TRL's form: `reset(**row)`, public methods that are tools, `get_reward()`.
 
-    `reset` gets the columns of the prompt's data, with `prompt` and `answer`; what it returns is put after the prompt.
+    `reset` gets the columns of the prompt's data that it asks for, with `prompt` (messages, where it is messages) and
+    `answer`; what it returns is put after the prompt. The generators of `random` and NumPy are seeded for it, so that
+    members of a group that draw a task draw the same. `get_reward` may be `async`, and return a number, None,
+    or a mapping of names to numbers; a class attribute `told` names further errors of tools that the policy is told.
+
+    Args:
+        made: returns a new object.
+        kind: its class, where `made` is not the class itself.
     """
 
-    def __init__(self, made: Callable[[], Any]) -> None:
+    def __init__(self, made: Callable[[], Any], kind: type | None = None) -> None:
         self.made = made
-        self.has_effects = bool(getattr(made, "has_effects", False))
+        self.kind: Any = made if kind is None else kind
+        self.has_effects = bool(getattr(self.kind, "has_effects", False))
+        self.rewards = rewards_of_environment(self.kind)
+        self.told = (*TOLD, *getattr(self.kind, "told", ()))
         self.names = [
             name
-            for name, value in inspect.getmembers(made, callable)
-            if not name.startswith("_") and name not in ("reset", "get_reward", "close")
+            for name, _ in inspect.getmembers(self.kind, inspect.isroutine)
+            if not name.startswith("_") and name not in RESERVED
         ]
         if not self.names:
             raise DefinitionError(
-                f"the environment {getattr(made, '__name__', made)} has neither a method `step` nor methods that are "
-                "tools."
+                f"the environment {getattr(self.kind, '__name__', self.kind)} has neither a method `step` nor methods "
+                "that are tools."
             )
 
     @functools.cached_property
@@ -97,65 +123,128 @@ class MethodTools:
     def __call__(self) -> Session:
         """Return a new environment."""
         owner = self.made()
-        return Session({name: getattr(owner, name) for name in self.names}, owner)
+        return Session({name: getattr(owner, name) for name in self.names}, owner, told=self.told)
 
 
 class Session:
     """One conversation with tools; made by `Tools` and `MethodTools`."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], owner: Any = None) -> None:
-        self.functions = functions
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        owner: Any = None,
+        *,
+        told: tuple[type[BaseException], ...] = TOLD,
+    ) -> None:
+        self.functions, self.told = functions, told
         self.owner = owner
 
-    def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Mapping[str, Any]] | None:
+    def reset(self, prompt: Prompt, seed: int) -> Any:
         """Show the prompt, and after it what the owner of the tools returns."""
         if self.owner is None or not hasattr(self.owner, "reset"):
             return None
-        shown = self.owner.reset(**{"prompt": prompt.text, "answer": prompt.answer, **prompt.meta})
-        if not shown:
-            return None
-        if not isinstance(shown, str):
-            raise TypeError(f"reset returned {type(shown).__name__}; it must return text or None")
-        said = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
-        return [*said[:-1], {**said[-1], "content": f"{said[-1]['content']}{shown}"}]
+        row = {"prompt": prompt.text if prompt.messages is None else [*map(dict, prompt.messages)]}
+        row |= {"answer": prompt.answer, **prompt.meta}
+        taken = inspect.signature(self.owner.reset).parameters.values()
+        if not any(one.kind is one.VAR_KEYWORD for one in taken):
+            row = {one.name: row[one.name] for one in taken if one.name in row}
+        with _seeded(seed):
+            shown = self.owner.reset(**row)
+        return _awaited_shown(prompt, shown) if inspect.isawaitable(shown) else _shown(prompt, shown)
 
     async def step(self, turn: Turn) -> Step:
         """Make the calls of a turn, one after the other; a turn without a call ends the conversation."""
-        if turn.call_error is not None and turn.finish_reason == "stop":
+        if turn.call_error is not None and turn.finish_reason == STOP:
             return Step([{"role": "tool", "content": f"error: {turn.call_error}"}])
         if not turn.tool_calls:
             return Step(done=True)
-        replies: list[dict[str, Any]] = []
+        replies, call_errors = list[dict[str, Any]](), 0
         for call in turn.tool_calls:
-            content = await self._called(str(call["name"]), dict(call["arguments"]))
+            content, made = await self._called(str(call["name"]), dict(call["arguments"]))
             replies.append({"role": "tool", "name": call["name"], "content": content})
-        return Step(replies)
+            call_errors += not made
+        return Step(replies, call_errors=call_errors)
 
-    def end(self, reason: str) -> Mapping[str, float]:
-        """Return the owner's reward, if it has one."""
-        if not hasattr(self.owner, "get_reward"):
+    def end(self, reason: str) -> Any:
+        """Return the owner's reward, if it has one and the conversation is one to reward."""
+        if not hasattr(self.owner, "get_reward") or reason == FAILED:
             return {}
         given = self.owner.get_reward()
-        return checked_rewards(given if isinstance(given, Mapping) else {"reward": given})
+        return _awaited_rewards(given) if inspect.isawaitable(given) else _named(given)
 
-    async def _called(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what the policy reads of a call."""
+    async def _called(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Return what the policy reads of a call, and whether it could be made."""
         function = self.functions.get(name)
         if function is None:
-            return f"error: there is no tool {name!r}; there are {', '.join(sorted(self.functions))}"
+            return f"error: there is no tool {name!a:.80}; there are {', '.join(sorted(self.functions))}", False
         try:
             inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            return f"error: {type(error).__name__}: {error}", False
+        try:
             result = await result_of(function, arguments)
         except TimeoutError:
             raise
-        except TOLD as error:
-            return f"error: {type(error).__name__}: {error}"
-        if isinstance(result, str):
-            return result
-        try:
-            return json.dumps(result, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
-            raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
+        except self.told as error:
+            return f"error: {type(error).__name__}: {error}", True
+        return _as_text(name, result), True
+
+
+def _as_text(name: str, result: Any) -> str:
+    """Return a tool's result as the policy reads it."""
+    if isinstance(result, str):
+        return result
+    parts = cast("list[Any]", result) if isinstance(result, list) else []
+    if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
+        return text_of(parts, f"the result of the tool {name}")
+    plain: Any = cast("Any", result).tolist() if hasattr(result, "tolist") else result  # of NumPy or torch
+    try:
+        return json.dumps(plain, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Let the generators of `random`, and of NumPy if it is in use, draw what follows from a seed, for a while."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def _shown(prompt: Prompt, shown: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Return the prompt with what `reset` returned after it; None for the prompt alone."""
+    if shown is None or shown == "":
+        return None
+    if not isinstance(shown, (str, list)):
+        raise TypeError(f"reset returned {type(shown).__name__}; it must return text, parts of text, or None")
+    said = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
+    asked = text_of(said[-1]["content"], "the prompt")
+    whole = (asked if asked.strip() else "") + text_of(cast("Any", shown), "what reset returned")
+    return [*said[:-1], {**said[-1], "content": whole}]
+
+
+async def _awaited_shown(prompt: Prompt, shown: Awaitable[Any]) -> Sequence[Mapping[str, Any]] | None:
+    return _shown(prompt, await shown)
+
+
+def _named(given: Any) -> dict[str, float]:
+    """Return what `get_reward` returned, by name; nothing for None, which says that it does not apply."""
+    if given is None:
+        return {}
+    return checked_rewards(given if isinstance(given, Mapping) else {"reward": given})
+
+
+async def _awaited_rewards(given: Awaitable[Any]) -> dict[str, float]:
+    return _named(await given)
 
 
 async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -186,18 +275,3 @@ async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def maker_of(environment: Callable[[], Any]) -> Callable[[], Environment]:
-    """Return what makes one environment per conversation."""
-    if not callable(environment):
-        raise DefinitionError(
-            f"environment is {type(environment).__name__}; give the class itself, or a function that returns a new "
-            "environment for each conversation."
-        )
-    if inspect.isclass(environment) and not hasattr(environment, "step"):
-        return MethodTools(environment)
-    needed = [name for name in ("reset", "step") if not hasattr(environment, name)]
-    if inspect.isclass(environment) and needed:
-        raise DefinitionError(f"the environment {environment.__name__} has no method {needed[0]}.")
-    return cast("Callable[[], Environment]", environment)

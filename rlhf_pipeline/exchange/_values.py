@@ -1,21 +1,19 @@
-"""Rows of a store as Arrow and JSON have them, and back, without loss; and the batch that rows become."""
+"""Rows of a store as Arrow and JSON have them, and back, without loss."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rlhf_pipeline.data.files import need
 from rlhf_pipeline.errors import DataError
-from trajectory_store import Column, RaggedArray, Schema, StoreError
-from trajectory_store.batch import Batch, prepare
+from trajectory_store import Column, Schema, StoreError
 
 SCHEMA_FILE = "trajectory_schema.json"
 """Beside an exported data set: the columns of the store, which Arrow alone does not tell."""
@@ -131,44 +129,3 @@ def _value(column: Column, given: Any) -> Any:
     if lost.any():
         raise ValueError(f"{array[lost].flat[0]} does not fit")
     return made
-
-
-def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return rows as a batch of a store; a column that some of them lack is filled there, and not said to be given."""
-    data: dict[str, Any] = {}
-    partial: dict[str, npt.NDArray[np.bool_]] = {}
-    for column in schema:
-        name, given = column.name, np.array([column.name in row for row in rows])
-        if not given.any():
-            continue
-        if not given.all():
-            partial[name] = given
-        if column.is_text:
-            fill = column.fill_bytes if column.dtype == "bytes" else column.fill_value
-            data[name] = [row.get(name, fill) for row in rows]
-        elif column.axis is None:
-            data[name] = np.array([row.get(name, column.fill_value) for row in rows], column.np_dtype)
-        else:
-            beside = [other.name for other in schema.axes[column.axis]]
-            values = [np.asarray(row[name]) if name in row else _filled(column, beside, row) for row in rows]
-            data[name] = RaggedArray(np.concatenate(values), np.array([len(row) for row in values], np.int64))
-    batch = prepare(schema, data)
-    batch.partial |= partial
-    return batch
-
-
-def _filled(column: Column, beside: Sequence[str], row: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Return what stands for a ragged column in a row that lacks it: as long as the columns that it lies beside."""
-    length = next((len(row[name]) for name in beside if name in row), 0)
-    return np.full((length, *column.shape), column.fill_value, column.np_dtype)
-
-
-def weighted(scores: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the weighted sum of `[n, functions]` rewards as TRL forms it: NaN counts as 0, unless all are NaN.
-
-    >>> weighted(np.array([[1.0, np.nan], [np.nan, np.nan]]), np.array([2.0, 1.0])).tolist()
-    [2.0, nan]
-    """
-    total = np.nansum(scores * weights, axis=1)
-    total[np.isnan(scores).all(axis=1)] = np.nan
-    return total

@@ -1,302 +1,34 @@
-"""One completion of another tool, checked, and the fields of a file's row that it is made of."""
+"""The fields of a file's row that a record is made of."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
-from rlhf_pipeline.buffer.filters import seconds_of
 from rlhf_pipeline.data.files import field_of
-from rlhf_pipeline.data.rewards import LARGEST
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
+from trajectory_store.raw_rollout import (
+    VALUES,
+    RawRollout,
+    Row,
+    as_ids,
+    as_list,
+    as_mask,
+    as_reward,
+    ended,
+    shown,
+    state_of,
+    values_of,
+)
 
-Row = Mapping[str, Any]
-"""One row of a file, as JSON or Arrow gives it."""
-Messages = Sequence[Mapping[str, Any]]
-
+MESSAGES = "messages"
+"""A target of its own: chat messages that are a prompt and a completion in one."""
 NONE = "none"
 """What the user writes to leave out a target that the rows have."""
-ROUNDING = 1e-4
-"""A log-prob may lie above 0 by this much, where an engine rounds."""
-FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
-_LAST_SECOND = 253_402_300_799
-_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message, beside its content, of what the policy produced."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawRollout:
-    """One completion of one prompt: what a file's row becomes, whichever tool wrote it.
-
-    Only what the file holds is given; an empty field is unknown, and nothing takes its place.
-    """
-
-    prompt: str | Messages = ""
-    """Text or chat messages; empty where only token ids are known."""
-    completion: str = ""
-    prompt_ids: Sequence[int] | None = None
-    completion_ids: Sequence[int] | None = None
-    completion_mask: Sequence[bool] | None = None
-    """Which completion tokens the policy sampled; None for all of them."""
-    mask_known: bool = True
-    """False where the completion holds words of an environment and the file does not tell which: it stays out of the
-    loss, and its reward counts for its group."""
-    log_probs: Sequence[float | None] | None = None
-    """Behaviour log-probs, one per completion token; None where unknown."""
-    ref_log_probs: Sequence[float | None] | None = None
-    reward: float = math.nan
-    advantage: float = math.nan
-    group: Hashable | None = None
-    """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
-    one_prompt: bool = True
-    """The members of a named group have one prompt."""
-    identity: Hashable | None = None
-    """The same in every file that the tool wrote this completion to."""
-    evaluation: bool = False
-    policy_version: int = 0
-    finish_reason: str = ""
-    failure: str = ""
-    """One of `FAILURES`: its reward is not trusted and not learned from."""
-    answer: str | None = None
-    created_at: float = math.nan
-    as_chat: bool = True
-    """A text prompt goes through the tokenizer's chat template, where it has one."""
-    meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Other fields of the row, JSON-ready."""
-
-
-# -- values of fields: each function returns what a record has, or raises a DataError that names the field -------------
-
-
-def shown(value: Any) -> str:
-    """Return a value as an error message shows it: its type, and its beginning."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not spell out integers of more than a few thousand digits
-        text = f"of {value.bit_length():,} bits"
-    return f"{type(value).__name__} {text[:57] + '...' if len(text) > 60 else text}"
-
-
-def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """Return what one chat message says; the text parts of a content that is a list of parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
-
-
-def text_of(value: str | Messages) -> str:
-    r"""Return a prompt or completion as text for people: one message is its content, more are marked by role.
-
-    >>> text_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}])
-    '[system]\nBe brief.\n\n[user]\n1+1'
-    """
-    if isinstance(value, str):
-        return value
-    if len(value) == 1:
-        return message_text(value[0])
-    return "\n\n".join(f"[{message.get('role')}]\n{message_text(message)}" for message in value)
-
-
-def check_text(text: str, name: str) -> str:
-    """Return `text` if it can be written as UTF-8, which half of a surrogate pair cannot, though JSON can spell it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(f"field '{name}' holds half of a surrogate pair ({half}), which is not text.") from None
-    return text
-
-
-def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
-    """Refuse messages that say more than their text, or of the completion another role's: what would be lost."""
-    roles = ", ".join(str(message.get("role")) for message in messages)
-    if sampled and roles != "assistant":
-        raise DataError(
-            f"field '{name}' holds {len(messages)} messages ({roles}) and no token ids; which of its "
-            "tokens the policy produced cannot be told from the text. Export the token ids too."
-        )
-    for message in messages:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
-        more = [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
-        more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
-        if more:
-            raise DataError(
-                f"field '{name}' holds more than text and no token ids: {shown(more[0])}. It would be lost when the "
-                "text is encoded. Export the token ids too."
-            )
-
-
-def as_prompt(value: Any, name: str) -> str | Messages:
-    """Return text, or chat messages, of each the content as one text where it comes in parts."""
-    if not isinstance(value, str) and not is_messages(value):
-        raise DataError(f"field '{name}' must be text or chat messages, got {shown(value)}.")
-    check_text(text_of(value), name)
-    if isinstance(value, str):
-        return value
-    parts = any(isinstance(message.get("content"), list) for message in value)
-    return [{**message, "content": message_text(message)} for message in value] if parts else value
-
-
-def as_number(value: Any, name: str) -> float:
-    """Return a float; True is 1.0, null is NaN, and a number in quotes is that number."""
-    if value is None:
-        return math.nan
-    if isinstance(value, (bool, int, float, str)):
-        try:
-            return float({"true": 1, "false": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value)
-        except OverflowError:
-            raise DataError(f"field '{name}' must be a number of reasonable size, got {shown(value)}.") from None
-        except ValueError:
-            pass
-    raise DataError(f"field '{name}' must be a number, got {shown(value)}.")
-
-
-def as_reward(value: Any, name: str) -> float:
-    """Return a reward or an advantage: a finite float32, or NaN where there is none."""
-    if isinstance(value, list):
-        raise DataError(f"field '{name}' must be one reward, got a list of {len(value)}: {shown(value)}.")
-    reward = as_number(value, name)
-    if not (abs(reward) <= LARGEST or reward != reward):
-        raise DataError(
-            f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {shown(value)}. "
-            "Write null where there is no reward."
-        )
-    return reward
-
-
-def as_advantage(value: Any, name: str) -> float:
-    """Return an advantage: a number, or the one that all of a list are, apart from nulls."""
-    if not isinstance(value, list):
-        return as_reward(value, name)
-    found = {number for number in (as_reward(item, name) for item in value) if number == number}
-    if len(found) > 1:
-        raise DataError(
-            f"field '{name}' differs between tokens ({', '.join(f'{number:g}' for number in sorted(found)[:3])}), and "
-            "a trajectory has one advantage. Leave it out: --field advantage=none"
-        )
-    return found.pop() if found else math.nan
-
-
-def as_int(value: Any, name: str) -> int:
-    """Return an int of 64 bits; digits in quotes are taken as the number that they spell."""
-    if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,29}\s*", value):
-        value = int(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DataError(f"field '{name}' must be a whole number, got {shown(value)}.")
-    if not abs(value) <= 2**63 - 1:
-        raise DataError(f"field '{name}' must be a whole number of at most {2**63 - 1}, got {shown(value)}.")
-    return value
-
-
-def as_time(value: Any, name: str) -> float:
-    """Return seconds since 1970: a number, a date and time of Arrow's, or one in text."""
-    try:
-        seconds = seconds_of(value) if isinstance(value, (str, datetime.datetime)) else as_number(value, name)
-    except ValueError:
-        raise DataError(f"field '{name}' must be seconds or a date such as 2026-01-31, got {shown(value)}.") from None
-    if abs(seconds) > _LAST_SECOND:
-        raise DataError(
-            f"field '{name}' must be seconds since 1970, got {shown(value)}, which is no date before the year 10000. "
-            "Divide it, or leave it out: --field created_at=none"
-        )
-    return seconds
-
-
-def as_list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise DataError(f"field '{name}' must be a list, got {shown(value)}.")
-    return value
-
-
-def as_ids(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or any(type(item) is not int or not 0 <= item < 2**31 for item in value):
-        raise DataError(f"field '{name}' must be a list of token ids, got {shown(value)}.")
-    return value
-
-
-def as_mask(value: Any, name: str) -> list[bool]:
-    for place, item in enumerate(as_list(value, name)):
-        if item not in (0, 1):
-            raise DataError(f"field '{name}' must hold 0 and 1, or false and true, got {shown(item)} at place {place}.")
-    return [bool(item) for item in value]
-
-
-def as_scores(value: Any, name: str) -> list[float | None]:
-    """Return one log-prob per token, finite and not above 0; None where there is none (null or NaN)."""
-    scores: list[float | None] = []
-    for place, item in enumerate(as_list(value, name)):
-        score = item if type(item) is float else as_number(item, f"{name}[{place}]")
-        if not (-LARGEST <= score <= ROUNDING or score != score):
-            raise DataError(
-                f"field '{name}' must hold log-probs, which are finite and not above 0, got {shown(item)} at place "
-                f"{place}. Write null where a token has none."
-            )
-        scores.append(None if score != score else score)
-    return scores
-
-
-def as_answer(value: Any, name: str) -> str:
-    """Return a reference answer as text: what is not text becomes JSON."""
-    return check_text(value, name) if isinstance(value, str) else json.dumps(value, ensure_ascii=True, default=str)
-
-
-def as_reason(value: Any, name: str) -> str:
-    """Return why a completion ended, as text: a word, or a number as vLLM gives for a stop token."""
-    if isinstance(value, float) and value != value:
-        return ""
-    if not isinstance(value, (str, int)):
-        raise DataError(f"field '{name}' must be text, got {shown(value)}.")
-    return check_text(str(value), name)
-
-
-VALUES: Mapping[str, Callable[[Any, str], Any]] = {
-    "prompt": as_prompt,
-    "completion": lambda value, name: text_of(as_prompt(value, name)),
-    "prompt_ids": as_ids,
-    "completion_ids": as_ids,
-    "completion_mask": as_mask,
-    "log_probs": as_scores,
-    "ref_log_probs": as_scores,
-    "reward": as_reward,
-    "advantage": as_advantage,
-    "policy_version": as_int,
-    "finish_reason": as_reason,
-    "failure": lambda value, name: value if value in FAILURES else "tool_error" if value else "",
-    "answer": as_answer,
-    "created_at": as_time,
-}
-"""How the value of a field becomes what a record has under that name."""
-
-
-def values_of(given: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing."""
-    raw = {target: value for target, value in given.items() if value is not None}
-    names = names or {}
-    for target in ("prompt", "completion"):
-        messages = raw.get(target)
-        if is_messages(messages) and f"{target}_ids" not in raw:
-            check_is_text(messages, names.get(target, target), sampled=target == "completion")
-    if "completion_mask" in raw:
-        mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))
-        for target in ("log_probs", "ref_log_probs", "advantage"):
-            if isinstance(values := raw.get(target), list) and len(values) == len(mask):
-                raw[target] = [value if on else None for value, on in zip(values, mask, strict=True)]
-    return {name: made(raw[name], names.get(name, name)) for name, made in VALUES.items() if name in raw}
-
 
 # -- the fields of a row -----------------------------------------------------------------------------------------------
 
@@ -326,9 +58,12 @@ class Fields:
         path: Path = Path(),
         number: int = 0,
         one_turn: bool = False,
+        shown: bool = False,
         beside: dict[Any, Any] | None = None,
     ) -> None:
         self.row, self.given, self.one_turn = row, given or {}, one_turn
+        self.shown = shown
+        """The rows are only looked at: what cannot be learned from is let through, and out of the loss."""
         self.path, self.number = path, number
         """The file, and the row's place in it."""
         self.beside = beside or {}
@@ -341,6 +76,7 @@ class Fields:
     def of(self, row: Row) -> Fields:
         """Return the fields of another row in the place of this one."""
         made = Fields(row, self.given, path=self.path, number=self.number, one_turn=self.one_turn, beside=self.beside)
+        made.shown = self.shown
         made.about = self.about
         return made
 
@@ -362,6 +98,7 @@ class Fields:
     def there(self) -> str:
         return f"The row has: {', '.join(sorted(map(str, self.row)))}."
 
+    @as_ours()
     def take(self, **wanted: str | Made) -> dict[str, Any]:
         """Return values by target, checked; those that the user names, too, and none that the user leaves out."""
         wanted |= {target: path for target, path in self.given.items() if target in VALUES}
@@ -375,6 +112,7 @@ class Fields:
         made = values_of(
             {target: self.value(path) if isinstance(path, str) else path.value for target, path in wanted.items()},
             names,
+            shown=self.shown,
         )
         return made if reward is None else made | {"reward": reward}
 
@@ -390,15 +128,25 @@ class Fields:
         **wanted: str | Made | None,
     ) -> RawRollout:
         """Return the record that these fields make, of those in `made` and of those by name."""
-        found = self.take(**{target: how for target, how in {**(made or {}), **wanted}.items() if how is not None})
-        if not (one_turn or self.one_turn) and found.get("completion") and "completion_ids" not in found:
-            raise DataError(
-                "the completion may hold words of an environment (the file does not tell which words were sampled). "
-                "Export token ids with a mask, skip such rows with --skip-bad N, or say that there are none: --one-turn"
+        asked = {target: how for target, how in {**(made or {}), **wanted}.items() if how is not None}
+        if "failure" not in asked:
+            field, reason, failure = state_of(self.row)
+            asked |= {"failure": Made(field, failure)} if failure else {}
+            asked |= {"finish_reason": Made(field, reason)} if reason else {}
+        found = self.take(**asked)
+        reason, failure = ended(found.get("finish_reason", ""), found.get("failure", ""))
+        found |= {"finish_reason": reason, "failure": failure}
+        known = one_turn or not found.get("completion") or "completion_ids" in found
+        if not (known or self.one_turn or self.shown):
+            raise DefinitionError(
+                "the completions are text, and whether they hold words of an environment is not in the file. Say that "
+                "they are of one turn: --one-turn. Else export token ids with a mask of what was sampled"
             )
         self.about["group"] = "rows in turn with one prompt" if group is None else group.how
         kept = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
-        return RawRollout(**found, group=None if group is None else group.value, meta=kept, **(flags or {}))
+        named = None if group is None else group.value
+        about = {"one_turn": known, "mask_known": known or not self.shown, **(flags or {})}
+        return RawRollout(**{**about, **found}, group=named, meta=kept)
 
     def reward(self, text: str) -> float:
         """Return the reward that a field, or a sum such as `A+0.5*B`, holds; NaN where no part has a value."""
@@ -426,9 +174,9 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
 def check_targets(given: Mapping[str, str]) -> None:
     """Refuse a `--field` whose target does not exist."""
     for target, name in given.items():
-        if target not in VALUES:
+        if target not in (*VALUES, MESSAGES):
             raise DefinitionError(
-                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, VALUES)
+                f"--field {target}={name}: there is no target '{target}'." + did_you_mean(target, [*VALUES, MESSAGES])
             )
 
 

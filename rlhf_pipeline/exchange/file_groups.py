@@ -6,25 +6,28 @@ import hashlib
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import RawRollout
+from trajectory_store.raw_rollout import RawRollout
 
 _NAME = (
     "Name the field that tells groups apart: --group FIELD (of the prompt, as a dotted path), or how many in turn are "
-    "one: --group 8. Or keep them so: --group none"
+    "one: --group 8"
 )
 
 
 class FileGroups:
-    """Numbers the groups of a file."""
+    """Numbers the groups of a file.
 
-    def __init__(self, in_turn: int | None, *, checked: bool) -> None:
+    A group is what its rows name; else the rows of one prompt and version that stand together, or, where `by_prompt`,
+    all rows of one prompt and version. `in_turn`: so many rows in turn are one, whatever they name.
+    """
+
+    def __init__(self, in_turn: int | None = None, *, by_prompt: bool = False, checked: bool) -> None:
         self._numbers: dict[bytes, tuple[int, bytes]] = {}
         """The number and the prompt of each group."""
-        self._runs: dict[bytes, int] = {}
-        """How many records in turn had a prompt, the last time."""
+        self._seen: set[bytes] = set()
+        """The prompts of rows that name no group."""
         self._last: Any = None
-        self._length = 0
-        self._in_turn, self._checked = in_turn, checked
+        self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
         self.num_members = self.num_graded = 0
 
     def number(self, record: RawRollout, row: int) -> int:
@@ -33,11 +36,19 @@ class FileGroups:
         asked, key = _digest((record.policy_version, prompt)), record.group
         if self._in_turn is not None:
             key = ("in turn", self.num_members // self._in_turn)
+        elif self._by_prompt:
+            key = asked
         elif key is None:
             if self._last is None or self._last[0] != asked:
-                self._end_run(asked)
+                if self._checked and asked in self._seen:
+                    fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
+                    raise DefinitionError(
+                        "a prompt comes back after others, and no field says whether its rows are one group. "
+                        f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. Or keep them so: "
+                        "--group none"
+                    )
+                self._seen.add(asked)
                 self._last = (asked, row)
-            self._length += 1
             key = self._last
         self.num_members += 1
         self.num_graded += record.reward == record.reward
@@ -49,23 +60,12 @@ class FileGroups:
             )
         return number
 
-    def _end_run(self, then: bytes) -> None:
-        """Refuse rows that are not in the order of their groups: prompts that come back, now more often, now less."""
-        if self._last is not None:
-            prompt, length = self._last[0], self._length
-            if self._checked and self._runs.setdefault(prompt, length) != length:
-                raise DefinitionError(
-                    "the rows of one prompt do not stand in turn, and no field says which are one group: "
-                    f"{self._runs[prompt]} in turn, and later {length} of the same prompt. {_NAME}"
-                )
-        self._length = 0
-
     def check(self) -> None:
         """Refuse groups of one: GRPO learns nothing from them, and would not say so."""
         if self._checked and self.num_graded > 1 and len(self._numbers) == self.num_members:
             raise DefinitionError(
                 f"each of its {self.num_members:,} trajectories is a group of its own, so none has another to be "
-                f"better than, and GRPO learns nothing. {_NAME}"
+                f"better than, and GRPO learns nothing. {_NAME}. Or keep them so: --group none"
             )
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from trajectory_store import Schema, StoreExistsError, StoreNotFoundError, TrajectoryStore
+from trajectory_store import Schema, TrajectoryStore
+from trajectory_store.source_ids import NAME, SOURCE_BITS, held, next_base, open_or_create
 
-SOURCE_BITS = 40
-"""Trajectory and group ids are the number of the file in the store, shifted by this, plus the place in the file."""
-NAME = "trajectory_id"
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
 """What a trajectory is: columns that no later value changes."""
 
@@ -44,46 +42,14 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def held(store: Path, *, shared: bool = False, refusal: str) -> Iterator[None]:
-    """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone."""
-    folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunExistsError(refusal) from error
-        yield
-    finally:
-        os.close(folder)
-
-
-def next_base(store: TrajectoryStore) -> int:
-    """Return what to add to places for trajectory and group ids that nothing in the store has."""
-    ids = store.ids()
-    if not len(ids):
-        return 0
-    highest = max(int(store.read_scalars(name, ids).max()) for name in (NAME, "group_id"))
-    return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
-
-
-def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectoryStore:
-    """Open a store for appending, or make it; other processes may do so, too."""
-    with suppress(StoreNotFoundError):
-        return TrajectoryStore.open(path, mode="a", durability=durability)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return TrajectoryStore.create(path, schema, durability=durability or "process")
-    except StoreExistsError:  # another process was first
-        return TrajectoryStore.open(path, mode="a", durability=durability)
-
-
-@contextmanager
 def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterator[TrajectoryStore]:
     """Open a store for exclusive use by an import; create it if it does not exist."""
     store = open_or_create(path, schema, durability)
     refusal = f"another import is writing to {path}. Wait for it, or name another store."
     try:
-        with held(path, refusal=refusal):
+        with ExitStack() as stack:
+            with as_ours():
+                stack.enter_context(held(path, refusal=refusal))
             store.refresh()
             lacking = [column for column in schema if column.name not in store.schema]
             fixed = ", ".join(column.name for column in lacking if not column.optional)

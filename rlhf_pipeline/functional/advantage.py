@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
@@ -16,11 +17,13 @@ __all__ = [
     "EstimatorEntry",
     "EstimatorFunction",
     "GroupAdvantage",
+    "NamedRewards",
     "Returns",
     "checked_estimator",
     "estimator_of",
     "group_advantage",
     "penalty_rounding",
+    "takes_rewards",
     "turn_advantage",
     "whitened_step_rewards",
 ]
@@ -32,12 +35,34 @@ RELATIVE_SPREAD_FLOOR: Final = 1e-12
 """A spread below this part of the group's mean absolute return is rounding, not signal (float64 sums)."""
 
 
-EstimatorFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+EstimatorFunction = Callable[..., torch.Tensor]
 """An estimator: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
 
 The members of a group have its number, from 0, and may come in any order; advantages of groups without spread are set
 to 0 afterwards. It sees whole groups, and one of your own must not depend on which of them come in one call.
+
+One with the further arguments `rewards`, `names` or `weights` gets those of the fields of `NamedRewards` by name: the
+named rewards float64 [N, R], each unweighted and NaN where it does not apply, and what each of the R is called and
+weighs. A group then has spread if any reward has.
 """
+
+
+class NamedRewards(NamedTuple):
+    """The rewards of trajectories, one by one.
+
+    Attributes:
+        rewards: float64 [N, R], without weights; NaN where one does not apply.
+        names: [R].
+        weights: [R]; the task reward is the sum of weight times reward over those that apply.
+    """
+
+    rewards: torch.Tensor
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+
+    def take(self, index: torch.Tensor | slice) -> NamedRewards:
+        """Return those of the given trajectories."""
+        return self._replace(rewards=self.rewards[index])
 
 
 class Returns(NamedTuple):
@@ -51,6 +76,7 @@ class Returns(NamedTuple):
         centred: float64 [N], values less the mean of their group.
         std: float64 [groups], unbiased.
         degenerate: bool [N].
+        named: the rewards one by one; without names, the returns alone.
     """
 
     values: torch.Tensor
@@ -60,6 +86,7 @@ class Returns(NamedTuple):
     centred: torch.Tensor
     std: torch.Tensor
     degenerate: torch.Tensor
+    named: NamedRewards
 
 
 class EstimatorEntry(NamedTuple):
@@ -70,12 +97,14 @@ class EstimatorEntry(NamedTuple):
         by_batch: it divides by the spread of a whole batch, so the caller must define the batch.
         of_batch: its baseline is the batch, so only a batch without spread is degenerate.
         by_turn: it compares turns, see `turn_advantage`; of one number per trajectory it makes one turn.
+        by_reward: it takes the named rewards one by one, so a group has spread if one of them has.
     """
 
     advantages: Callable[[Returns], torch.Tensor]
     by_batch: bool = False
     of_batch: bool = False
     by_turn: bool = False
+    by_reward: bool = False
 
 
 class GroupAdvantage(NamedTuple):
@@ -145,6 +174,7 @@ def group_advantage(
     lengths: torch.Tensor | None = None,
     task_rewards: torch.Tensor | None = None,
     rounding: torch.Tensor | None = None,
+    named: NamedRewards | None = None,
 ) -> GroupAdvantage:
     """Compute one advantage per trajectory, relative to the members of its group that arrived.
 
@@ -159,6 +189,9 @@ def group_advantage(
       spread). arXiv:2508.08221.
     * `opo`: `R - sum(L R) / sum(L)`, the baseline weighted by completion length `L`. arXiv:2505.23585.
     * `turn_grpo`: `grpo` for each turn, see `turn_advantage`; here, of one number per trajectory, it is `grpo`.
+    * `gdpo`: of the rewards `r_k` one by one, `a_k = (r_k - mean_k) / (std_k + 1e-6)` within the group, their weighted
+      sum `s = sum_k weight_k a_k`, then `(s - mean_batch(s)) / (std_batch(s) + 1e-6)`. A reward that does not apply to
+      a trajectory leaves the group's `mean_k` and `std_k` and adds nothing to `s`. arXiv:2601.05242, equations 4 to 6.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
     flagged, never NaN. For `reinforce_pp` the baseline is the batch, so group members without spread keep
@@ -176,6 +209,8 @@ def group_advantage(
         lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
         task_rewards: [N], the rewards without the penalty; used together with `rounding`.
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
+        named: the rewards one by one, for `gdpo` and functions that ask for them; None takes the returns as the only
+            one.
 
     Returns:
         `(advantages [N], degenerate [N])` as a named tuple.
@@ -217,6 +252,11 @@ def group_advantage(
     if task_rewards is not None and rounding is not None:
         beyond = indexed_sum((centred.abs() > rounding.double()).double(), index, groups)
         flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
+    if named is None:
+        named = NamedRewards(r[:, None], ("task_reward",), (1.0,))
+    elif entry.by_reward:
+        named = named._replace(rewards=named.rewards.double())
+        flat = flat & _without_spread(named, index, groups)
     degenerate = flat[index]
 
     if entry.of_batch:
@@ -226,7 +266,7 @@ def group_advantage(
         if task_rewards is not None and rounding is not None:
             flat = flat | ((task_rewards == task_rewards[0]).all() & (batch.abs() <= rounding.double()).all())
         degenerate = flat.expand_as(degenerate)
-    advantages = entry.advantages(Returns(r, index, lengths, size, centred, std, degenerate))
+    advantages = entry.advantages(Returns(r, index, lengths, size, centred, std, degenerate, named))
     return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
 
 
@@ -261,6 +301,33 @@ def _opo(found: Returns) -> torch.Tensor:
     return found.values - _length_baseline(found.values, found.groups, len(found.size), found.lengths)
 
 
+def _moments(reward: torch.Tensor, index: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a reward less its group's mean, 0 where it does not apply, and its unbiased spread in each group."""
+    there = reward.isfinite()
+    given, count = torch.where(there, reward, 0.0), indexed_sum(there.double(), index, groups)
+    mean = indexed_sum(given, index, groups) / count.clamp_min(1)
+    centred = torch.where(there, given - mean[index], 0.0)
+    std = (indexed_sum(centred.square(), index, groups) / (count - 1).clamp_min(1)).sqrt()
+    scale = indexed_sum(given.abs(), index, groups) / count.clamp_min(1)
+    return centred, torch.where(std <= RELATIVE_SPREAD_FLOOR * scale, 0.0, std)
+
+
+def _without_spread(named: NamedRewards, index: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return whether no reward that counts has any spread, bool [groups]."""
+    spreads = [_moments(one, index, groups)[1] for one in named.rewards.unbind(1)]
+    return torch.stack(spreads).amax(0) == 0 if spreads else torch.ones(groups, dtype=torch.bool)
+
+
+def _gdpo(found: Returns) -> torch.Tensor:
+    total, groups = torch.zeros_like(found.values), len(found.size)
+    for reward, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
+        centred, std = _moments(reward, found.groups, groups)
+        total += weight * torch.where(std > 0, 1.0, 0.0)[found.groups] * centred / (std + STD_FLOOR)[found.groups]
+    total = total.masked_fill(found.degenerate, 0.0)
+    batch = total - total.mean()
+    return batch / (_batch_std(batch) + STD_FLOOR)
+
+
 ESTIMATORS: Final[Mapping[str, EstimatorEntry]] = {
     "grpo": EstimatorEntry(_grpo),
     "dr_grpo": EstimatorEntry(_mean),
@@ -271,6 +338,7 @@ ESTIMATORS: Final[Mapping[str, EstimatorEntry]] = {
     "grpo_batch": EstimatorEntry(_grpo_batch, by_batch=True),
     "opo": EstimatorEntry(_opo),
     "turn_grpo": EstimatorEntry(_grpo, by_turn=True),
+    "gdpo": EstimatorEntry(_gdpo, by_batch=True, by_reward=True),
 }
 """The built-in estimators; `group_advantage` has their formulas."""
 BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if entry.by_batch)
@@ -280,27 +348,56 @@ BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if en
 def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
     """Return the entry of an estimator."""
     if callable(estimator):
-        return EstimatorEntry(lambda found: _of_function(estimator, found))
+        return EstimatorEntry(lambda found: _of_function(estimator, found), by_reward=bool(_asks_for(estimator)))
     if estimator not in ESTIMATORS:
         raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
     return ESTIMATORS[estimator]
 
 
-def checked_estimator(estimator: str | EstimatorFunction) -> str | EstimatorFunction:
-    """Return an estimator; a function of one's own is tried on two groups first."""
+def checked_estimator(
+    estimator: str | EstimatorFunction, rewards: Mapping[str, float] | None = None
+) -> str | EstimatorFunction:
+    """Return an estimator; a function of one's own is tried on two groups first, with these names and weights."""
     if isinstance(estimator, str):
         return estimator
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
-    contract = "It takes returns [N], groups [N] and lengths [N] or None, and returns advantages [N]."
+    named = None
+    if rewards:
+        shifted = torch.stack([returns.double().roll(number) for number in range(len(rewards))], 1)
+        named = NamedRewards(shifted, tuple(rewards), tuple(rewards.values()))
+    contract = (
+        "It takes returns [N], groups [N] and lengths [N] or None, perhaps rewards [N, R], names and weights by name, "
+        "and returns advantages [N]."
+    )
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
-        group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths)
+        group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=named)
     return estimator
+
+
+def takes_rewards(estimator: str | EstimatorFunction) -> bool:
+    """Return whether an estimator takes the named rewards one by one."""
+    return estimator_of(estimator).by_reward
+
+
+def _asks_for(estimator: EstimatorFunction) -> tuple[str, ...]:
+    """Return the fields of `NamedRewards` that a function asks for by name."""
+    try:
+        parameters = inspect.signature(estimator).parameters
+    except (TypeError, ValueError):
+        return ()
+    return tuple(name for name in NamedRewards._fields if name in parameters)
 
 
 def _of_function(estimator: EstimatorFunction, returns: Returns) -> torch.Tensor:
     """Return a user's advantages in float64; refuse another shape or values that are not finite."""
     name, r, lengths = function_name(estimator), returns.values, returns.lengths
-    found: object = estimator(r.clone(), returns.groups.clone(), None if lengths is None else lengths.clone())
+    named = returns.named._replace(rewards=returns.named.rewards.clone())
+    found: object = estimator(
+        r.clone(),
+        returns.groups.clone(),
+        None if lengths is None else lengths.clone(),
+        **{field: getattr(named, field) for field in _asks_for(estimator)},
+    )
     if not isinstance(found, torch.Tensor) or found.shape != r.shape:
         seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise DefinitionError(f"estimator {name} returned {seen}; it must return a tensor [{r.numel()}].")
@@ -355,17 +452,22 @@ def turn_advantage(
 ) -> GroupAdvantage:
     """Compute one advantage per turn: turn-level GRPO.
 
-    With `r_ik` the reward of turn `k` of trajectory `i`, and mean and (unbiased) spread over the members of its group
-    that have a turn `k`:
+    With `r_il` the reward of turn `l` of trajectory `i`, weighted and selected, and mean and (unbiased) spread over the
+    members of its group:
 
         A_ik = sum over l >= k of discount ** (l - k) * (r_il - mean_l) / max(std_l, 1e-6)
 
-    So a turn answers for itself and for what comes after it, and not for what came before. For two turns, the second
-    with the outcome's reward, it is MT-GRPO: `A_1 = A(turn) + discount * A(outcome)`, `A_2 = A(outcome)`
-    (arXiv:2505.11821v1, whose weight of the outcome is `discount`).
+    A member that ended before turn `l` counts there with a reward of 0: it earns nothing more. So a lone success after
+    the others have ended stands out, and they fall behind it. A member that failed, whose reward is not finite from
+    some turn on, leaves mean and spread from that turn on, and its own advantages are 0.
+
+    So a turn answers for itself and for what comes after it, and not for what came before. For two turns that all
+    members have, the second with the outcome's reward, it is MT-GRPO: `A_1 = A(turn) + discount * A(outcome)`,
+    `A_2 = A(outcome)` (arXiv:2505.11821v1, whose weight of the outcome is `discount`).
 
     Args:
-        rewards: flat [sum of turns], the turns of one trajectory after another.
+        rewards: flat [sum of turns], the turns of one trajectory after another; not finite from the turn on in which a
+            trajectory failed.
         group_ids: int64 [N].
         turns: int64 [N], turns per trajectory, 0 or more.
         discount: weight of the next turn's advantage, from 0 to 1.
@@ -375,12 +477,13 @@ def turn_advantage(
         differs from another in this turn or a later one, and is then 0.
 
     Raises:
-        DefinitionError: the turns do not add up to the number of rewards, a reward is not finite, or the discount is
-            out of range.
+        DefinitionError: the turns do not add up to the number of rewards, or the discount is out of range.
 
     >>> rewards = torch.tensor([0.0, 1.0, 2.0, 0.0])  # two trajectories of two turns
     >>> turn_advantage(rewards, torch.tensor([7, 7]), torch.tensor([2, 2]), discount=0.5).advantages
     tensor([-0.3536,  0.7071,  0.3536, -0.7071])
+    >>> turn_advantage(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([7, 7]), torch.tensor([1, 2])).advantages
+    tensor([-0.7071,  0.7071,  0.7071])
     """
     if int(turns.sum()) != rewards.numel() or turns.shape != group_ids.shape:
         raise DefinitionError(
@@ -394,11 +497,17 @@ def turn_advantage(
     most = int(turns.max())
     owner = torch.repeat_interleave(turns)
     number = torch.arange(rewards.numel(), device=rewards.device) - (turns.cumsum(0) - turns)[owner]
-    own = group_advantage(rewards, _numbers(group_ids)[owner] * most + number, "grpo")
-    values = torch.zeros(len(turns), most, dtype=torch.float64, device=rewards.device)
-    varied = torch.zeros(len(turns), most, dtype=torch.bool, device=rewards.device)
-    values[owner, number], varied[owner, number] = own.advantages.double(), ~own.degenerate
+    earned = torch.zeros(len(turns), most, dtype=torch.float64, device=rewards.device)
+    earned[owner, number] = rewards.double()
+    counts = earned.isfinite().cumprod(1).bool()  # until it failed
+    places = _numbers(group_ids)[:, None] * most + torch.arange(most, device=rewards.device)
+    own = group_advantage(earned[counts], places[counts], "grpo")
+    values, varied = torch.zeros_like(earned), torch.zeros_like(counts)
+    values[counts], varied[counts] = own.advantages, ~own.degenerate
     for turn in range(most - 2, -1, -1):
         values[:, turn] += discount * values[:, turn + 1]
         varied[:, turn] |= varied[:, turn + 1]
-    return GroupAdvantage(values[owner, number].to(own.advantages.dtype), ~varied[owner, number])
+    failed = ~counts.all(1)
+    values[failed], varied[failed] = 0.0, False
+    dtype = rewards.dtype if rewards.dtype.is_floating_point else torch.float32
+    return GroupAdvantage(values[owner, number].to(dtype), ~varied[owner, number])

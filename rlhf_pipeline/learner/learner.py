@@ -345,7 +345,7 @@ class Learner:
                 "`rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
-            self._record(self._ledger, step, chosen, losses["ess"], ledger_fields or {})
+            self._record(self._ledger, step, chosen, plan, losses["ess"], ledger_fields or {})
         if self.config.keep_token_figures:
             self._keep_token_figures(plan)
         lr = self.config.learning_rate(step)
@@ -362,6 +362,7 @@ class Learner:
             row_ids=plan.row_ids,
             advantages=plan.advantages.numpy(),
             ages=chosen.ages,
+            teaches=plan.teaches,
             uses=uses,
         )
         figures: dict[str, float | int | None] = {
@@ -402,6 +403,8 @@ class Learner:
     def _fresh(self, version: int, watermark: int | None) -> ChosenRows:
         """Return the graded trajectories with an advantage that are young enough for the weights of a version."""
         store = self.buffer.store
+        if watermark is None:
+            self.buffer.trajectories.check_new()
         oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
         if watermark is not None:
@@ -418,17 +421,21 @@ class Learner:
             begin = int(young.argmax()) if young.any() else len(young)
             passed, seen, ages = passed + begin, seen[begin:], ages[begin:]
             self._passed = (version, passed, int(every[passed - 1]) if passed else -1)
+        young = (ages >= 0) & (ages <= oldest)
+        graded = np.isfinite(store.read_scalars("task_reward", seen))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable = (ages >= 0) & (ages <= oldest) & np.isfinite(store.read_scalars("task_reward", seen))
+        usable, left_out = young & graded, {"failed": int((young & ~graded).sum())}
         ready = self.buffer.trajectories.ready(seen)
-        usable = usable if ready is None else usable & ready
+        if ready is not None:
+            left_out = {"failed": int((young & ready & ~graded).sum()), "waiting": int((young & ~ready).sum())}
+            usable &= ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = seen[usable]
-        found = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids))
+        found = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids), left_out)
         # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
         _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
         return found.take(len(row_ids) - 1 - from_the_end)
@@ -456,7 +463,8 @@ class Learner:
         Args:
             step: its number, from 1.
             keep: returns which trajectories are allowed, bool [n]; None allows all.
-            watermark: read the store as of this watermark; None means now.
+            watermark: read the store as of this watermark; None means now, with all that is new compared with its
+                checksums.
 
         Returns:
             The trajectories, in the order of their ids; none if the strategy rejects all.
@@ -619,7 +627,13 @@ class Learner:
             )
 
     def _record(
-        self, ledger: StepLedger, step: int, chosen: ChosenRows, ess: float | None, more: Mapping[str, object]
+        self,
+        ledger: StepLedger,
+        step: int,
+        chosen: ChosenRows,
+        plan: StepPlan,
+        ess: float | None,
+        more: Mapping[str, object],
     ) -> None:
         as_before = ledger.record(
             {
@@ -631,6 +645,9 @@ class Learner:
                 "seed": self.seed,
                 "ages": chosen.ages.tolist(),
                 "ess": ess,
+                # Where a page says what taught nothing, it reads it here.
+                "no_gradient": chosen.row_ids[~plan.teaches].tolist(),
+                "left_out": dict(chosen.left_out),
                 **more,
             },
             differs=self._check_replaceable,

@@ -71,6 +71,7 @@ class StepSeen:
         row_ids: int64 [n].
         advantages: float32 [n].
         ages: int64 [n], in optimizer steps.
+        teaches: bool [n], which change the weights: they have a gradient, and weight in the loss; None if not known.
         uses: int64 [n], how many earlier steps used each; None if uses are not counted.
         figures: what the step's line has already, by name.
     """
@@ -80,6 +81,7 @@ class StepSeen:
     row_ids: np.ndarray
     advantages: np.ndarray
     ages: np.ndarray
+    teaches: np.ndarray | None = None
     uses: np.ndarray | None = None
     figures: Mapping[str, float | int | None] = dataclasses.field(default_factory=dict[str, "float | int | None"])
 
@@ -128,15 +130,19 @@ def own_metrics(functions: Sequence[MetricFunction], seen: StepSeen) -> tuple[Me
 def data_metrics(seen: StepSeen) -> Metrics:
     """Return figures about the step's trajectories.
 
-    `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in optimizer steps.
+    `num_groups`, `num_taught`: groups of the trajectories, and how many trajectories change the weights (None if not
+    known). `advantage_std`: standard deviation over the trajectories. `staleness`, `staleness_max`: ages in steps.
     `use_count`, `use_count_max`: steps that have used the trajectories, including this one; None without `uses`, the
     number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, or None if they have no penalty.
     """
     store, row_ids, ages, uses = seen.store, seen.row_ids, seen.ages, seen.uses
     if len(row_ids) == 0:
-        return dict.fromkeys(("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef"))
-    penalised = store.present("kl_coef", row_ids)
+        unknown = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef")
+        return {"num_groups": 0, "num_taught": 0, **dict.fromkeys(unknown)}
+    penalised, groups = store.present("kl_coef", row_ids), store.read_scalars("group_id", row_ids)
     return {
+        "num_groups": len(np.unique(groups[groups >= 0])),
+        "num_taught": None if seen.teaches is None else int(seen.teaches.sum()),
         "advantage_std": float(np.std(seen.advantages, dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),

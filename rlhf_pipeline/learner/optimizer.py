@@ -62,12 +62,10 @@ class PolicyOptimizer:
             self.masters[name] = master.requires_grad_()
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._gradients, name))
         self.stepped: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.named.items()}
-        self.inner = _make(self._groups(config.weight_decay), config)
+        self.inner = _make(self._groups(), config)
 
-    def _groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return the parameters in one group with weight decay and one without; a single group if there is no decay."""
-        if weight_decay == 0.0:
-            return [{"params": list(self.stepped.values())}]
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameters in one group with weight decay and one without, whatever the decay is."""
         kinds: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, tensor in self.stepped.items():
             kinds[decays(name, tensor)].append(tensor)

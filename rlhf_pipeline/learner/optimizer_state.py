@@ -1,10 +1,12 @@
-"""The state of an optimizer by parameter name: its tensors, and its parameter groups as a file."""
+"""The state of an optimizer by parameter name: its moments and master weights.
+
+Learning rate, betas and weight decay are no state: an optimizer has those of its definition, whatever it had when the
+tensors were saved.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,32 +22,6 @@ SHARDS: Final = "shards"
 RNG: Final = "rng/torch"
 """The name of the state of torch's random generator among the tensors."""
 _MASTER: Final = "master"
-_GROUPS: Final = "optimizer.json"
-
-
-def optimizer_groups(optimizer: PolicyOptimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer, with parameters by name."""
-    name_of = {id(tensor): name for name, tensor in optimizer.stepped.items()}
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.inner.param_groups
-    ]
-
-
-def write_groups(folder: Path, optimizer: PolicyOptimizer) -> None:
-    """Write the parameter groups of an optimizer."""
-    groups = optimizer_groups(optimizer)
-    (folder / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
-
-
-def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """Return what `write_groups` wrote."""
-    try:
-        groups = json.loads((folder / _GROUPS).read_bytes())
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{folder} is damaged: {_GROUPS}: {error}. Run `rlhf-pipeline verify` on its run.") from error
-    return groups
 
 
 def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
@@ -74,24 +50,10 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     return found
 
 
-def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Restore what `optimizer_tensors` and `optimizer_groups` returned."""
-    load_groups(optimizer.inner, groups)
+def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` returned."""
     _load_masters(optimizer, tensors)
     _fill_state(optimizer, tensors)
-
-
-def load_groups(inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Load the options of an optimizer's parameter groups."""
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        names = saved.pop("params")
-        if len(names) != len(group["params"]):
-            raise DataError(f"the checkpoint optimizes {len(names)} parameters; this run has {len(group['params'])}.")
-        for key, value in saved.items():  # JSON has turned tuples into lists and tensors into numbers
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 @torch.no_grad()
@@ -127,7 +89,7 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
                 if key not in tensors or tensors[key].shape != part.shape:
                     raise DataError(
                         f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved under "
-                        "another learn.optimizer. Resume with the recorded one."
+                        "another learn.optimizer. Go on with the recorded one."
                     )
                 if isinstance(value, Tensor):
                     copy_into(part, tensors[key])
@@ -137,5 +99,5 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
     if wanted:
         raise DataError(
             f"the checkpoint's optimizer has {sorted(wanted)[0]}, which this one does not: it was saved under another "
-            "learn.optimizer. Resume with the recorded one."
+            "learn.optimizer. Go on with the recorded one."
         )

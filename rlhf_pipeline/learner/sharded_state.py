@@ -10,7 +10,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.optimizer_state import (
     RNG,
     SHARDS,
-    load_groups,
     make_state_for,
     plain_tensors,
-    write_groups,
 )
+
+_FIRST: Final = f"{RNG}/0"
+"""The name of the first process's random generator; each has one of its own."""
 
 
 def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> None:
@@ -43,10 +44,10 @@ def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> No
     """
     dist.barrier()
     with nullcontext(folder) if folder.is_dir() else TemporaryDirectory() as place:
-        save(_tensors(policy.model, optimizer), checkpoint_id=Path(place) / SHARDS)
+        tensors = _tensors(policy.model, optimizer) | {_own_rng(): torch.get_rng_state()}
+        save(tensors, checkpoint_id=Path(place) / SHARDS)
         collect_files(None if Path(place) == folder else Path(place) / SHARDS, folder / SHARDS)
     if dist.get_rank() == 0:
-        write_groups(folder, optimizer)
         config = getattr(policy.model, "config", None)
         if config is not None:
             config.save_pretrained(folder)
@@ -55,24 +56,24 @@ def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> No
 
 
 @torch.no_grad()
-def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups: list[dict[str, Any]]) -> None:
+def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> None:
     """Load what `write_shards` wrote, into one process or into any number of them.
 
     Args:
         path: the checkpoint.
         model: whole, or in the shards of this process.
         optimizer: of the model's parameters; weights are loaded into its float32 masters if it has them.
-        groups: the parameter groups of the optimizer.
     """
     alone = not dist.is_initialized()
     try:
         saved = FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata.keys()
     except (OSError, CheckpointException) as error:
         raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
-    load_groups(optimizer.inner, groups)
     make_state_for(optimizer, saved, "optimizer/")
-    targets = _tensors(model, optimizer)
-    missing = sorted(targets.keys() ^ saved)
+    own = _own_rng()
+    rng = own if own in saved else _FIRST  # written by fewer processes
+    targets = _tensors(model, optimizer) | {rng: torch.get_rng_state()}
+    missing = sorted(targets.keys() ^ {name for name in saved if not name.startswith(RNG) or name == rng})
     if missing:
         raise DataError(
             f"the checkpoint {path} belongs to another model: {len(missing)} tensors, {missing[0]!r} first."
@@ -84,7 +85,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer, groups
             load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
         raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
-    torch.set_rng_state(targets[RNG])
+    torch.set_rng_state(targets[rng])
     for name, parameter in model.named_parameters():
         if name in optimizer.masters:
             parameter.copy_(optimizer.masters[name])
@@ -101,4 +102,9 @@ def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     for name, tensor in optimizer.stepped.items():
         for moment, value in optimizer.inner.state.get(tensor, {}).items():
             found |= plain_tensors(f"optimizer/{name}/{moment}", value)
-    return found | {RNG: torch.get_rng_state()}
+    return found
+
+
+def _own_rng() -> str:
+    """Return the name of this process's random generator among the tensors."""
+    return f"{RNG}/{dist.get_rank() if dist.is_initialized() else 0}"

@@ -3,7 +3,6 @@
     config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
     adapter_config.json, adapter_model.safetensors     instead, if LoRA adapters are trained
     optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
-    optimizer.json                                     the optimizer's parameter groups
     reference.safetensors                              the reference model, if it moves
     proximal.safetensors                               the proximal policy's log-probs, if the loss reads them
     uses.safetensors                                   how often trajectories were used
@@ -32,8 +31,6 @@ from rlhf_pipeline.learner.optimizer_state import (
     SHARDS,
     load_optimizer,
     optimizer_tensors,
-    read_groups,
-    write_groups,
 )
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.weight_files import load_weights, named_write_errors
@@ -46,7 +43,6 @@ def write_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer
     saved[RNG] = torch.get_rng_state()
     with named_write_errors(folder):
         save_file(saved, folder / "optimizer.safetensors")
-    write_groups(folder, optimizer)
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -58,17 +54,16 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Non
 
 def read_state(folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
     """Load in place what `write_state` or `write_shards` wrote."""
-    groups = read_groups(folder)  # fails before anything is changed
     if (folder / SHARDS).is_dir():
         from rlhf_pipeline.learner.sharded_state import read_shards  # imports torch.distributed.checkpoint
 
-        read_shards(folder, policy.model, optimizer, groups)
+        read_shards(folder, policy.model, optimizer)
         return
     with _named_read_errors(folder):
+        tensors = load_file(folder / "optimizer.safetensors")  # first: if it is gone, nothing has changed
         load_weights(folder, policy.model)
-        tensors = load_file(folder / "optimizer.safetensors")
     generator = tensors.pop(RNG)
-    load_optimizer(optimizer, tensors, groups)
+    load_optimizer(optimizer, tensors)
     torch.set_rng_state(generator)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,15 +39,18 @@ class ChosenRows(NamedTuple):
         row_ids: int64 [n].
         ages: int64 [n], in optimizer steps.
         trajectory_ids: int64 [n]; a trajectory that was lost and sampled again keeps its id.
+        left_out: how many others could have been learned from by their age, by reason: `failed` has no reward, the
+            group of `waiting` is not complete, or closed without it.
     """
 
     row_ids: np.ndarray
     ages: np.ndarray
     trajectory_ids: np.ndarray
+    left_out: Mapping[str, int] = MappingProxyType({})
 
     def take(self, which: np.ndarray) -> ChosenRows:
         """Return some of them, by their positions or by a mask, `[n]`."""
-        return ChosenRows(*(values[which] for values in self))
+        return ChosenRows(self.row_ids[which], self.ages[which], self.trajectory_ids[which], self.left_out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +94,11 @@ class StepPlan:
         scored = self.scored - lost
         weights = token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens)
         return dataclasses.replace(self, scored=scored, weights=weights)
+
+    @property
+    def teaches(self) -> npt.NDArray[np.bool_]:
+        """Which rows change the weights, bool [n]: they have a gradient, and a token with a weight in the loss."""
+        return (self.learns & (self.scored > 0) & (self.weights > 0)).numpy()
 
     def without_gradient(self) -> StepPlan:
         """Return the same step with every row measured and none learned from."""

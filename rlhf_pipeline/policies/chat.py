@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import TemplateError
 
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
+from trajectory_store import text_codec
+from trajectory_store.text_codec import messages_of
 
 Message = Mapping[str, Any]
 
+CUT: Final = " [cut]"
+"""Stands at the end of a reply that was cut."""
+_CHARACTERS_A_TOKEN: Final = 32
+"""No more of a text is encoded to see that it is too long."""
 _MARK = "assistants-turn-goes-here"
 _MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def _need_tokenizer(tokenizer: Any | None) -> Any:
-    if tokenizer is None:
-        raise DefinitionError(
-            "The policy has no tokenizer, so text cannot be encoded or decoded. Pass token ids, or give the checkpoint "
-            "folder its tokenizer.json and tokenizer_config.json."
-        )
-    return tokenizer
-
-
-def _messages(prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]
-
-
+@as_ours()
 def encode_prompt(
     tokenizer: Any | None,
     prompt: str | Sequence[Message],
@@ -43,40 +36,7 @@ def encode_prompt(
     whole: bool = False,
 ) -> list[int]:
     """Return the token ids that a completion continues."""
-    codec = _need_tokenizer(tokenizer)
-    chat_template = getattr(codec, "chat_template", None)
-    if not isinstance(prompt, str) and chat_template is None:
-        raise DefinitionError(
-            "The prompt is a list of messages and the tokenizer has no chat template. "
-            "Set tokenizer.chat_template, or pass the prompt as text."
-        )
-    if chat_template is not None and (as_chat or not isinstance(prompt, str)):
-        try:
-            ids = codec.apply_chat_template(
-                _messages(prompt),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                tools=tools,
-                **(template or {}),
-            )
-        except (TemplateError, TypeError) as error:  # what templates raise by hand, and by what they lack
-            roles = [message["role"] for message in _messages(prompt)]
-            raise DefinitionError(
-                f"the chat template refuses a prompt of the messages {roles}: {error}. Change the messages (a system "
-                "message may be what it does not take), or the tokenizer's chat template."
-            ) from error
-    else:
-        ids = encode_text(codec, str(prompt))
-        bos = getattr(codec, "bos_token", None)
-        if bos and str(prompt).startswith(bos) and ids[:2] == [codec.bos_token_id] * 2:
-            ids = ids[1:]
-        end = [getattr(codec, "eos_token_id", None)]
-        if not whole and ids[-1:] == end != encode_text(codec, str(prompt), add_special_tokens=False)[-1:]:
-            ids = ids[:-1]
-    if not ids:
-        raise DataError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
-    return [int(i) for i in ids]
+    return text_codec.encode_prompt(tokenizer, prompt, as_chat=as_chat, tools=tools, template=template, whole=whole)
 
 
 def encode_any(
@@ -87,30 +47,49 @@ def encode_any(
     return encode_prompt(tokenizer, what, as_chat=as_chat, template=template)
 
 
+@as_ours()
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Return the token ids of a text, as they are."""
+    return text_codec.encode_text(tokenizer, text, **options)
+
+
+def known_text(tokenizer: Any, text: str) -> str:
+    """Return a text without the characters that the tokenizer has no token for; most tokenizers have one for all."""
     try:
-        return list(map(int, tokenizer.encode(text, **options)))
-    except Exception as error:
-        # The tokenizers package raises a bare Exception for a character without a token.
-        if "Missing [UNK] token" not in str(error):
-            raise
-        known = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
-        raise DataError(
-            f"The text {text!r} has a character that the tokenizer does not know. It knows {known!r}; "
-            "put the missing ones in the alphabet."
-        ) from error
+        encode_text(tokenizer, text, add_special_tokens=False)
+    except DataError:
+        known = tokenizer.get_vocab()
+        return "".join(one for one in text if one in known)
+    return text
 
 
+def cut_text(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
+    """Return a text with so many tokens at most, and its tokens; where it is cut, a mark says so."""
+    head = text[: _CHARACTERS_A_TOKEN * (most + 1)]
+    ids = encode_text(tokenizer, head, add_special_tokens=False)
+    if len(ids) <= most and head == text:
+        return text, len(ids)
+    mark = encode_text(tokenizer, known_text(tokenizer, CUT), add_special_tokens=False)
+    for keep in range(max(most - len(mark), 0), -1, -1):
+        parts = (ids[:keep], mark[:most])
+        cut = "".join(tokenizer.decode(part, clean_up_tokenization_spaces=False).rstrip("\ufffd") for part in parts)
+        num = len(encode_text(tokenizer, cut, add_special_tokens=False))
+        if num <= most:  # a text may have more tokens than its parts
+            return cut, num
+    return "", 0
+
+
+@as_ours()
 def decode_completion(
     tokenizer: Any | None, token_ids: Sequence[int], *, keep_special: bool = False, end_token_ids: Collection[int] = ()
 ) -> str:
     """Return the text of a completion."""
-    codec, ids = _need_tokenizer(tokenizer), list(token_ids)
-    if keep_special:
-        silent = {*end_token_ids, getattr(codec, "eos_token_id", None), getattr(codec, "pad_token_id", None)}
-        ids = [token for token in ids if token not in silent]
-    return codec.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False)
+    return text_codec.decode(tokenizer, token_ids, keep_special=keep_special, end_token_ids=end_token_ids)
+
+
+@as_ours()
+def _need_tokenizer(tokenizer: Any | None) -> Any:
+    return text_codec.need_tokenizer(tokenizer)
 
 
 def decode_prompt(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
@@ -146,11 +125,11 @@ def encode_reply(
         said = [dict(message) for part in parts for message in part]
         try:
             return codec.apply_chat_template(said, tokenize=False, tools=tools, **given, **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # templates are programs, and fail in any way on what they did not expect
             roles = [message.get("role") for message in said]
             raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
 
-    before, after = _messages(messages), _messages(replies)
+    before, after = messages_of(messages), messages_of(replies)
     marked, first = _marked([*before, *after]), len(before)
     calls = (turn or {}).get("tool_calls")
     ends = set(codec.all_special_ids) if end_token_ids is None else set(end_token_ids)
@@ -309,7 +288,7 @@ def encode_chat(tokenizer: Any | None, messages: Sequence[Message]) -> tuple[lis
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, (spans,) = render_jinja_template(
-        [_messages(messages)],
+        [messages_of(messages)],
         chat_template=codec.get_chat_template(),
         return_assistant_tokens_mask=True,
         **codec.special_tokens_map,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.model_source import is_gguf
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+from trajectory_store.text_codec import tokenizer_at
 
 
 @contextmanager
@@ -74,30 +73,8 @@ def _load_gguf(path: Path, dtype: Any) -> nn.Module:
 
 def load_tokenizer(source: str, *, local: bool) -> Any | None:
     """Load the tokenizer beside a model, or return None when the folder has none."""
-    if local and is_gguf(source):
-        return AutoTokenizer.from_pretrained(Path(source).parent, gguf_file=Path(source).name, local_files_only=True)
-    if local and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    # AutoTokenizer picks a class by the model's type even where the folder declares the generic one, and some of
-    # those classes rebuild the pre-tokenizer, which gives other ids for the same text. The folder's own file is right.
-    generic = local and _declares_generic(Path(source))
-    loader: Any = PreTrainedTokenizerFast if generic else AutoTokenizer
-    try:
-        return loader.from_pretrained(source, local_files_only=local)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"The tokenizer of {source} cannot be loaded: {_first_line(error)} "
-            "Check tokenizer.json and tokenizer_config.json."
-        ) from error
-
-
-def _declares_generic(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    named = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+    with as_ours():
+        return tokenizer_at(source, local=local)
 
 
 def _first_line(error: BaseException) -> str:

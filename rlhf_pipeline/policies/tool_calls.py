@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from rlhf_pipeline.environments.environment import clean_text, plain_json, text_of
 from rlhf_pipeline.errors import DefinitionError
 
 
@@ -54,19 +56,33 @@ class TurnParser:
     def parse(self, turn_ids: Sequence[int], before: str, text: str) -> ParsedTurn:
         """Read a turn."""
         whole = self.tokenizer.decode(list(turn_ids), skip_special_tokens=False)
+        plain = {"role": "assistant", "content": text}
         try:
-            found = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)
-        except (ValueError, TypeError, LookupError) as error:
-            line = " ".join(str(error).split())
-            return ParsedTurn(message={"role": "assistant", "content": text}, error=line[:200])
-        message = {"role": "assistant", "content": "", **cast("dict[str, Any]", found)}
-        calls: list[Mapping[str, Any]] = []
-        for item in message.get("tool_calls") or ():
-            call: Any = item.get("function") if isinstance(item, Mapping) else None
-            given: Any = call if isinstance(call, Mapping) else {}
-            arguments = given.get("arguments") or {}
-            if not isinstance(given.get("name"), str) or not isinstance(arguments, Mapping):
-                error = f"a call is {call!r:.100}; it must have a name and arguments"
-                return ParsedTurn(message={"role": "assistant", "content": text}, error=error)
-            calls.append({"name": given["name"], "arguments": dict(arguments)})
+            found: Any = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)
+            message = {"content": "", **plain_json(found), "role": "assistant"}
+            message["content"] = text_of(message["content"], "the turn")
+            calls = [_call(item) for item in message.pop("tool_calls", None) or ()]
+        except Exception as error:  # noqa: BLE001 - parsers of several formats read what a policy sampled: anything
+            line = " ".join(clean_text(str(error)).split()) or type(error).__name__
+            return ParsedTurn(message=plain, error=line[:200])
+        if calls:
+            # Templates read a name and arguments of each call, whatever the policy left out.
+            message["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
         return ParsedTurn(message=message, calls=tuple(calls))
+
+
+def _call(item: Any) -> Mapping[str, Any]:
+    """Return name and arguments of a call.
+
+    Raises:
+        ValueError: it lacks a name, or its arguments are none.
+    """
+    call: Any = item.get("function") if isinstance(item, Mapping) else None
+    given: Any = call if isinstance(call, Mapping) else {}
+    arguments: Any = given.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = plain_json(json.loads(arguments))
+    arguments = arguments or {}
+    if not isinstance(given.get("name"), str) or not isinstance(arguments, Mapping):
+        raise ValueError(f"a call is {call!a:.100}; it must have a name and arguments")
+    return {"name": given["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,15 @@ def load_weights(path: Path, model: nn.Module) -> None:
         wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         if wrong:
             raise RuntimeError(f"{len(wrong)} weights do not fit, {wrong[0]!r} among them") from None
+        _check_shapes(model, loaded.state_dict())
         model.load_state_dict(loaded.state_dict())
+
+
+def _check_shapes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Refuse the weights of a model of another size by the first that does not fit."""
+    for name, parameter in model.state_dict().items():
+        if name in saved and saved[name].shape != parameter.shape:
+            raise RuntimeError(f"{name} has shape {list(saved[name].shape)} there and {list(parameter.shape)} here")
 
 
 @torch.no_grad()

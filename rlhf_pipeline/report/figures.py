@@ -23,6 +23,12 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("time", "s since 1970", "end of the step"),
             Figure("policy_version", "steps", "optimizer steps behind the weights that the step began with"),
             Figure("num_trajectories", "trajectories", "trajectories in the step's batch"),
+            Figure("num_groups", "groups", "groups that these are from"),
+            Figure(
+                "num_taught",
+                "trajectories",
+                "of these, how many change the weights: a gradient, weight in the loss; the ledger names the others",
+            ),
             Figure("watermark", "trajectories", "trajectories stored when the batch was chosen"),
             Figure("lr", "", "learning rate of the step"),
             Figure("grad_norm", "", "norm of the gradient before it was scaled down to `learn.max_grad_norm`"),
@@ -33,7 +39,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
-            Figure("num_failed", "trajectories", "of those, how many had a failed reward call"),
+            Figure("num_failed", "trajectories", "of those, how many failed: their environment, or a reward function"),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("completion_length_max", "tokens", "the most tokens after a prompt"),
             Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),
@@ -60,13 +66,14 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         ),
     ),
     (
-        "Evaluations, of the weights after the step",
+        "Evaluations, of the weights after the step; of a set with a name: evaluation/SET/...",
         (
             Figure("evaluation/reward", "reward", "mean over prompts of the mean reward of their completions"),
             Figure("evaluation/reward_low", "reward", "lower end of its 95 % normal interval over prompts"),
             Figure("evaluation/reward_high", "reward", "upper end"),
             Figure("evaluation/pass@K", "share", "unbiased estimate of the prompts that one of K completions solves"),
-            Figure("evaluation/completion_length", "tokens", "mean number of sampled tokens"),
+            Figure("evaluation/reward/NAME", "reward", "mean over prompts of the reward or component NAME, unweighted"),
+            Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
             Figure("evaluation/failed", "trajectories", "completions without a reward"),
             Figure("evaluation/step", "", "of the evaluated weights, where a collector did it and this step is later"),
@@ -139,6 +146,23 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
 def figures() -> dict[str, Figure]:
     """Return all figures by name."""
     return {figure.name: figure for _, group in GROUPS for figure in group}
+
+
+def figure_of(name: str) -> Figure | None:
+    """Return what a field of a line is, also of those whose name has a part that varies; None for one's own.
+
+    >>> figure_of("reward/format").meaning, figure_of("evaluation/pass@4").unit, figure_of("mine")
+    ('mean result of the reward NAME where it applies, without its weight', 'share', None)
+    >>> [figure_of(f"evaluation/{name}").unit for name in ("hard/pass@4", "hard/reward/format", "reward/format")]
+    ['share', 'reward', 'reward']
+    """
+    known = figures()
+    parts = name.split("/")
+    if parts[0] == "evaluation" and name not in known and len(parts) > 2 and parts[1] != "reward":
+        return figure_of("/".join(["evaluation", *parts[2:]]))  # of a set with a name
+    head, mark, _ = name.rpartition("/") if "@" not in name else name.partition("@")
+    tails = ("NAME", "KIND", "N", "K")
+    return known.get(name) or next((known[key] for tail in tails if (key := f"{head}{mark}{tail}") in known), None)
 
 
 def page() -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.report.query import LISTS, Answer, View
 from rlhf_pipeline.report.stored import Ids
+from rlhf_pipeline.report.view.answers import answer
 from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
@@ -22,6 +23,8 @@ MOST_BYTES: Final = 1_300_000
 """Of the recorded trajectories; with the pages themselves the file stays under 2 MB."""
 _STATIC = Path(__file__).parent / "view" / "static"
 _STEPS = 16
+_GROUPS = 48
+"""Groups of such a step, whose cells show the rewards of all of a group's members."""
 _EACH = 12
 _TOKENS = 1024
 _EMPTY: Final = {
@@ -74,14 +77,19 @@ def render(view: View) -> str:
 
 
 def record(view: View) -> Answer:
-    """Return the answers that the page has, by the address of their question."""
+    """Return the answers that the page has, by the address of their question: one for everything that can be clicked.
+
+    A step on a curve has its figures and counts, and a choice of steps their groups too. Counts are of the whole run;
+    what is not in the report, the page says.
+    """
     about = view.about()
     here = "runs/0"
     answers: Answer = {
         "runs": [{"key": 0, **about}],
         f"{here}/metrics": view.metrics(),
         f"{here}/definition": view.definition(),
-        f"{here}/health": view.health(),
+        f"{here}/health": answer([view], f"{here}/health", {}),
+        f"{here}/fields": about["fields"],
     }
     answers[f"{here}/trajectories"], answers[f"{here}/facets"] = _EMPTY, {"kinds": []}
     evaluations = answers[f"{here}/evaluations"] = view.evaluations()
@@ -92,34 +100,52 @@ def record(view: View) -> Answer:
         answers |= _rows_of(view.evaluation(one["store"]), f"{here}~{one['store']}", share)
     answers |= _rows_of(view, here, MOST_BYTES - share * len(evaluations))
     known = {row["id"] for row in answers[f"{here}/trajectories"]["rows"]}
-    for step in _steps(view):
-        found = view.step(step)
-        found["rows"] = [row for row in found["rows"] if row["id"] in known]
-        for one in found["evaluations"]:
-            there = {row["id"] for row in answers[f"{here}~{one['store']}/trajectories"]["rows"]}
-            one["rows"] = [row for row in one["rows"] if row["id"] in there]
-        answers[f"{here}/steps/{step}"] = found
     for name in LISTS:
         found = view.list(name)
         if "rows" in found:
             found["rows"] = [row for row in found["rows"] if row["id"] in known]
         answers[f"{here}/lists/{name}"] = found
+    answers |= _steps_of(view, here, answers)
     return answers
+
+
+def _steps_of(view: View, here: str, answers: Answer) -> Answer:
+    """Return the answers about every step that a page of the report leads to."""
+    whole = _steps(view)
+    asked = {*answers[f"{here}/metrics"]["step"], *whole}
+    used = [item["steps"] for place, item in answers.items() if place.startswith(f"{here}/trajectories/")]
+    asked |= {step for steps in used for step in steps}
+    asked |= {one["step"] for one in answers[f"{here}/lists/mismatch"]["steps"]}
+    order = sorted(asked)
+    places = {step: place for place, step in enumerate(order)}
+    found: Answer = {}
+    for step, place in places.items():
+        item = view.step(step, limit=_GROUPS if step in whole else 0)
+        item["prev"] = order[place - 1] if place else None
+        item["next"] = order[place + 1] if place + 1 < len(order) else None
+        item["near"] = sorted(sorted(whole, key=lambda one: abs(one - step))[:2])
+        for one in item["evaluations"]:
+            rows = answers[f"{here}~{one['store']}/trajectories"]["rows"]
+            there = {row["id"] for row in rows}
+            one["rows"] = [row for row in one["rows"] if row["id"] in there]
+        found[f"{here}/steps/{step}"] = {**item, "metrics": {}, "ledger": {}}  # the figures are those of the curves
+    return found
 
 
 def _rows_of(view: View, here: str, most: int) -> Answer:
     """Return the answers about a choice of trajectories, in about so many bytes: a table, groups, each whole."""
-    taken, used = dict[int, Answer](), 0
+    taken, used, fields = dict[int, Answer](), 0, view.fields()
     for id in choose(view):
         item = _shortened(view.trajectory(id))
-        used += len(json.dumps(item)) + 1200  # and the same in its group, and in the table
+        used += len(json.dumps(item)) + 1500  # and the same in its group, and in the table
         if used > most:
             break
         taken[id] = item
-    rows = view.rows(np.array(sorted(taken), np.int64))
+    rows = view.rows(np.array(sorted(taken), np.int64), [field["name"] for field in fields])
     answers: Answer = {
         f"{here}/trajectories": {**_EMPTY, "total": len(view.stored.ids()), "rows": rows},
         f"{here}/facets": view.facets(),
+        f"{here}/fields": fields,
     }
     for id, item in taken.items():
         answers[f"{here}/trajectories/{id}"] = {**item, "prev": None, "next": None}
@@ -135,17 +161,20 @@ def choose(view: View) -> list[int]:
     """Return trajectories worth keeping, the most telling first, each once.
 
     A group of the first, the last and evenly spaced steps, the highest and lowest rewards, failures, the first and the
-    last to arrive, and a random sample, which is the same each time.
+    last to arrive, one of each of some versions, and a random sample, which is the same each time.
     """
     ids = view.stored.ids()
-    rewards = view.stored.scalars("task_reward")
+    rewards, versions = view.stored.scalars("task_reward"), view.stored.scalars("policy_version")
     values = np.full(len(ids), np.nan) if rewards is None else rewards.astype(np.float64)
     order = ids[np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")]
     graded = order[: int(np.isfinite(values).sum())]
     sample = np.random.default_rng(0).permutation(len(ids))[: 4 * _EACH]
     parts: list[Ids] = [ids[:_EACH], ids[-_EACH:], graded[::-1][:_EACH], graded[:_EACH]]
-    parts += [ids[np.isnan(values)][-_EACH:], *_of_steps(view), ids[sample]]
-    return list(dict.fromkeys(np.concatenate(parts).tolist()))
+    parts += [ids[np.isnan(values)][-_EACH:], *_of_steps(view)]
+    if versions is not None and len(ids):
+        first = np.unique(versions, return_index=True)[1]
+        parts.append(ids[first[np.unique(np.linspace(0, len(first) - 1, 4 * _EACH).round().astype(int))]])
+    return list(dict.fromkeys(np.concatenate([*parts, ids[sample]]).tolist()))
 
 
 def _steps(view: View) -> list[int]:
@@ -155,15 +184,10 @@ def _steps(view: View) -> list[int]:
 
 
 def _of_steps(view: View) -> Iterator[Ids]:
-    """Yield a whole group of each of some steps."""
-    groups = view.stored.scalars("group_id")
-    ids = view.stored.ids()
+    """Yield a whole group of each of some steps, or some trajectories of a step without groups."""
     for step in _steps(view):
-        used = view.step(step)["rows"][:1]
-        if used and used[0]["group"] is not None and groups is not None:
-            yield ids[groups == used[0]["group"]][: 4 * _EACH]
-        else:
-            yield np.array([int(row["id"]) for row in used], np.int64)
+        for group in view.step(step, limit=1)["groups"]:
+            yield np.array([int(id) for id in group["ids"][: 4 * _EACH]], np.int64)
 
 
 def _shortened(item: Answer) -> Answer:

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.buffer.filters import meets, num_completion_tokens, text_bytes
+from rlhf_pipeline.buffer.filters import meets, num_completion_tokens
+from rlhf_pipeline.buffer.text_search import search, text_bytes
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
+from rlhf_pipeline.report.causes import Causes, cause_of, messages
+from rlhf_pipeline.report.figures import figure_of
+from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, order_of, values_of
+from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
-from rlhf_pipeline.run.address import Address, address_of
-from rlhf_pipeline.run.evaluation_rows import evaluation_stores, stored_evaluations
+from rlhf_pipeline.run.address import Address, address_of, below
+from rlhf_pipeline.run.evaluation_rows import evaluation_stores, recorded_sets, set_of_store, stored_evaluations
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
 
 Answer = dict[str, Any]
@@ -32,64 +38,59 @@ MOST_ROWS: Final = 500
 """Rows of one answer."""
 MOST_TOKENS: Final = 4096
 """Tokens of one answer; a longer trajectory is read in windows."""
-SORTS: Final = {"reward": "task_reward", "advantage": "advantage", "version": "policy_version", "group": "group_id"}
 LISTS: Final = ("failed", "untrusted", "drift", "mismatch")
 
-_FURTHER = ("newest_policy_version", "created_at", "evaluation")
-_BLOCK_BYTES = 1 << 22
+_SCALARS: Final = {
+    "reward": "task_reward",
+    "advantage": "advantage",
+    "version": "policy_version",
+    "group": "group_id",
+}
+_FURTHER = ("newest_policy_version", "created_at", "evaluation", "return", "degenerate")
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
-"""A search stops with a full page after this time; "search all" goes on."""
-_BUDGET_S = 1.0
-_MOST_LEDGER_BYTES = 1 << 26
-_LOG_BYTES = 4096
+"""A search answers with a full page after this time; the next question goes on from there."""
+_BUDGET_S = 0.5
+_SEARCHES = 4
+"""Searches whose hits are kept, 8 bytes a hit."""
+_LOG_BYTES = 16_384
+_LISTED: Final = 100
+"""Rows of a list in one answer."""
+_MOST_EVALUATED = 32
+"""Rows of an evaluation that a step shows; its store has all."""
 _BARS = 8
 _EARLIER = 40
 """Characters of a completion that are shown before a hit."""
 
 
-def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
-    """Find a text in a text column, newest rows first, straight from the stored bytes, about 4 MB at a time.
+@dataclass
+class _Search:
+    """How far a search has come, newest rows first, and what it has found."""
 
-    ASCII letters of either case are equal.
+    left: Iterator[tuple[Ids, int]]
+    among: Ids
+    """The rows that meet the conditions, places in the order of arrival."""
+    found: list[Ids] = field(default_factory=list[Ids])
+    """Places of hits, ascending within a part and the newest part first."""
+    hits: int = 0
+    down_to: int = 0
+    """Rows from this place on were looked at."""
 
-    Args:
-        store: an open store.
-        name: a text column.
-        wanted: the text; not empty.
-        ids: the rows to search, in the order of arrival, [N].
-    """
-    needle = np.frombuffer(wanted.encode().lower(), np.uint8)
-    either = (needle >= 97) & (needle <= 122)
-    end, rows = len(ids), 1024
-    while end:
-        first = max(end - rows, 0)
-        flat, starts = text_bytes(store, name, ids[first:end])
-        at = _occurrences(flat, needle, either)
-        row = np.searchsorted(starts, at, "right") - 1
-        yield first + np.unique(row[at + len(needle) <= starts[row + 1]]), first
-        rows = int(np.clip(_BLOCK_BYTES * (end - first) // max(len(flat), 1), 256, _BLOCK_ROWS))
-        end = first
+    def hits_of(self, ids: Ids) -> Ids:
+        """Return the ids that were found so far, in the order of arrival."""
+        return ids[np.concatenate([np.zeros(0, np.int64), *self.found[::-1]])]
 
-
-def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], either: npt.NDArray[np.bool_]) -> Ids:
-    """Return where a needle begins, ascending: its rarest byte is looked for first, then the others are compared."""
-    last = len(flat) - len(needle) + 1
-    if last <= 0:
-        return np.zeros(0, np.int64)
-    often = np.bincount(flat[: 1 << 18], minlength=256)
-    order = np.argsort(
-        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
-    )
-
-    def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
-        return (values | 32 if either[place] else values) == needle[place]
-
-    rarest = int(order[0])
-    at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))
-    for place in order[1:].tolist():
-        at = at[same(flat[at + place], place)]
-    return at
+    def go_on(self, seconds: float, enough: int | None) -> None:
+        """Search for some seconds, or until there are enough hits and the shorter time has passed."""
+        began = time.perf_counter()
+        for places, first in self.left:
+            self.found.append(self.among[places])
+            self.hits += len(places)
+            self.down_to = int(self.among[first]) if first else 0
+            took = time.perf_counter() - began
+            if took > seconds or (enough is not None and self.hits >= enough and took > _ENOUGH_S):
+                return
+        self.down_to = 0
 
 
 class View:
@@ -109,6 +110,8 @@ class View:
         self._stored: Stored | None = None
         self._evaluations: dict[str, View] = {}
         self._evaluated: dict[str, tuple[int, Answer]] = {}
+        self._searches: OrderedDict[tuple[object, ...], _Search] = OrderedDict()
+        self._causes = {name: Causes() for name in ("failed", "untrusted")}
 
     def close(self) -> None:
         """Close the store, and those of the evaluations."""
@@ -159,13 +162,15 @@ class View:
             "updated": rows[-1].get("time") if len(rows) else None,
             "processes": self.processes(),
             "columns": sorted(self.stored.columns) if watermark else [],
+            "fields": fields_of(self.stored) if watermark else [],
         }
 
     def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
         """Return the mean reward of the newest evaluation that a step has in its line."""
-        rows, every = self.metrics_rows(), (pipeline.get("evaluate") or {}).get("every")
+        rows, (name, one) = self.metrics_rows(), next(iter(recorded_sets(pipeline).items()), ("", {}))
+        every = one.get("every")
         row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
-        return (row or {}).get("evaluation/reward")
+        return (row or {}).get(f"evaluation/{name}/reward" if name else "evaluation/reward")
 
     def processes(self) -> list[Answer]:
         """Return the processes of a run of several, as each last said of itself."""
@@ -180,12 +185,15 @@ class View:
         return found
 
     def metrics(self, names: Sequence[str] = (), *, points: int = 600, after: int = 0) -> Answer:
-        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps."""
+        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps, with their units and meanings."""
         rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
         wanted = list(names) or sorted(numbers - {"step", "time"})
+        about = {name: figure_of(name) for name in wanted}
         return {
+            "num": len(rows),
+            "units": {name: [figure.unit, figure.meaning] for name, figure in about.items() if figure is not None},
             "step": [row["step"] for row in some],
             "time": [row.get("time") for row in some],
             "values": {name: [finite(row.get(name)) for row in some] for name in wanted},
@@ -198,13 +206,10 @@ class View:
         return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
 
     def health(self) -> Answer:
-        """Return the processes, and the end of the run's log."""
-        log = ""
-        if self.run is not None and (file := self.run.path / "log.txt").is_file():
-            with file.open("rb") as stream:
-                stream.seek(max(file.stat().st_size - _LOG_BYTES, 0))
-                log = stream.read().decode("utf-8", "replace")
-        return {"now": time.time(), "processes": self.processes(), "log": log}
+        """Return the processes, and the ends of the run's logs."""
+        files = () if self.run is None else (self.run.log_file, self.run.supervisor_log)
+        logs = {file.name: _end_of(file) for file in files if file.is_file()}
+        return {"now": time.time(), "processes": self.processes(), "logs": logs}
 
     def definition(self) -> Answer:
         """Return the definition, flat: `{"learn.lr": 0.001, ...}`; empty for a store alone."""
@@ -228,30 +233,36 @@ class View:
         limit: int = 50,
         snapshot: int | None = None,
         everything: bool = False,
+        columns: Sequence[str] = (),
+        prompt_of: int | None = None,
     ) -> Answer:
-        """Return a page of the trajectories that meet conditions."""
-        key = sort.removeprefix("-")
-        if key != "id" and key not in SORTS:
-            raise MissingKeyError(f"there is no order '{sort}'. Known: id, {', '.join(SORTS)}, each with - before it.")
-        began, stored = time.perf_counter(), self.stored
-        ids = self._ids(snapshot)
-        keep = meets(stored.store, where, ids)
-        scanned = 0
+        """Return a page of the trajectories that meet conditions.
+
+        A search in texts answers with what it has found within half a second: `complete` says whether it is at its end,
+        `scanned_to` down to which row it has looked, newest first. The same question asked again goes on from there.
+
+        Args:
+            text: only rows whose text has this, ASCII letters of either case.
+            column: `completion` or `prompt`, where `text` is looked for.
+            where: conditions, as `select` reads them.
+            sort: `id` or a field with a number, `-` before it for the largest first; rows without a value come last.
+            offset: leave out so many.
+            limit: return at most so many, up to `MOST_ROWS`.
+            snapshot: the watermark up to which the store is read; None means now.
+            everything: let the search go on for half a second, even if the page is full.
+            columns: fields whose values the rows have besides.
+            prompt_of: only rows of the same prompt as this trajectory.
+        """
+        stored, ids = self.stored, self._ids(snapshot)
+        if text and (column not in ("completion", "prompt") or column not in stored.columns):
+            raise MissingKeyError(f"{self.name} has no text column '{column}' to search in.")
         if text:
-            if column not in ("completion", "prompt") or column not in stored.columns:
-                raise MissingKeyError(f"{self.name} has no text column '{column}' to search in.")
-            among = np.flatnonzero(keep)
-            keep, wanted, scanned = np.zeros(len(ids), bool), offset + limit + 1, len(ids)
-            for places, first in search(stored.store, column, text, ids[among]):
-                keep[among[places]] = True
-                wanted, scanned = wanted - len(places), int(among[first])
-                took = time.perf_counter() - began
-                full = key == "id" and sort[0] == "-" and wanted <= 0 and not everything and took > _ENOUGH_S
-                if first and (full or took > _BUDGET_S):
-                    break
-            else:
-                scanned = 0
-        found = ids if keep.all() else ids[keep]
+            hunt = self._search(text, column, where, prompt_of, ids, snapshot)
+            hunt.go_on(_BUDGET_S, None if everything or sort != "-id" else offset + limit + 1)
+            found, scanned = hunt.hits_of(ids), hunt.down_to
+        else:
+            keep, scanned = self._keep(where, prompt_of, ids), 0
+            found = ids if keep.all() else ids[keep]
         page = self._page(found, sort, offset, min(max(limit, 1), MOST_ROWS))
         return {
             "total": len(ids),
@@ -260,13 +271,94 @@ class View:
             "scanned_to": scanned,
             "offset": offset,
             "snapshot": stored.store.watermark if snapshot is None else snapshot,
-            "rows": [self._cut(row, text, column) for row in self.rows(page)],
+            "rows": [self._cut(row, text, column) for row in self.rows(page, columns)],
         }
 
-    def rows(self, ids: Ids) -> list[Answer]:
-        """Return trajectories in brief, with whole texts."""
+    def _search(
+        self, text: str, column: str, where: Sequence[str], prompt_of: int | None, ids: Ids, snapshot: int | None
+    ) -> _Search:
+        """Return the search for a text as far as it has come; the last few are kept."""
+        watermark = self.stored.store.watermark if snapshot is None else snapshot
+        key = (text, column, tuple(where), prompt_of, watermark, len(ids))
+        hunt = self._searches.pop(key, None)
+        if hunt is None:
+            among = np.flatnonzero(self._keep(where, prompt_of, ids))
+            hunt = _Search(search(self.stored.store, column, text, ids[among]), among, down_to=len(ids))
+        self._searches[key] = hunt
+        while len(self._searches) > _SEARCHES:
+            self._searches.popitem(last=False)
+        return hunt
+
+    def matching(
+        self, where: Sequence[str], *, text: str = "", column: str = "completion", prompt_of: int | None = None
+    ) -> list[str]:
+        """Return the conditions, as `select` reads them, that choose what `trajectories` shows."""
+        found = [*where]
+        if text:
+            found.append(f'{column}~"{text}"')
+        if prompt_of is not None:
+            found.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
+        return found
+
+    def _keep(self, where: Sequence[str], prompt_of: int | None, ids: Ids) -> npt.NDArray[np.bool_]:
+        keep = meets(self.stored.store, where, ids)
+        if prompt_of is not None:
+            keep &= self._of_prompt(self._prompt_of(prompt_of), ids)
+        return keep
+
+    def _prompt_of(self, id: int) -> bytes:
+        self._check_there(id)
+        if "prompt" not in self.stored.columns:
+            raise MissingKeyError(f"{self.name} stores no prompts.")
+        return text_bytes(self.stored.store, "prompt", np.array([id], np.int64))[0].tobytes()
+
+    def _of_prompt(self, prompt: bytes, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return which trajectories have a prompt, compared by bytes in blocks."""
+        keep, wanted = np.zeros(len(ids), bool), np.frombuffer(prompt, np.uint8)
+        for first in range(0, len(ids), _BLOCK_ROWS):
+            flat, starts = text_bytes(self.stored.store, "prompt", ids[first : first + _BLOCK_ROWS])
+            rows = np.flatnonzero(np.diff(starts) == len(wanted))
+            for begin in range(0, len(wanted), 64):  # few rows are left after the first part
+                part = wanted[begin : begin + 64]
+                rows = rows[(flat[starts[rows, None] + np.arange(begin, begin + len(part))] == part).all(1)]
+            keep[first + rows] = True
+        return keep
+
+    def prompt(self, text: bytes) -> Answer:
+        """Return how a prompt went over the versions of the policy: `versions`, with `num`, `reward`, `best`."""
+        ids = self._ids(None)
+        if "prompt" not in self.stored.columns:
+            return {"name": self.name, "num": 0, "versions": [], "newest": None}
+        found = ids[self._of_prompt(text, ids)]
+        versions = self.stored.scalars("policy_version", found)
+        rewards = self._floats("task_reward", found)
+        known, place = np.unique(np.zeros(len(found), int) if versions is None else versions, return_inverse=True)
+        rows = [rewards[place == at] for at in range(len(known))]
+        return {
+            "name": self.name,
+            "num": len(found),
+            "newest": str(found[-1]) if len(found) else None,
+            "versions": [
+                {
+                    "version": int(version),
+                    "num": len(mine),
+                    "reward": _mean(mine[np.isfinite(mine)].tolist()),
+                    "best": float(np.nanmax(mine)) if np.isfinite(mine).any() else None,
+                }
+                for version, mine in zip(known.tolist(), rows, strict=True)
+            ],
+        }
+
+    def prompt_text(self, id: int) -> bytes:
+        """Return the prompt of a trajectory, UTF-8."""
+        return self._prompt_of(id)
+
+    def rows(self, ids: Ids, columns: Sequence[str] = ()) -> list[Answer]:
+        """Return trajectories in brief, with whole texts, and the values of further columns."""
         stored, num = self.stored, len(ids)
-        numbers = {name: stored.scalars(name, ids) for name in (*SORTS.values(), *_FURTHER)}
+        numbers = {name: stored.scalars(name, ids) for name in (*_SCALARS.values(), *_FURTHER)}
+        more = {name: _plain_list(values_of(stored, name, ids)) for name in columns}
+        contexts = stored.contexts(ids)
         texts = {name: stored.texts(name, ids) for name in ("finish_reason", "prompt", "completion", "failure_reason")}
         tokens = num_completion_tokens(stored.store, ids)
         trusted = stored.scalars("reward_trusted", ids)
@@ -287,7 +379,11 @@ class View:
                 "finish": texts["finish_reason"][row],
                 "failure": texts["failure_reason"][row] or None,
                 "trusted": None if trusted is None else bool(trusted[row]),
-                "evaluation": bool(value("evaluation", row)),
+                "return": value("return", row, finite),
+                "spread": value("degenerate", row, lambda flat: not flat),
+                "evaluation": bool(value("evaluation", row, int)),
+                "answer": _text(contexts[row].answer),
+                "values": {name: values[row] for name, values in more.items()},
                 "prompt": texts["prompt"][row],
                 "completion": texts["completion"][row],
                 "at": value("created_at", row, finite),
@@ -298,13 +394,9 @@ class View:
     def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
         """Return all of one trajectory."""
         stored, one = self.stored, np.array([id], np.int64)
-        ids = stored.ids()
-        here = np.flatnonzero(ids == id)
-        if not len(here):
-            known = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
-            raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {known}.")
-        (row,), (context,) = self.rows(one), stored.contexts(one)
-        near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here[0] - 1, here[0] + 1)]
+        ids, here = stored.ids(), self._check_there(id)
+        (row,), (context,) = self.rows(one, self._named_rewards()), stored.contexts(one)
+        near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here - 1, here + 1)]
         tokens = self._row("input_ids", one)
         head = stored.scalars("num_prompt_tokens", one)
         start = max(int(head[0]), 0) if head is not None else 0
@@ -329,10 +421,12 @@ class View:
             **row,
             "prev": near[0],
             "next": near[1],
-            "steps": self.steps_of(id, row["version"]),
+            "uses": (uses := uses_of(self.run, [id], row["version"])),
+            "steps": [use["step"] for use in uses],
             "spans": [] if spans is None else [[int(at), int(of)] for at, of in spans[0]],
-            "answer": _text(context.answer),
             "error": context.error,
+            "components": _components(data.get("rewards")),
+            "turn_rewards": self._turn_rewards(one),
             "engine": stored.texts("engine", one)[0],
             "temperature": None if heat is None else finite(heat[0]),
             "log_prob_mode": stored.texts("log_prob_mode", one)[0],
@@ -347,6 +441,24 @@ class View:
             "log_probs": per_token["log_probs"] or [],
         }
 
+    def _named_rewards(self) -> list[str]:
+        return [field["name"] for field in fields_of(self.stored) if is_named_reward(field["name"])]
+
+    def _check_there(self, id: int) -> int:
+        """Return the place of a trajectory in the order of arrival."""
+        ids = self.stored.ids()
+        here = np.flatnonzero(ids == id)
+        if not len(here):
+            known = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
+            raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {known}.")
+        return int(here[0])
+
+    def _turn_rewards(self, one: Ids) -> dict[str, list[float | None]]:
+        """Return the rewards per turn of a trajectory, by name."""
+        names = [name for name in sorted(self.stored.columns) if name.startswith(("turn_reward_", "turn_rewards"))]
+        found = {name: [finite(value) for value in self._row(name, one)] for name in names}
+        return {name: values for name, values in found.items() if any(value is not None for value in values)}
+
     def members(self, group: int) -> Ids:
         """Return the members of a group."""
         groups = self.stored.scalars("group_id")
@@ -359,9 +471,27 @@ class View:
     def group(self, group: int) -> Answer:
         """Return all members of a group."""
         found = self.members(group)
-        rows = self.rows(found[:MOST_ROWS])
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        return {"group": group, "num": len(found), "reward_mean": _mean(rewards), "rows": rows}
+        rewards, flat = self._floats("task_reward", found), self.stored.scalars("degenerate", found)
+        versions = self.stored.scalars("policy_version", found)
+        oldest = None if versions is None else int(versions.min())
+        return {
+            "group": group,
+            "num": len(found),
+            "num_failed": int(np.isnan(rewards).sum()),
+            "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
+            # The write path's verdict: by the returns, and by the estimator's own rule.
+            "spread": None if flat is None or self._is_waiting(found) else not bool(flat.all()),
+            "uses": [
+                {"step": use["step"], **{what: _num(use[what]) for what in ("taught", "without_gradient")}}
+                for use in uses_of(self.run, found.tolist(), oldest)
+            ],
+            "rows": self.rows(found[:MOST_ROWS], self._named_rewards()),
+        }
+
+    def _is_waiting(self, ids: Ids) -> bool:
+        """Return whether trajectories have no advantage yet, because their group is not complete."""
+        advantages = self.stored.scalars("advantage", ids)
+        return advantages is None or bool(np.isnan(advantages.astype(np.float64)).all())
 
     def groups(self, *, newest: int = 20) -> list[Answer]:
         """Return the newest groups, newest first: number, members' rewards, mean, and the best member's text."""
@@ -384,26 +514,52 @@ class View:
         ids = np.array(row.get("row_ids", []), np.int64)
         return ids[self.stored.store.holds(ids)] if len(ids) else ids
 
-    def step(self, step: int) -> Answer:
-        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it."""
+    def step(self, step: int, *, offset: int = 0, limit: int = 100) -> Answer:
+        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
+
+        Args:
+            step: its number.
+            offset: leave out so many groups.
+            limit: name at most so many groups; all counts are of the whole step.
+        """
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
         figures = self.metrics_rows().of_step(step) if self.run is not None else None
+        last = self.metrics_rows().last_step if self.run is not None else 0
         if ledger is None and figures is None:
-            known = "it has no ledger" if self.run is None else f"the newest is {self.metrics_rows().last_step}"
+            known = "it has no ledger" if self.run is None else f"the newest is {last}"
             raise MissingKeyError(f"there is no step {step} in {self.name}: {known}.")
-        ids = np.array((ledger or {}).get("row_ids", []), np.int64)
-        there = self.batch(step)
-        rows = [self._cut(row) for row in self.rows(there[:MOST_ROWS])]
+        row, seen = ledger or {}, figures or {}
+        there, idle = self.batch(step), row.get("no_gradient")
+        groups, num = None, len(row.get("row_ids", []))
+        if len(there):
+            quiet = None if idle is None else np.array(idle, np.int64)
+            groups = groups_of(self.stored, there, quiet, offset=offset, limit=limit)
         return {
             "step": step,
-            "last": self.metrics_rows().last_step,
-            "num": len(ids),
-            "num_gone": len(ids) - len(there),
-            "metrics": {name: finite(value) for name, value in (figures or {}).items() if value is not None},
-            "ledger": {name: value for name, value in (ledger or {}).items() if not isinstance(value, list)},
-            "rows": rows,
+            "last": last,
+            "prev": step - 1 if step > 1 else None,
+            "next": step + 1 if step < last else None,
+            "num": num,
+            "num_gone": num - len(there),
+            "num_groups": seen.get("num_groups") or (num_groups(self.stored, there) if len(there) else 0),
+            "num_taught": None if idle is None else num - len(idle),
+            "left_out": {name: count for name, count in row.get("left_out", {}).items() if count},
+            "metrics": {name: finite(value) for name, value in seen.items() if value is not None},
+            "ledger": {name: value for name, value in row.items() if not isinstance(value, list | dict)},
+            "checkpoint": self._checkpoint_of(step),
+            "offset": offset,
+            "num_groups_here": num_groups(self.stored, there) if len(there) else 0,
+            "groups": groups or [],
             "evaluations": list(self._evaluations_of(step)),
         }
+
+    def _checkpoint_of(self, step: int) -> Answer | None:
+        """Return the checkpoint of a step, else the nearest one that is kept: `step`, `path`."""
+        saved = [(int(path.name.rpartition("-")[2]), path) for path in (self.run.saved() if self.run else ())]
+        if not saved:
+            return None
+        at, path = min(saved, key=lambda one: (abs(one[0] - step), one[0]))
+        return {"step": at, "path": str(below(self.address, f"{path.parent.name}/{path.name}"))}
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
@@ -425,14 +581,15 @@ class View:
         view = self.evaluation(name)
         watermark = view.refresh()
         if name not in self._evaluated or self._evaluated[name][0] != watermark:
-            success_at = float(self._fields().get("evaluate.success_at", 1.0))
-            found = stored_evaluations(view.stored.store, success_at)
+            recorded = {} if self.run is None else recorded_sets(self.run.config.pipeline)
+            found = stored_evaluations(view.stored.store, recorded.get(set_of_store(name), {}))
             versions, times = view.stored.scalars("policy_version"), view._floats("created_at")
             names = list(dict.fromkeys(key for one in found for key in one if key != "step"))
             self._evaluated[name] = (
                 watermark,
                 {
                     "store": name,
+                    "name": set_of_store(name) or None,
                     "address": str(view.address),
                     "num": len(view.stored.ids()),
                     "step": [one["step"] for one in found],
@@ -447,27 +604,16 @@ class View:
         for found in self.evaluations():
             if step in found["step"]:
                 at, view = found["step"].index(step), self.evaluation(found["store"])
-                rows = view.rows(view.stored.ids()[view.stored.scalars("policy_version") == step][:MOST_ROWS])
+                ids = view.stored.ids()[view.stored.scalars("policy_version") == step]
+                rows = [self._cut(row) for row in view.rows(ids[:_MOST_EVALUATED])]
                 figures = {name: values[at] for name, values in found["values"].items()}
-                yield {"store": found["store"], "figures": figures, "rows": [self._cut(row) for row in rows]}
-
-    def steps_of(self, id: int, version: int | None = None) -> list[int]:
-        """Return the steps that learned from a trajectory; the ledger is read from the version that sampled it on."""
-        if self.run is None:
-            return []
-        ledger = self.ledger_rows()
-        if not len(ledger):
-            return []
-        replay = self.run.config.pipeline.get("replay")
-        age = self.run.config.pipeline.get("buffer", {}).get("max_staleness")
-        place = None if replay or version is None else ledger.place_of(version + 1)
-        last = len(ledger) if place is None or age is None else min(place + age + 2, len(ledger))
-        begin, end = (ledger.start_of(ledger[0]["step"] + at) for at in (place or 0, last))
-        with self.run.ledger_file.open("rb") as file:
-            file.seek(begin)
-            data = file.read(min(end - begin, _MOST_LEDGER_BYTES))
-        name = re.compile(rb'"row_ids": ?\[[\d, ]*?(?<!\d)%d(?!\d)' % id)
-        return [json.loads(line)["step"] for line in data.split(b"\n") if name.search(line)]
+                yield {
+                    "store": found["store"],
+                    "name": found["name"],
+                    "figures": figures,
+                    "num": len(ids),
+                    "rows": rows,
+                }
 
     def ledger(self, *, last: int = 20) -> list[Answer]:
         """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""
@@ -510,10 +656,28 @@ class View:
             "finish": self._counts("finish_reason", ids),
         }
 
-    def facets(self, where: Sequence[str] = ()) -> Answer:
-        """Return how many of the trajectories that meet conditions are of each kind, each with its condition."""
-        ids = self._ids(None)
-        ids = ids[meets(self.stored.store, where, ids)]
+    def fields(self) -> list[Answer]:
+        """Return the columns that trajectories can be shown, ordered and filtered by."""
+        return fields_of(self.stored)
+
+    def facets(
+        self,
+        where: Sequence[str] = (),
+        *,
+        text: str = "",
+        column: str = "completion",
+        prompt_of: int | None = None,
+        snapshot: int | None = None,
+    ) -> Answer:
+        """Return how many of the trajectories that `trajectories` finds are of each kind, each with its condition.
+
+        With a text, of those that its search has found so far.
+        """
+        ids = self._ids(snapshot)
+        if text:
+            ids = self._search(text, column, where, prompt_of, ids, snapshot).hits_of(ids)
+        else:
+            ids = ids[self._keep(where, prompt_of, ids)]
         kinds = [
             ("no reward", "task_reward==nan"),
             ("reward 1 or more", "reward>=1"),
@@ -532,8 +696,12 @@ class View:
         found += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
         return {"kinds": [kind for kind in found if kind["num"]]}
 
-    def list(self, name: str) -> Answer:
-        """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`."""
+    def list(self, name: str, *, cause: str = "", offset: int = 0) -> Answer:
+        """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`.
+
+        The first two count all their trajectories by cause, and have a page of them, the newest first, of one cause if
+        that is named.
+        """
         if name not in LISTS:
             raise MissingKeyError(f"there is no list '{name}'. Known: {', '.join(LISTS)}.")
         if name == "drift":
@@ -548,12 +716,25 @@ class View:
         bad = np.isnan(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
         if name == "untrusted" and trusted is not None:
             bad = ~trusted
-        found = ids[bad]
-        newest = found[::-1][:MOST_ROWS]
-        errors = [context.error for context in self.stored.contexts(newest)]
-        rows = [{**self._cut(row), "error": error} for row, error in zip(self.rows(newest), errors, strict=True)]
-        kinds = Counter(re.sub(r"\d+", "#", row["error"] or row["failure"] or row["finish"]) for row in rows)
-        return {"list": name, "num": len(found), "kinds": kinds.most_common(50), "rows": rows}
+        causes = self._causes[name]
+        causes.update(self.stored, ids[bad])
+        found = causes.of(cause) if cause else ids[bad]
+        newest = found[::-1][offset : offset + _LISTED]
+        errors = messages(self.stored, newest)
+        rows = [
+            {**self._cut(row), "error": error, "cause": cause_of(error)}
+            for row, error in zip(self.rows(newest), errors, strict=True)
+        ]
+        return {
+            "list": name,
+            "num": int(bad.sum()),
+            "num_kinds": causes.num,
+            "kinds": causes.answer(),
+            "cause": cause or None,
+            "matched": len(found),
+            "offset": offset,
+            "rows": rows,
+        }
 
     def _by_version(self) -> list[Answer]:
         """Return reward and length by policy version, at most 200 evenly spaced ones."""
@@ -614,7 +795,7 @@ class View:
         key, down = sort.removeprefix("-"), sort[0] == "-"
         if key == "id":
             return (ids[::-1] if down else ids)[offset : offset + limit]
-        values = self._floats(SORTS[key], ids)
+        values = order_of(self.stored, key, ids)
         values = np.where(np.isnan(values), np.inf, -values if down else values)
         top = min(offset + limit, len(ids))
         near = np.arange(len(ids))
@@ -648,6 +829,32 @@ def finite(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     return float(value) if math.isfinite(value) else None
+
+
+def _plain_list(values: Any) -> Sequence[Any]:
+    """Return values as JSON holds them."""
+    return [finite(value) for value in (values if isinstance(values, list) else values.tolist())]
+
+
+def _num(ids: Sequence[str] | None) -> int | None:
+    return None if ids is None else len(ids)
+
+
+def _components(given: Any) -> dict[str, dict[str, float | None]]:
+    """Return the components of rewards that a trajectory has, by the name of the reward."""
+    if not isinstance(given, dict):
+        return {}
+    return {
+        str(name): {str(part): finite(value) for part, value in parts.items() if isinstance(value, int | float)}
+        for name, parts in given.items()
+        if isinstance(parts, dict)
+    }
+
+
+def _end_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        stream.seek(max(file.stat().st_size - _LOG_BYTES, 0))
+        return stream.read().decode("utf-8", "replace")
 
 
 def _text(value: Any) -> str | None:

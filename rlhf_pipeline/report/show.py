@@ -36,14 +36,21 @@ def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
         )
 
 
+def _used(item: Answer) -> str:
+    """Return in which steps the weights learned from a trajectory, and in which it had no gradient."""
+    idle = [use["step"] for use in item.get("uses", ()) if use["without_gradient"]]
+    learned = [step for step in item["steps"] if step not in idle]
+    said = (("learned from in step", learned), ("without a gradient in step", idle))
+    return "".join(f", {what} {', '.join(map(str, steps))}" for what, steps in said if steps)
+
+
 def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     """Yield all stored values of one trajectory."""
     yield (
         f"trajectory {item['id']}: group {_or_dash(item['group'])}, policy version {_versions(item)}, "
         f"finished by {plain(item['finish']) or '-'}"
     )
-    steps = f", learned from in step {', '.join(map(str, item['steps']))}" if item["steps"] else ""
-    yield f"  reward {number(item['reward'], 4)}, advantage {number(item['advantage'], 4)}{steps}"
+    yield f"  reward {number(item['reward'], 4)}, advantage {number(item['advantage'], 4)}{_used(item)}"
     if item["engine"]:
         heat = "" if item["temperature"] is None else f" at temperature {item['temperature']:g}"
         mode = f", {plain(item['log_prob_mode'])} log-probs" if item["log_prob_mode"] else ""
@@ -51,7 +58,7 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     if item["spans"]:
         yield "  weights: " + ", ".join(f"version {of} from place {at}" for at, of in item["spans"])
     if item["error"] is not None:
-        yield f"  its reward call failed: {plain(item['error'])}"
+        yield f"  it failed: {plain(item['error'])}"
     yield from _text("prompt", item["prompt"])
     yield from _text("completion", item["completion"])
     if item["answer"] is not None:

@@ -32,7 +32,9 @@ def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler)
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         source = MadeHere(pipeline, parts, on_event)
-        loop = Loop(folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started)
+        loop = Loop(
+            asked, folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started
+        )
         loop.restore()
         finished = loop.finished(loop.run(), len(parts.buffer.store))
     on_event(finished)

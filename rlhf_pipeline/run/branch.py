@@ -6,9 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError, typed
 from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
+from rlhf_pipeline.run.config_diff import carries_over, changes
 from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder, Setup
 
@@ -51,7 +52,16 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     Weights (or LoRA adapters), the optimizer's moments, the random generator and a moving reference are taken over.
     Steps, prompts, ledger, use counts and KL controllers begin anew. A kill at any moment leaves no run, or a whole
     one.
+
+    Raises:
+        RunMismatchError: the definition has another model or optimizer than the checkpoint.
     """
+    for change in changes(run.config.pipeline, setup.pipeline):
+        if not carries_over(change.field):
+            raise RunMismatchError(
+                f"{change}: the checkpoint {checkpoint} holds a model and an optimizer that were made with the first. "
+                f"Leave {change.field} as it was, or start a new run without --from."
+            )
     if not isinstance(out.address, Path):
         raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")
     with out.named_disk_errors(), out.lock():

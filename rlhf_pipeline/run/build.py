@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,14 +20,17 @@ from rlhf_pipeline.buffer.trajectory_schema import (
     SUPPORT,
     TEMPERATURE,
     TOKEN_FIGURES,
-    TURN_FIGURES,
+    TURN_ADVANTAGES,
+    TURN_REWARDS,
     TURNS,
+    named_reward,
+    turn_reward,
 )
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.collectors.curriculum import FollowedMix
 from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import Mix, skips_too_long
-from rlhf_pipeline.data.rewards import has_columns, rewards_of
+from rlhf_pipeline.data.rewards import as_column
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of
 from rlhf_pipeline.learner.learner import Learner
@@ -265,6 +267,7 @@ def build_parts(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
         turn_discount=pipeline.write.turn_discount,
+        rewards=pipeline.reward_weights,
         batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
         scored_in=models.policy.head_weight.dtype,
         zero_variance=pipeline.write.zero_variance,
@@ -350,11 +353,11 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
         return figures
     collect = pipeline.collect
     sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else (TEMPERATURE,)
-    rewards = rewards_of(pipeline.reward) if has_columns(pipeline.reward) else ()
     support = (SUPPORT,) if collect.is_truncated else ()
-    turns = () if pipeline.environment is None else (TURNS,)
-    if turns and estimator_of(pipeline.write.estimator).by_turn:
-        turns = (*turns, *TURN_FIGURES)
+    turns = ()
+    if pipeline.environment is not None:
+        turns = (TURNS, TURN_REWARDS, *map(turn_reward, filter(None, map(as_column, pipeline.environment_rewards))))
+        turns += (TURN_ADVANTAGES,) if estimator_of(pipeline.write.estimator).by_turn else ()
     cursor = (CURSOR,) if collect.dynamic > 1 else ()
     return (
         *sampled_by,
@@ -363,7 +366,7 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
         *turns,
         *FAILURES,
         *figures,
-        *(Column(one.column, "float32", fill=math.nan) for one in rewards),
+        *map(named_reward, pipeline.reward_names),
     )
 
 

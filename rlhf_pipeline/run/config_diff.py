@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Learn, Pipeline
-from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.config_text import override_all, to_json
 from rlhf_pipeline.run.inputs import APART
 
 LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
@@ -40,6 +40,16 @@ _LEARNING: Final = frozenset(
 """Fields that a person changes while watching a run; what is learned from then on changes with them."""
 
 
+_OF_A_STEP: Final = _SCHEDULE | _LEARNING | {"learn.token_budget", "learn.layout"}
+"""Fields that may change and that a step on given trajectories depends on."""
+
+_STAYS: Final = frozenset(
+    {f"policy.{name}" for name in ("type", "alphabet", "hidden_size", "num_layers", "num_heads")}
+    | {"policy.lora_rank", "policy.lora_targets", "learn.optimizer"}
+)
+"""Fields that say which tensors a checkpoint has: a run that begins with one has them, too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """One field in which a recorded definition differs from the current one."""
@@ -58,9 +68,19 @@ class Change:
 
 
 _OTHER_EVALUATIONS: Final = frozenset(
-    f"evaluate.{name}" for name in ("num_prompts", "group_size", "temperature", "max_new_tokens")
+    ("num_prompts", "group_size", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "prompts")
 )
-"""Fields whose change makes evaluations that are not compared with the earlier ones; so does any of its prompts."""
+"""Fields of `evaluate`, or of a set of it, after whose change evaluations are not compared with the earlier ones."""
+
+
+def _makes_others(field: str) -> bool:
+    """Return whether evaluations are others after a change of this field.
+
+    >>> [_makes_others(field) for field in ("evaluate.prompts.path", "evaluate.hard.top_p", "evaluate.every")]
+    [True, True, False]
+    """
+    first, *rest = field.split(".")
+    return first == "evaluate" and not _OTHER_EVALUATIONS.isdisjoint(rest[:2])
 
 
 def is_allowed(field: str) -> bool:
@@ -73,13 +93,42 @@ def is_allowed(field: str) -> bool:
     return known or field.split(".")[0] == "evaluate"
 
 
+def carries_over(field: str) -> bool:
+    """Return whether a run may differ in a field from the one with whose checkpoint it begins.
+
+    >>> carries_over("collect.group_size"), carries_over("policy.hidden_size")
+    (True, False)
+    """
+    return field not in _STAYS
+
+
+def definition_at(pipeline: Pipeline, history: Sequence[Mapping[str, Any]], step: int) -> Pipeline:
+    """Return the definition with which a step was taken: what was changed for later steps is as it was before.
+
+    Only fields that a step on given trajectories depends on are looked at.
+
+    Args:
+        pipeline: the definition now.
+        history: `changes` of `config.json`, oldest first.
+        step: the step.
+    """
+    before: dict[str, Any] = {}
+    for change in reversed(history):
+        if change["from_step"] > step:
+            before |= {field["field"]: field["was"] for field in change["fields"]}
+    texts = {
+        field: str(was).lower() if was is None or isinstance(was, bool) else str(was) for field, was in before.items()
+    }
+    return override_all(pipeline, [(field, text) for field, text in texts.items() if field in _OF_A_STEP])
+
+
 def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:
     """Return one line about a change: what changes, and from which step; None if nobody needs to know."""
     if change.field in _SILENT:
         return None
     if change.field in _WITH_CONSEQUENCE:
         return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
-    if change.field in _OTHER_EVALUATIONS or change.field.startswith("evaluate.prompts"):
+    if _makes_others(change.field):
         return f"{change}: evaluations from step {step} on are others; {APART}."
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
@@ -122,11 +171,19 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
     elif isinstance(old, dict) and isinstance(new, dict) and old.get("type") == new.get("type") is not None:
         for name in sorted({**old, **new}):  # an object of a class of one's own
             yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+    elif config and _has_groups(config) and isinstance(old, dict):
+        for name in sorted({**old, **config}):  # several groups of fields, each by its name
+            yield from _differences(f"{prefix}.{name}", old.get(name), config.get(name))
     elif isinstance(config, tuple) and len(old or ()) == len(config) and all(map(dataclasses.is_dataclass, config)):
         for place, (before, after) in enumerate(zip(old, config, strict=True)):
             yield from _differences(f"{prefix}.{place}", before, after)
     elif old != new:
         yield Change(field=prefix, was=old, now=new)
+
+
+def _has_groups(config: Any) -> bool:
+    """Return whether a value is a dict of groups of fields."""
+    return isinstance(config, dict) and all(map(dataclasses.is_dataclass, cast("dict[str, Any]", config).values()))
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

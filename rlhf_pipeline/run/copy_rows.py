@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,10 +31,17 @@ from rlhf_pipeline.data.keys import (
     TURN_REWARDS,
     Key,
     column_name,
+    reward_column,
 )
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of, group_advantage
+from rlhf_pipeline.functional.advantage import (
+    BATCH_ESTIMATORS,
+    NamedRewards,
+    estimator_of,
+    group_advantage,
+    takes_rewards,
+)
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import tell
@@ -42,7 +49,7 @@ from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_s
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLReward
-from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
+from trajectory_store import Column, CorruptionError, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:
     from trajectory_store.batch import Batch
@@ -130,6 +137,7 @@ class Gatherer:
         self.target = target
         self.limits = limits
         self.on_event = on_event
+        self._by_reward = takes_rewards(pipeline.write.estimator)
         self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
@@ -170,10 +178,28 @@ class Gatherer:
             self.pipeline.write.estimator,
             task_rewards=torch.zeros_like(returns),
             rounding=rounding,
+            named=self._named({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
         )
         new = {"advantage": found.advantages.numpy(), "degenerate": found.degenerate.numpy()}
         if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
             self.target.update(ids, **new)
+
+    def _reward_columns(self) -> list[str]:
+        """Return the columns of the rewards that the estimator takes one by one."""
+        return [reward_column(name) for name in self.pipeline.reward_weights] if self._by_reward else []
+
+    def _named(self, columns: Mapping[str, npt.NDArray[Any]]) -> NamedRewards | None:
+        """Return the rewards of rows one by one, if the estimator takes them."""
+        weights = self.pipeline.reward_weights if self._by_reward else {}
+        if not weights:
+            return None
+        if missing := [name for name in self._reward_columns() if name not in columns]:
+            raise DataError(
+                f"write.estimator takes the rewards one by one, and the stores have no column {missing[0]!r}. Their "
+                "rewards were stored as one: set write.estimator=grpo."
+            )
+        values = [torch.from_numpy(np.array(columns[name], np.float64)) for name in self._reward_columns()]
+        return NamedRewards(torch.stack(values, 1), tuple(weights), tuple(weights.values()))
 
     def _num_done(self) -> int:
         """Return how many of the chosen rows earlier tries have processed: those up to the last one in the store."""
@@ -207,11 +233,16 @@ class Gatherer:
         choice, schema = self.choice, self.target.schema
         rows = choice.row[start:end]
         try:
-            batch = source.read_batch(rows, schema).fitted(schema)
+            batch = source.read_batch(rows, schema, checked=True).fitted(schema)
         except MissingRowError as error:
             raise DataError(
                 f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "
                 "start a new run with --out OTHER_FOLDER to learn from what is there now."
+            ) from error
+        except CorruptionError as error:
+            raise DataError(
+                f"{source.path} has been damaged since this run has chosen from it: {error} Restore the store from a "
+                "copy, or start a new run with --skip-damaged and --out OTHER_FOLDER."
             ) from error
         values = batch.values
         check_vocabulary(values["input_ids"], self.limits, str(source.path))
@@ -305,6 +336,7 @@ class Gatherer:
             None,
             turns=rewards,
             turn_discount=how.turn_discount,
+            named=self._named({name: values[name][at] for name in values if name.startswith("reward_")}),
         )
         if name in schema:
             turns = np.array(values[name])

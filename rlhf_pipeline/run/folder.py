@@ -29,7 +29,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +54,7 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, address_of, below, is_url
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
-from rlhf_pipeline.run.config_diff import LAST_BITS, changes, is_allowed, notice_of
+from rlhf_pipeline.run.config_diff import LAST_BITS, carries_over, changes, is_allowed, notice_of
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
@@ -430,13 +430,16 @@ class RunFolder:
                 "start another run for several processes in another folder."
             )
 
-    def check_unchanged(self, pipeline: Pipeline, seed: int, *, inputs: bool = True) -> None:
+    def check_unchanged(
+        self, pipeline: Pipeline, seed: int, *, inputs: bool = True, overrides: Sequence[tuple[str, str]] = ()
+    ) -> None:
         """Refuse to resume under a definition or seed that would learn something else.
 
         Args:
             pipeline: the definition now.
             seed: the seed now.
             inputs: whether the files that the definition names must be unchanged, too.
+            overrides: the `--set` pairs of the definition, for the command that the message advises.
 
         Raises:
             RunMismatchError: names every field that differs, or the prompt file or model folder that has changed.
@@ -445,21 +448,41 @@ class RunFolder:
             return
         before = self._recorded()
         by_content = before.get("inputs", {}) if inputs else {}
-        changed = [
-            str(change)
+        found = [
+            change
             for change in changes(before["pipeline"], pipeline)
             if not (is_allowed(change.field) or change.field in by_content)
         ]
+        changed, options = list(map(str, found)), ""
+        for path, text in overrides:
+            if any(f"{change.field}.".startswith(f"{path}.") for change in found):
+                options += f" --set {typed(f'{path}={text}')}"
         if before["seed"] != seed:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
+            options += f" --seed {seed}"
         if changed:
+            otherwise = self._with_its_weights(options) if all(carries_over(change.field) for change in found) else None
             raise RunMismatchError(
-                f"{self.address} was started with another definition: {'; '.join(changed)}. "
-                "Resume with the recorded one, or start a new run with --out OTHER_FOLDER."
+                f"{self.address} was started with another definition: {'; '.join(changed)}. Go on with the recorded "
+                f"one, or {otherwise or 'start a new run with --out OTHER_FOLDER.'}"
             )
         if inputs:
             own = Path(getattr(pipeline.policy, "path", "")).parent == self.checkpoints  # its weights have moved on
-            check_inputs(self.address, by_content if not own else by_content | {"policy.path": {}}, pipeline)
+            check_inputs(
+                self.address,
+                by_content if not own else by_content | {"policy.path": {}},
+                pipeline,
+                definition=before["pipeline"],
+                otherwise=self._with_its_weights(options),
+            )
+
+    def _with_its_weights(self, options: str = "") -> str | None:
+        """Say how to begin another run with the weights of this one; None if it has no checkpoint."""
+        saved = self.saved()
+        if not saved:
+            return None
+        source = typed(f"{self.address}@{step_of(saved[-1])}")
+        return f"begin a new run with its weights: rlhf-pipeline run --from {source}{options} --out OTHER_FOLDER"
 
     def notices(self, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:
         """Yield notices for the user about the definition with which a run continues; none for a new run.
@@ -554,12 +577,23 @@ class RunFolder:
 
     # Its record
 
-    def record(self, setup: Setup, *, begun_from: Mapping[str, object] | None = None) -> bool:
+    def changed_from(self, pipeline: Pipeline, step: int) -> bool:
+        """Return whether steps from this one on, if any were taken, were taken with other settings than the current."""
+        before = self._recorded()
+        return bool(changes(before["pipeline"], pipeline)) or any(
+            change["from_step"] > step for change in before.get("changes", [])
+        )
+
+    def record(
+        self, setup: Setup, *, begun_from: Mapping[str, object] | None = None, from_step: int | None = None
+    ) -> bool:
         """Write `config.json` atomically; return False if another process has begun the run in the meantime.
 
         Args:
             setup: the settings of this process.
             begun_from: the run and the step whose checkpoint a new run begins with, if any.
+            from_step: the first step that was taken with these settings, if the run goes on with them. They are
+                recorded after it: settings that cannot work would stay, and no resume could go on.
 
         Raises:
             DefinitionError: the definition cannot be recorded.
@@ -571,9 +605,11 @@ class RunFolder:
         content |= {"machine": {**kept.get("machine", {}), **_machine()}, "place": place(self.address)}
         begun = begun_from or kept.get("begun_from")
         content |= {"begun_from": begun} if begun else {}
-        history = [*kept.get("changes", [])]
+        first = self._next_step() if from_step is None else from_step
+        # A run that has gone back to an earlier checkpoint takes those steps with its later settings.
+        history = [{**change, "from_step": min(change["from_step"], first)} for change in kept.get("changes", [])]
         if again and (new := [change.to_json() for change in changes(kept["pipeline"], setup.pipeline)]):
-            history.append({"from_step": self._next_step(), "fields": new})
+            history.append({"from_step": first, "fields": new})
         content |= {"changes": history} if history else {}
         try:
             text = json.dumps({**content, "pipeline": to_json(setup.pipeline)}, indent=1)
@@ -584,11 +620,18 @@ class RunFolder:
             ) from error
         for copy in keep_inputs(self.path, setup.definition, setup.pipeline):
             self.keep(copy)
+        if again and self.config_file.read_bytes() == text.encode():
+            return True
         write_atomically(self.config_file, text.encode())
         if self.mirror is not None and not again:
             return self.mirror.keep_first(filenames.CONFIG)
         self.keep(self.config_file)
         return True
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The changes of the definition since the run began, each with the first step that was taken with it."""
+        return self._recorded().get("changes", [])
 
     @property
     def inputs(self) -> dict[str, dict[str, Any]]:
@@ -791,8 +834,14 @@ class _PlainFormatter(logging.Formatter):
 
 
 def is_run(path: Address) -> bool:
-    """Return True if a run was started in this folder, or at this URL."""
-    return RunFolder(path).is_recorded
+    """Return True if a run was started in this folder, or at this URL; a model's folder has a `config.json` too."""
+    run = RunFolder(path)
+    if not run.is_recorded:
+        return False
+    with suppress(ValueError):  # one that is damaged is a run's: who opens it says so
+        recorded = json.loads(run.config_file.read_bytes())
+        return isinstance(recorded, dict) and ("pipeline" in recorded or "format" in recorded)
+    return True
 
 
 def is_store(path: Address) -> bool:

@@ -26,10 +26,10 @@ from rlhf_pipeline.run.checkpoint import (
 from rlhf_pipeline.run.evaluation import Evaluations
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.repeated_rows import check_repeated
+from rlhf_pipeline.run.repeated_rows import check_repeated, named_damage
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -106,6 +106,7 @@ class Loop:
     """The steps of one run.
 
     Args:
+        asked: the run; its settings are recorded once its first step with them is taken.
         run: the run folder.
         learner: takes the steps; its settings say when to stop and to save.
         source: gives their batches.
@@ -119,6 +120,7 @@ class Loop:
 
     def __init__(
         self,
+        asked: Setup,
         run: RunFolder,
         learner: Learner,
         source: Source,
@@ -143,6 +145,7 @@ class Loop:
         self.metrics = run.metrics
         self.metrics.refresh()
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        self._unrecorded: Setup | None = asked
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
         self._started = time.perf_counter() if started is None else started
@@ -169,7 +172,9 @@ class Loop:
         self._saved = self.progress.step
         if not is_url(self.folder.address):  # an object is checked as it is read
             self.folder.ledger.recheck()
-        check_repeated(self.folder, self.learner.buffer.store, self.progress.step)
+        storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
+        with named_damage(self.folder, self.progress.step, self._saved):
+            check_repeated(self.folder, storage, self.progress.step, max_staleness=oldest)
 
     def run(self) -> Reason:
         """Take steps until the end, the target or a signal."""
@@ -189,7 +194,8 @@ class Loop:
             if progress.step == 0:
                 self._evaluate(0)
             while (reason := self._ended()) is None:
-                batch = self.source.next(progress.step + 1, self.stop)
+                with named_damage(self.folder, progress.step, self._saved):
+                    batch = self.source.next(progress.step + 1, self.stop)
                 if batch is None:
                     reason = "interrupted"
                     break
@@ -235,13 +241,16 @@ class Loop:
         if batch.task_reward is not None:
             progress.note(batch.task_reward, self.learn.stop_window)
         number = progress.step + 1
-        figures = learner.step(
-            number,
-            row_ids=batch.row_ids,
-            ages=batch.ages,
-            admitted=batch.admitted,
-            ledger_fields=batch.ledger_fields,
-        )
+        with named_damage(self.folder, progress.step, self._saved):
+            figures = learner.step(
+                number,
+                row_ids=batch.row_ids,
+                ages=batch.ages,
+                admitted=batch.admitted,
+                ledger_fields=batch.ledger_fields,
+            )
+        if self._unrecorded is not None:
+            self._settle(self._unrecorded, number)
         for notice in learner.take_notices():
             tell(self.on_event, notice)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
@@ -252,6 +261,13 @@ class Loop:
             self.metrics.append(row)
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
+
+    def _settle(self, asked: Setup, step: int) -> None:
+        """Record the settings of this process once its first step is taken, before that step's line is written."""
+        if self.folder.changed_from(asked.pipeline, step):
+            self.metrics.drop_from(step)  # figures of steps that were taken with other settings
+        self.folder.record(asked, from_step=step)
+        self._unrecorded = None
 
     def _evaluate(self, step: int) -> Mapping[str, float | int | None]:
         """Evaluate the weights of a step if that is due; return the figures."""

@@ -30,7 +30,7 @@ from rlhf_pipeline.data.prompts import (
     through_template,
 )
 from rlhf_pipeline.environments.environment import tools_of
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_any, rewrites_history
 from rlhf_pipeline.policies.token_policy import TokenPolicy

@@ -21,7 +21,7 @@ from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.selection import Choice, Limits, choose
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
 from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
-from rlhf_pipeline.run.temperatures import replayed_at
+from rlhf_pipeline.run.temperatures import check_known, replayed_at
 
 
 def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunFinished:
@@ -37,6 +37,8 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
+    if Choice.load(folder) is None:
+        check_known(pipeline, asked.overrides, choice)
     heat = replayed_at(folder, choice)
     if heat is not None and heat != (policy.temperature or 1.0):
         policy.temperature = heat
@@ -65,7 +67,14 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
                 source = stored_source(pipeline, replay, learner, folder)
                 with open_evaluator(pipeline, policy, run=folder, seed=seed, on_event=on_event) as evaluator:
                     loop = Loop(
-                        folder, learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started
+                        asked,
+                        folder,
+                        learner,
+                        source,
+                        stop=stop,
+                        on_event=on_event,
+                        evaluator=evaluator,
+                        started=started,
                     )
                     loop.restore()
                     finished = loop.finished(loop.run(), len(storage.store))
@@ -103,6 +112,7 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
     num = len(choice.sources)
     said = [f"gathered {counts.trajectories:,} trajectories of {num} store{'s' if num > 1 else ''}"]
     ungraded = sum(source.num_ungraded for source in choice.sources)
+    damaged = sum(source.num_damaged for source in choice.sources)
     repeated = sum(source.num_repeated for source in choice.sources)
     for figure, what in (
         (counts.behaviour_scored, "got behaviour log-probs, of the initial policy"),
@@ -110,6 +120,7 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
         (counts.advantages, "got an advantage"),
         (counts.dropped, "of groups without spread were dropped"),
         (ungraded, "have no reward and were left out"),
+        (damaged, "are damaged and were left out"),
         (repeated, "are stored again later and were left out"),
     ):
         if figure:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import build_learner, build_policy
 from rlhf_pipeline.run.checkpoint import load_checkpoint, step_of
+from rlhf_pipeline.run.config_diff import definition_at
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.sources import recorded_admission
@@ -109,17 +111,36 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     return RerunPlan(run=run, checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
-def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
-    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes."""
+def retake(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
+    """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
+
+    Each is taken with the settings that the run had at that step.
+
+    Args:
+        asked: the definition now, with the recorded overrides.
+        plan: the steps.
+        seed: of the run.
+        device: where the steps are taken.
+    """
     exact = torch.device(device).type == "cpu"
-    run, policy = plan.run, build_policy(pipeline, seed=seed, device=device)
-    with closing(TrajectoryStorage(run.store_path, mode="r", backend=pipeline.buffer.backend)) as storage:
-        policy.temperature = sampled_at([(storage.store, None)]) or policy.temperature
+    run, history = plan.run, plan.run.history
+    with closing(TrajectoryStorage(run.store_path, mode="r", backend=asked.buffer.backend)) as storage:
+        heat = sampled_at([(storage.store, None)])
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-        learner = build_learner(pipeline, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
+
+        def learner_of(defined: Pipeline) -> Learner:
+            policy = build_policy(defined, seed=seed, device=device)
+            policy.temperature = heat or policy.temperature
+            return build_learner(defined, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
+
+        pipeline = definition_at(asked, history, plan.start + 1)
+        learner = learner_of(pipeline)
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
+            if (defined := definition_at(asked, history, step)) != pipeline:
+                pipeline, before, learner = defined, learner, learner_of(defined)
+                _go_on(before, learner)
             row, line = run.ledger.known(step), run.metrics.known(step)
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
@@ -151,6 +172,13 @@ def retake(pipeline: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> It
                     # Several processes sum their gradients in another order.
                     exact=exact and line.get("processes", 1) == 1,
                 )
+
+
+def _go_on(before: Learner, learner: Learner) -> None:
+    """Bring a learner with other settings to where another one is."""
+    with TemporaryDirectory() as folder:
+        before.write(Path(folder))
+        learner.read(Path(folder))
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:

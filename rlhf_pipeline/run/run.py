@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ class Run(Setup):
                 folder.clear()
             for notice in folder.notices(self.pipeline, device=self.device):
                 tell(on_event, notice)
-            folder.record(self)
+            if not self.resume:  # else once the first step is taken; see `Loop`
+                folder.record(self)
             yield
             folder.flush()
 
@@ -92,8 +94,8 @@ class Run(Setup):
             yield lambda: check_logger(pipeline.learn.logger)
         if isinstance(policy := pipeline.policy, PretrainedPolicy):
             yield lambda: resolve_source(policy.path)
-        if (evaluate := pipeline.evaluate) is not None:
-            yield lambda: check_evaluation(pipeline, evaluate)
+        for name in pipeline.evaluations:
+            yield functools.partial(check_evaluation, pipeline, name)
         if (replay := pipeline.replay) is None:
             yield lambda: check_prompts_and_reward(pipeline, self.seed)
         elif not (self.resume and RunFolder(self.run_dir).has_chosen):
@@ -106,7 +108,7 @@ class Run(Setup):
         if self.resume:
             several = self.joins is not None or self.supervised is not None
             folder.check_processes(several=several)
-            folder.check_unchanged(self.pipeline, self.seed)
+            folder.check_unchanged(self.pipeline, self.seed, overrides=self.overrides)
             if not several:  # those look again while no other process sets the folder up
                 folder.check_parts()
 

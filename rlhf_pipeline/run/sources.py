@@ -83,7 +83,7 @@ class MadeHere(_Collected):
             if rollout.num_failed:
                 tell(
                     self._on_event,
-                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} reward calls failed; those "
+                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} trajectories failed; those "
                     "trajectories are stored and not learned from."
                     + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
                 )
@@ -119,8 +119,8 @@ class Arrivals(_Collected):
         """Rollouts that have arrived and that no step has learned from yet, in order."""
         self._news = self._read_new
         """Returns the rollouts that have arrived since; may be running while a step is taken."""
-        self._current: tuple[StoredRollout, Ints] | None = None
-        """The current rollout, and its rows that have a reward."""
+        self._current: tuple[StoredRollout, Ints, int] | None = None
+        """The current rollout, its rows that have a reward, and how many have none."""
         self._digests: dict[int, int] = {}
         """Of the weights that this process published, by version, as far back as the staleness limit reaches."""
 
@@ -143,8 +143,8 @@ class Arrivals(_Collected):
                 self._begin(index)
                 if self._run.mirror is not None:
                     self._news = self._run.mirror.ahead(self._read_new)
-        current, graded = self._current
-        row_ids, ages = self._as_planned(planned, step) or self._usable(current.rollout, graded, step)
+        current, graded, num_failed = self._current
+        chosen = self._as_planned(planned, step) or self._usable(current.rollout, graded, num_failed, step)
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)
         traffic = current.traffic or {} if begins else {}
         digest = self._digests.get(step - 1) or (planned or {}).get(POLICY_DIGEST.name, 0)
@@ -152,10 +152,14 @@ class Arrivals(_Collected):
             task_reward=current.task_reward if begins else None,
             about=_about(current.rollout, current if begins else None)
             | {f"rollout_{name}": value for name, value in traffic.items()},
-            row_ids=row_ids,
-            ages=ages,
+            row_ids=chosen.row_ids,
+            ages=chosen.ages,
             admitted=self._admitted(step),
-            ledger_fields={"rollout": current.rollout, POLICY_DIGEST.name: digest},
+            ledger_fields={
+                "rollout": current.rollout,
+                POLICY_DIGEST.name: digest,
+                "left_out": dict(chosen.left_out),
+            },
         )
 
     def state(self) -> dict[str, Any]:
@@ -197,8 +201,9 @@ class Arrivals(_Collected):
         """Return the new arrivals, without refreshing the store, whose content must not change during a step."""
         return {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
 
-    def _arrived(self, index: int) -> tuple[StoredRollout, Ints]:
+    def _arrived(self, index: int) -> tuple[StoredRollout, Ints, int]:
         self._parts.buffer.refresh()  # after its record was read: its trajectories were stored before that
+        self._parts.buffer.trajectories.check_new()
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
@@ -210,10 +215,11 @@ class Arrivals(_Collected):
                 f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
                 "power loss can take what buffer.durability=process has not synced. The others are learned from.",
             )
-        return said, row_ids[np.isfinite(store.read_scalars("task_reward", row_ids))]
+        graded = np.isfinite(store.read_scalars("task_reward", row_ids))
+        return said, row_ids[graded], int((~graded).sum())
 
-    def _usable(self, rollout: int, row_ids: Ints, step: int) -> tuple[Ints, Ints]:
-        """Return the trajectories that `step` learns from, and their ages; report how many are too old."""
+    def _usable(self, rollout: int, row_ids: Ints, num_failed: int, step: int) -> ChosenRows:
+        """Return the trajectories that `step` learns from; report how many are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
         versions = self._versions(row_ids)
@@ -224,7 +230,7 @@ class Arrivals(_Collected):
                 f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {rollout} were "
                 "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
             )
-        row_ids, ages = row_ids[known], step - 1 - versions[known]
+        lost, row_ids, ages = int((~known).sum()), row_ids[known], step - 1 - versions[known]
         young = ages <= self._pipeline.buffer.max_staleness
         if not young.all():
             tell(
@@ -232,10 +238,12 @@ class Arrivals(_Collected):
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {rollout} are older "
                 f"than buffer.max_staleness={self._pipeline.buffer.max_staleness} steps and are not learned from.",
             )
-        return row_ids[young], ages[young]
+        left_out = {"failed": num_failed, "lost_weights": lost, "too_old": int((~young).sum())}
+        names = trajectory_names(self._parts.buffer.store, row_ids[young])
+        return ChosenRows(row_ids[young], ages[young], names, left_out)
 
-    def _as_planned(self, planned: Row | None, step: int) -> tuple[Ints, Ints] | None:
-        """Return a step's planned rows and their ages, or None if there is no plan or its rows have changed."""
+    def _as_planned(self, planned: Row | None, step: int) -> ChosenRows | None:
+        """Return a step's planned rows, or None if there is no plan or its rows have changed."""
         if planned is None:
             return None
         row_ids = np.asarray(planned["row_ids"], np.int64)
@@ -244,10 +252,10 @@ class Arrivals(_Collected):
         # A power loss may take rows that the ledger names; rows sampled in their place may have the same ids.
         versions = self._versions(row_ids)
         ages = step - 1 - versions
-        names = planned.get("trajectory_ids")
-        as_said = names is None or trajectory_names(self._parts.buffer.store, row_ids).tolist() == names
+        named, names = planned.get("trajectory_ids"), trajectory_names(self._parts.buffer.store, row_ids)
+        as_said = named is None or names.tolist() == named
         as_said &= ages.tolist() == planned["ages"] and bool(self._of_this_run(row_ids, versions, step).all())
-        return (row_ids, ages) if as_said else None
+        return ChosenRows(row_ids, ages, names, planned.get("left_out", {})) if as_said else None
 
     def _versions(self, row_ids: Ints) -> Ints:
         return self._parts.buffer.store.read_scalars("policy_version", row_ids)
@@ -267,10 +275,9 @@ class Arrivals(_Collected):
             known |= (versions == version) & (np.isin(digests, list(had)) if had else True)
         return known
 
-    def _drawn(self, step: int) -> tuple[Ints, Ints]:
+    def _drawn(self, step: int) -> ChosenRows:
         """Return what `sample.strategy` draws from the rollouts that were begun, as recorded in the ledger."""
-        chosen = self._parts.learner.chosen_rows(step, keep=partial(self._allowed, step))
-        return chosen.row_ids, chosen.ages
+        return self._parts.learner.chosen_rows(step, keep=partial(self._allowed, step))
 
     def _admitted(self, step: int) -> Ints | None:
         """Return what `_drawn` may draw at this step, if the loss must know it; else None."""
@@ -418,6 +425,7 @@ class RecordedLedger(Source):
 
 def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:
     """Return the source that the definition of a run over stores asks for."""
+    learner.buffer.trajectories.check_new()  # all of them: any may be drawn
     if not replay.recorded_order:
         return SampledBatches(pipeline, replay, learner)
     if run.bring(run.recorded_ledger).is_file():

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.config import Collect, Pipeline
 from rlhf_pipeline.data.keys import TEMPERATURE, column_name
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.selection import Choice, open_sources
 from trajectory_store import TrajectoryStore
 
+_ROWS = 256
+LOG_PROBS = "log_probs"
 Ints = npt.NDArray[np.int64]
 
 
@@ -37,6 +40,37 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
             f"Choose those of one: --set replay.filters='temperature=={max(found):g}'"
         )
     return found.pop() if found else None
+
+
+def unknown_among(store: TrajectoryStore, rows: Ints | None = None) -> bool:
+    """Return True if behaviour log-probs are stored, and the temperature that they are at is not.
+
+    Rows without log-probs get those of the model that is learned with, at the temperature that it is scored at.
+    """
+    rows = np.asarray(store.ids() if rows is None else rows)
+    if not len(rows) or LOG_PROBS not in store.schema:
+        return False
+    if TEMPERATURE in store.schema:
+        rows = rows[np.isnan(store.read_scalars(column_name(TEMPERATURE), rows))]
+    for first in range(0, len(rows), _ROWS):
+        found = store.read(rows[first : first + _ROWS], [LOG_PROBS])[LOG_PROBS]
+        if any(not np.isnan(scores).all() for scores in found):
+            return True
+    return False
+
+
+def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice: Choice) -> None:
+    """Ask for the temperature of a replay's trajectories where neither they nor the definition says it."""
+    if "collect.temperature" in dict(overrides) or pipeline.collect.temperature != Collect().temperature:
+        return
+    with open_sources([source.path for source in choice.sources]) as stores:
+        for number, store in enumerate(stores):
+            if unknown_among(store, choice.row[choice.source == number]):
+                raise DefinitionError(
+                    f"{choice.sources[number].path} holds log-probs, and nothing says at which temperature its "
+                    "trajectories were sampled; a ratio to them needs the same one. Say it: "
+                    f"--set collect.temperature={Collect().temperature:g}"
+                )
 
 
 def replayed_at(run: RunFolder, choice: Choice) -> float | None:

@@ -8,8 +8,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ from rlhf_pipeline.data.trajectories import (
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
     EstimatorFunction,
+    NamedRewards,
     group_advantage,
     penalty_rounding,
     turn_advantage,
@@ -74,6 +75,7 @@ class Member:
     row: int = -1
     failed: int = 0
     turns: Sequence[float] = ()
+    named: Sequence[float] = ()
 
 
 class Closed(NamedTuple):
@@ -100,6 +102,15 @@ class GroupRules:
     verbose: bool
     by_turn: bool
     turn_discount: float
+    by_reward: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def named(self, members: Sequence[Member]) -> NamedRewards | None:
+        """Return the named rewards of members, if the estimator takes them and there are any."""
+        if not self.by_reward or not self.rewards:
+            return None
+        values = torch.tensor([[*member.named] for member in members], dtype=torch.float64)
+        return NamedRewards(values.reshape(-1, len(self.rewards)), tuple(self.rewards), tuple(self.rewards.values()))
 
 
 class GroupQueue:
@@ -209,6 +220,7 @@ class GroupQueue:
             batches,
             turns=[member.turns for member in members] if rules.by_turn else None,
             turn_discount=rules.turn_discount,
+            named=rules.named(members),
         )
         flat = len(set(codes[graded.degenerate].tolist()))
         dropped = flat if rules.zero_variance == "drop" else 0
@@ -412,6 +424,7 @@ def graded_groups(
     *,
     turns: Sequence[Sequence[float]] | None = None,
     turn_discount: float = 1.0,
+    named: NamedRewards | None = None,
 ) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
 
@@ -422,6 +435,7 @@ def graded_groups(
         batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
         turns: the rewards of each trajectory's turns, for an estimator that compares turns.
         turn_discount: see `functional.advantage.turn_advantage`.
+        named: the rewards one by one, for an estimator that takes them.
     """
     finite = scores.returns.isfinite()
     if batches is None and bool(finite.all()):
@@ -433,23 +447,30 @@ def graded_groups(
         returns, lengths, task, rounding = scores.take(part)
         penalised = {"task_rewards": task, "rounding": rounding} if bool(rounding.any()) else {}
         advantages[part], degenerate[part] = group_advantage(
-            returns, codes[part], estimator, lengths=lengths, **penalised
+            returns,
+            codes[part],
+            estimator,
+            lengths=lengths,
+            named=None if named is None else named.take(part),
+            **penalised,
         )
     graded = Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
     return graded if turns is None else _of_turns(graded, turns, turn_discount)
 
 
 def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: float) -> Graded:
-    """Give each turn its advantage, and each trajectory that of its turn furthest from 0; one without turns is one."""
+    """Give each turn its advantage, and each trajectory that of its turn furthest from 0; one without turns is one.
+
+    A trajectory that failed did so in its last turn, unless a reward before it is not finite either.
+    """
     finite = graded.returns.isfinite()
     each = [[*given] or [value] for given, value in zip(rewards, graded.returns.tolist(), strict=True)]
+    each = [one if known else [*one[:-1], math.nan] for one, known in zip(each, finite.tolist(), strict=True)]
     counts = torch.tensor([len(one) for one in each])
-    flat, learned = torch.tensor([value for one in each for value in one], dtype=torch.float64), spread(finite, counts)
-    found = turn_advantage(flat[learned], graded.codes[finite], counts[finite], discount=discount)
-    flat = torch.zeros_like(flat)
-    flat[learned] = found.advantages
-    turns = flat.float().split(counts.tolist())
-    varied = spread(graded.codes[finite], counts[finite])[~found.degenerate]
+    flat = torch.tensor([value for one in each for value in one], dtype=torch.float64)
+    found = turn_advantage(flat, graded.codes, counts, discount=discount)
+    turns = found.advantages.float().split(counts.tolist())
+    varied = spread(graded.codes, counts)[~found.degenerate]
     return graded._replace(
         advantages=torch.stack([one[one.abs().argmax()] for one in turns]).double(),
         degenerate=~finite | ~torch.isin(graded.codes, varied),

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.config import close_policy_rule
@@ -28,16 +29,15 @@ from rlhf_pipeline.data.keys import (
     PRIORITY,
     PROMPT,
     REWARD,
-    ROW_ID,
     TASK_REWARD,
     TRAJECTORY_ID,
     TURN_REWARDS,
     Key,
     column_name,
+    reward_column,
 )
 from rlhf_pipeline.data.tensordicts import (
     ROWS,
-    along_one_dimension,
     attach,
     holds,
     in_form_of,
@@ -48,17 +48,28 @@ from rlhf_pipeline.data.tensordicts import (
     with_all_columns,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, columns_from_state, columns_state, ends
-from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorFunction, checked_estimator, estimator_of
+from rlhf_pipeline.errors import (
+    DataError,
+    DefinitionError,
+    IncompleteError,
+    MissingKeyError,
+    PromptTypeError,
+    refuse_unknown,
+)
+from rlhf_pipeline.functional.advantage import (
+    BATCH_ESTIMATORS,
+    EstimatorFunction,
+    checked_estimator,
+    estimator_of,
+    takes_rewards,
+)
 from rlhf_pipeline.transforms.groups import (
     Closed,
     Graded,
     GroupQueue,
     GroupRules,
     Member,
-    MemberScores,
     gather,
-    graded_groups,
     group_ids,
     hashable,
     hold,
@@ -70,6 +81,9 @@ from rlhf_pipeline.transforms.waiting_rows import RowUpdate, WaitingRows
 from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
+
+_TEXT_KEYS: tuple[Key, ...] = _PROMPT_KEYS[:3]
+"""Those that hold text."""
 
 _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
@@ -123,8 +137,8 @@ class MCAdvantage(Transform):
 
     Args:
         grpo_size: trajectories of a complete group.
-        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor. None tries
-            the usual names.
+        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor; under
+            `prompt`, `query` and `text` a string. None tries these and `("tokens", "prompt")`.
         rewards_key: key of the rewards. If missing, `task_reward` is used.
         advantage_key: key of the advantage.
         done_key: True at the last step of a trajectory. If missing, every row is a whole trajectory.
@@ -132,8 +146,9 @@ class MCAdvantage(Transform):
         trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
             all rewards of the group instead, as TorchRL does by default.
         keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
-        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch` or
-            `opo`. Both `reinforce_pp` and `grpo_batch` divide by the spread of a whole batch; they need `batch_groups`.
+        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch`, `opo`,
+            `turn_grpo` or `gdpo`. Both `reinforce_pp`, `grpo_batch` and `gdpo` divide by the spread of a whole batch;
+            they need `batch_groups`.
             Or a function of one's own, `functional.advantage.EstimatorFunction`.
         group_key: identity of the group. None takes `group_id` if present, otherwise `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
@@ -149,6 +164,8 @@ class MCAdvantage(Transform):
         turn_discount: with `turn_grpo`, which compares the `turn_rewards` of a batch (ragged, one per turn of the
             policy): see `functional.advantage.turn_advantage`. `turn_advantages` has the result, and the advantage of
             the trajectory is that of its turn furthest from 0.
+        rewards: the names of the rewards that a batch has one by one, under the keys `reward_NAME`, with their weights;
+            `gdpo` and functions that ask for them take these. None takes the return as the only one.
         **unknown: refused, with a reason for TorchRL's arguments.
 
     Raises:
@@ -187,6 +204,7 @@ class MCAdvantage(Transform):
         batch_groups: int | None = None,
         scored_in: torch.dtype = torch.float32,
         turn_discount: float = 1.0,
+        rewards: Mapping[str, float] | None = None,
         **unknown: Any,
     ) -> None:
         known = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
@@ -200,7 +218,8 @@ class MCAdvantage(Transform):
         self.verbose = verbose
         self.trajectory_return = trajectory_return
         self.keep_return_bounds = keep_return_bounds
-        self.estimator = checked_estimator(estimator)
+        self.rewards = dict(rewards or {})
+        self.estimator = checked_estimator(estimator, self.rewards)
         self.group_key = group_key
         self.zero_variance = zero_variance
         self.min_group_size = self.grpo_size if min_group_size is None else int(min_group_size)
@@ -228,6 +247,8 @@ class MCAdvantage(Transform):
             verbose=verbose,
             by_turn=self.by_turn,
             turn_discount=self.turn_discount,
+            by_reward=takes_rewards(self.estimator),
+            rewards=self.rewards,
         )
         self._stats: dict[str, float] = {}
         self.reset_stats()
@@ -330,32 +351,14 @@ class MCAdvantage(Transform):
         """Return the keys to read from a batch."""
         named = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
         named += [self.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self.by_turn else [])]
+        named += map(reward_column, self.rewards if self._rules.by_reward else ())
         if not is_stack(td) or holds(td, KL_COEF):
             named.append(LOG_PROBS)  # for the rounding error of the penalty
         return list(dict.fromkeys(named))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
-
-        Args:
-            tensordict: whole trajectories, in one of the forms of the write path.
-
-        Returns:
-            The same batch with the advantage set.
-        """
-        if tensordict is None or 0 in tensordict.batch_size:  # pyright: ignore[reportUnnecessaryComparison]
-            return tensordict
-        if any(tensordict.get(key, None) is not None for key in (self.advantage_key, ROW_ID)):
-            return tensordict  # done already, or a sample of a store, in which the groups are not whole
-        batch = some_steps_of(tensordict, self._needed(tensordict))
-        members, seen = self._members(batch, 0.0), dict[Hashable, int]()
-        codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
-        turns = [member.turns for member in members] if self.by_turn else None
-        graded = graded_groups(
-            MemberScores.of(members), codes, self.estimator, None, turns=turns, turn_discount=self.turn_discount
-        )
-        bounds = [*(member.first for member in members), batch.n]
-        return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
+        """Return the batch unchanged: advantages are those of whole groups, which only the write path sees."""
+        return tensordict
 
     def _members(self, batch: Trajectories, now: float) -> list[Member]:
         """Return the trajectories of a batch, which arrive now."""
@@ -374,6 +377,14 @@ class MCAdvantage(Transform):
                 f"no trajectory says which group it belongs to: looked for {self._identities}. Set group_id, or pass "
                 "group_key=."
             )
+        if key in _TEXT_KEYS and not (
+            isinstance(texts := batch[key], Text) and all(isinstance(text, str) for text in texts.plain())
+        ):
+            kinds = {type(text).__name__ for text in texts.plain()} - {"str"} if isinstance(texts, Text) else {"Tensor"}
+            raise PromptTypeError(
+                f"the prompt under {key!r} is a {min(kinds)}; it must be a string. A number or token ids as the "
+                "identity of a group go under another key: pass prompt_key= or group_key=."
+            )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID
         reward = batch.get(self._reward_key(batch))
@@ -387,7 +398,24 @@ class MCAdvantage(Transform):
         members = [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
         if self.by_turn:
             self._give_turns(members, batch.get(TURN_REWARDS))
+        if self._rules.by_reward and self.rewards:
+            self._give_rewards(members, batch)
         return members
+
+    def _give_rewards(self, members: Sequence[Member], batch: Trajectories) -> None:
+        """Give members their rewards one by one, of their last step."""
+        last = torch.tensor([member.end - 1 for member in members])
+        columns = list[Tensor]()
+        for name in map(reward_column, self.rewards):
+            column = batch.get(name)
+            if not isinstance(column, Flat) or column.lengths is not None:
+                raise MissingKeyError(
+                    f"the estimator takes rewards one by one, and the batch has no {name!r}, a number for each "
+                    "trajectory. Write it, or use estimator='grpo'."
+                )
+            columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
+        for member, values in zip(members, torch.stack(columns, 1).tolist(), strict=True):
+            member.named = values
 
     def _give_turns(self, members: Sequence[Member], turns: Flat | Text | None) -> None:
         """Give members the rewards of their turns."""
@@ -510,6 +538,7 @@ class MCAdvantage(Transform):
                 rows.eps = torch.finfo(self.scored_in).eps
                 name, schema = rows.column_of(self.advantage_key), rows.store.schema
                 rows.by_turn = self.by_turn and column_name(TURN_REWARDS) in schema
+                rows.by_reward = tuple(self.rewards) if self._rules.by_reward else ()
                 rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
             self._queue = GroupQueue(self._rules, self._stats)
 

@@ -28,6 +28,7 @@ from rlhf_pipeline.data.keys import (
     Key,
     column_name,
     key_of,
+    reward_column,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.errors import DataError
@@ -72,6 +73,8 @@ class WaitingRows:
         self.refresh = refresh
         self.eps = torch.finfo(torch.float32).eps
         self.one_each = self.by_turn = False
+        self.by_reward: tuple[str, ...] = ()
+        """The named rewards that the estimator takes one by one."""
 
     def lock(self, until: ExitStack) -> None:
         """Lock out other processes that complete groups, until the stack is closed; only if the store is a folder."""
@@ -118,6 +121,10 @@ class WaitingRows:
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         for member, scores in zip(members, with_penalty(read, returns, tokens, self.eps).each(), strict=True):
             member.scores = scores
+        if self.by_reward:
+            named = np.stack([self._scalars(reward_column(name), rows, math.nan) for name in self.by_reward], 1)
+            for member, values in zip(members, named.tolist(), strict=True):
+                member.named = values
         if self.by_turn:
             turns = self.store.read_ragged(column_name(TURN_REWARDS), rows)
             for member, values in zip(members, np.split(turns.values, np.cumsum(turns.lengths)[:-1]), strict=True):

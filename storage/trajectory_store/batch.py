@@ -156,6 +156,36 @@ def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
     return Batch(n_rows or 0, values, lengths)
 
 
+def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Return rows as a batch of a store; a column that some of them lack is filled there, and not said to be given."""
+    data: dict[str, Any] = {}
+    partial: dict[str, npt.NDArray[np.bool_]] = {}
+    for column in schema:
+        name, given = column.name, np.array([column.name in row for row in rows])
+        if not given.any():
+            continue
+        if not given.all():
+            partial[name] = given
+        if column.is_text:
+            fill = column.fill_bytes if column.dtype == "bytes" else column.fill_value
+            data[name] = [row.get(name, fill) for row in rows]
+        elif column.axis is None:
+            data[name] = np.array([row.get(name, column.fill_value) for row in rows], column.np_dtype)
+        else:
+            beside = [other.name for other in schema.axes[column.axis]]
+            values = [np.asarray(row[name]) if name in row else _filled(column, beside, row) for row in rows]
+            data[name] = RaggedArray(np.concatenate(values), np.array([len(row) for row in values], np.int64))
+    batch = prepare(schema, data)
+    batch.partial |= partial
+    return batch
+
+
+def _filled(column: Column, beside: Sequence[str], row: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return what stands for a ragged column in a row that lacks it: as long as the columns that it lies beside."""
+    length = next((len(row[name]) for name in beside if name in row), 0)
+    return np.full((length, *column.shape), column.fill_value, column.np_dtype)
+
+
 Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A batch by column, or row by row."""
 

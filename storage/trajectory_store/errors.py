@@ -3,11 +3,13 @@
     StoreError
     +-- SchemaError (ValueError)              a schema or column definition is wrong
     |   +-- UnknownColumnError                a column that the schema does not have
+    |   +-- TokenizerNotFoundError (FileNotFoundError)  no folder of the name of a tokenizer
     +-- BatchError (ValueError)               rows that do not fit the schema
     +-- StoreNotFoundError (FileNotFoundError)
     +-- StoreExistsError (FileExistsError)
     +-- NotAStoreError (ValueError)           the folder holds something else
     +-- FormatVersionError (ValueError)       written by another version of the format
+    +-- StoreBusyError (BlockingIOError)      another process has it for itself
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write through a reader
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
@@ -39,6 +41,10 @@ class UnknownColumnError(SchemaError):
     """A column that the schema does not have."""
 
 
+class TokenizerNotFoundError(SchemaError, FileNotFoundError):
+    """There is no folder of the name that was given for a tokenizer."""
+
+
 class BatchError(StoreError, ValueError):
     """Rows that do not fit the schema."""
 
@@ -57,6 +63,10 @@ class NotAStoreError(StoreError, ValueError):
 
 class FormatVersionError(StoreError, ValueError):
     """The store was written by another version of the format."""
+
+
+class StoreBusyError(StoreError, BlockingIOError):
+    """Another process has the store for itself."""
 
 
 class StoreClosedError(StoreError, ValueError):

@@ -1,4 +1,4 @@
-"""Packages that the store uses where they are installed, each under the name of an extra of `trajectory-store`."""
+"""Packages that the store uses where they are installed: of an extra of `trajectory-store`, or a trainer's own."""
 
 from __future__ import annotations
 
@@ -25,5 +25,6 @@ def load(module: str, what: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingPackageError(
-            f"{what} needs the package {package}. Install it: pip install 'trajectory-store[{_EXTRA[package]}]'"
+            f"{what} needs the package {package}. Install it: pip install "
+            + (f"'trajectory-store[{_EXTRA[package]}]'" if package in _EXTRA else package)
         ) from error

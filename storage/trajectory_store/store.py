@@ -190,7 +190,7 @@ class TrajectoryStore(StoreReads):
         medium = medium_of(bucket, root, None if io == "auto" else io, cache_dir, held)
         store = cls(path, root, medium, mode, durability or root.durability)
         if add_columns:
-            store._add_columns(add_columns)
+            store.add_columns(add_columns)
         if mode == "a":
             with medium.bucket.upkeep_lock() as mine:
                 if mine:
@@ -200,7 +200,18 @@ class TrajectoryStore(StoreReads):
                 recover_claimed(store._catalog)
         return store
 
-    def _add_columns(self, columns: Sequence[Column]) -> None:
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        """Add columns to a store that is open for appending, as `open(add_columns=...)` does.
+
+        Args:
+            columns: existing rows read as the fill until `update` gives them values; one that exists is no error.
+
+        Raises:
+            SchemaError: a column contradicts one that exists, or cannot join its axis.
+            ReadOnlyError: the store is open for reading.
+        """
+        if self.mode != "a":
+            raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
         while (state := self._state_with(columns)) is not None:
             # A segment with updates that were not looked at would be named by a newer record.
             unchanged = functools.partial(_if_still, state)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline import FrozenLake, Prompt, Tools, Turn
-from rlhf_pipeline.environments.tools import maker_of
+from rlhf_pipeline.environments.makers import maker_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ANCHORS = ROOT / "../shared/research/prototypes/agents/anchors"

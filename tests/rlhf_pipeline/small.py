@@ -31,7 +31,7 @@ from rlhf_pipeline import (
     scratch_policy,
     token_match,
 )
-from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import TEMPERATURE, trajectory_schema
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction, environment_reward
 from rlhf_pipeline.run.address import Address
@@ -158,7 +158,7 @@ def make_store(
     """
     rng, at = np.random.default_rng(seed), 0
     more = [Column("top_k", "int16", ragged=True), Column("judge", "float64")] if extra else []
-    with TrajectoryStore.create(path, trajectory_schema(more), backend=backend) as store:
+    with TrajectoryStore.create(path, trajectory_schema([TEMPERATURE, *more]), backend=backend) as store:
         for group, size in enumerate(groups):
             lengths = rng.integers(4, 9, size)
             total = int(lengths.sum())
@@ -178,6 +178,7 @@ def make_store(
                 "trajectory_id": ids,
                 "policy_version": np.zeros(size) if versions is None else versions[at : at + size],
                 "num_prompt_tokens": np.full(size, 2),
+                "temperature": np.ones(size, np.float32),
                 "use_count": np.full(size, 7),
                 "prompt": [f"prompt {group}"] * size,
                 "completion": [f"completion {row}" for row in ids],

@@ -23,7 +23,7 @@ import trajectory_store
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.definitions import find
 from rlhf_pipeline.run.build import build_models, build_parts
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
@@ -57,10 +57,12 @@ def one_step(pipeline: Pipeline, folder: Path) -> Counter[CodeType]:
     """Run a pipeline for two steps, and for a third one count what it calls from the rollout to the line of metrics."""
     run = RunFolder(folder)
     run.path.mkdir()
+    setup = Setup(pipeline=pipeline)
+    run.record(setup)
     models = build_models(pipeline, seed=0, device="cpu")
     with build_parts(pipeline, models, run=run, seed=0) as parts:
         source = MadeHere(pipeline, parts, lambda event: None)
-        loop = Loop(run, parts.learner, source, stop=StopRequest(), on_event=lambda event: None)
+        loop = Loop(setup, run, parts.learner, source, stop=StopRequest(), on_event=lambda event: None)
         loop.run()
         with calls_of_the_project() as found:
             batch = source.next(pipeline.learn.steps + 1, loop.stop)
@@ -77,8 +79,8 @@ def figures(found: Counter[CodeType]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("changes", "files", "functions"),
     [
-        pytest.param({}, 64, 393, id="default"),
-        pytest.param({"write.kl_coef": "0.05"}, 69, 419, id="kl_in_the_reward"),
+        pytest.param({}, 70, 438, id="default"),
+        pytest.param({"write.kl_coef": "0.05"}, 74, 463, id="kl_in_the_reward"),
     ],
 )
 def test_a_step_stays_within_its_bounds(changes: dict[str, str], files: int, functions: int, tmp_path: Path):

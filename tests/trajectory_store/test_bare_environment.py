@@ -102,3 +102,22 @@ def test_what_is_missing_is_named_with_its_command(bare: Path, tmp_path: Path, c
     )
     assert alone(bare, code, tmp_path / "store").startswith("True True ")
     assert f"pip install {told}" in alone(bare, code, tmp_path / "other")
+
+
+def test_the_recorder_needs_nothing_else(bare: Path, tmp_path: Path):
+    """Another trainer's rollouts are recorded where there is no torch and no rlhf-pipeline, and read here."""
+    code = (
+        "from trajectory_store.recorder import TrajectoryRecorder\n"
+        "with TrajectoryRecorder(sys.argv[1], group_size=2) as recorder:\n"
+        "    recorder.record(prompt_ids=[[1, 2], [1, 2]], completions=['', ''], completion_ids=[[3], [4, 5]],\n"
+        "                    rewards=[1.0, 0.0], log_probs=[[-0.5], [-1.0, -2.0]], policy_version=3)\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
+    )
+    loaded = alone(bare, code, tmp_path / "store").split()
+    assert not {"torch", "zarr", "rlhf_pipeline", "transformers", "jinja2"} & set(loaded)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids(), ["input_ids", "log_probs", "task_reward", "group_id", "policy_version"])
+    assert [row.tolist() for row in rows["input_ids"]] == [[1, 2, 3], [1, 2, 4, 5]]
+    assert rows["log_probs"][1][2:].tolist() == [-1.0, -2.0]
+    assert (rows["task_reward"].tolist(), rows["group_id"].tolist()) == ([1.0, 0.0], [0, 0])
+    assert rows["policy_version"].tolist() == [3, 3]

@@ -674,11 +674,9 @@ def test_opening_follows_many_commits_in_few_round_trips():
     for i in range(300):
         store.append({"n": [i]})
     slow = SlowStore(memory)
-    start = time.perf_counter()
     reader = TrajectoryStore.open(slow)
     assert len(reader) == 300
     assert slow.waves < 30
-    assert time.perf_counter() - start < 5
 
 
 def test_the_environment_limits_the_cache(monkeypatch):

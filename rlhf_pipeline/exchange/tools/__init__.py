@@ -8,77 +8,40 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import (
-    NONE,
+from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
+from rlhf_pipeline.exchange.tools import atif as _atif  # noqa: F401 - registers its tool
+from rlhf_pipeline.exchange.tools import inspect_logs as _inspect_logs  # noqa: F401 - registers its tool
+from rlhf_pipeline.exchange.tools.registry import (
+    NO_END,
+    NO_SCORES,
+    NO_TOKENS,
+    REGISTERED,
+    RawRollouts,
+    Tool,
+    or_unknown,
+    tool,
+)
+from trajectory_store.raw_rollout import (
+    CUT,
+    UNKNOWN_VERSION,
     VALUES,
-    Fields,
-    Made,
     RawRollout,
     Row,
+    as_failure,
     as_ids,
     as_int,
     as_list,
     as_mask,
     as_number,
     as_reward,
-    cut,
     is_messages,
     message_text,
-    part_of,
     shown,
 )
-
-RawRollouts = Iterator[RawRollout | None]
-"""None for a part of a row that has nothing that a policy sampled."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tool:
-    """One kind of file that one writer of a tool makes, from the tool's own source.
-
-    >>> find_tool("auto", dict.fromkeys(["input", "output", "gts", "score", "step"], 1)).name
-    'verl'
-    """
-
-    name: str
-    summary: str
-    """What it is, in a few words."""
-    signature: frozenset[str]
-    """Fields that the writer puts into every row, and all of which must be there."""
-    lacks: tuple[str, ...] = ()
-    """What the file does not hold."""
-    read: Callable[[Fields], RawRollouts]
-    also: Callable[[Row], bool] = lambda row: True
-    """A further condition on a row."""
-    first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
-    """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
-    repeated_but: str = ""
-    """The tool may write the rows of one file again into the next, and then only this field differs."""
-
-    def matches(self, row: Row) -> bool:
-        """Return True if a row is of this kind."""
-        return self.signature <= row.keys() and self.also(row)
-
-
-_TOOLS: list[Tool] = []
-NO_TOKENS = "token ids (the text is encoded by --tokenizer, and may have other tokens than were sampled)"
-NO_END = "the end token and why a completion ended"
-NO_SCORES = "log-probs"
-
-
-def tool(name: str, summary: str, fields: str, *lacks: str, **more: Any) -> Callable[[Any], Any]:
-    def add(read: Callable[[Fields], RawRollouts]) -> Callable[[Fields], RawRollouts]:
-        made = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
-        _TOOLS.append(made)
-        return read
-
-    return add
-
 
 # -- TRL, verl, slime --------------------------------------------------------------------------------------------------
 
@@ -91,6 +54,8 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
         return {}
     values = {name: value for name, value in row.row.items() if name not in _TRL}
     numbers = [name for name, value in values.items() if value is None or isinstance(value, (bool, int, float))]
+    if len(numbers) > 1 and row.shown:
+        return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
             f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Name one or a sum, "
@@ -115,14 +80,18 @@ def trl(row: Fields) -> RawRollouts:
     and `completion`, text or messages; one column per reward function, called after it; those of `log_extra`;
     `advantage`. The weights of the functions are not written, nor which columns are rewards. Completions are decoded
     without special tokens. Rows of one prompt stand in turn. Each log writes the last generation, also where several
-    steps are taken on it. A completion that no function could score has NaN in all of them.
+    steps are taken on it. A completion that no function could score has NaN in all of them. A completion in messages
+    tells its turns; one that is text may be of a `rollout_func` with an environment.
     """
-    version = Made("step-1", max(as_int(row.value("step"), "step") - 1, 0))
+    step, prompt = as_int(row.value("step"), "step"), row.value("prompt")
     yield row.record(
         prompt="prompt",
         completion="completion",
         advantage="advantage",
-        policy_version=version,
+        policy_version=Made("step-1", max(step - 1, 0)),
+        failure=Made("", ""),
+        group=Made("step and prompt", (step, repr(prompt))),
+        one_turn=is_messages(row.value("completion")),
         flags={"as_chat": False},
     )
 
@@ -143,7 +112,8 @@ def verl(row: Fields) -> RawRollouts:
 
     What the reward function gave may overwrite `score` (`base_data[k] = v`): a function that returns a dict under
     DAPO's manager puts its own score there, without the overlong penalty, which then stands in `overlong_reward`. The
-    manager `limited` says `timeout` and `error` of a grading that failed, whose score is 0.
+    manager `limited` says `timeout` and `error` of a grading that failed, whose score is 0. `overlong` is true where
+    the response went beyond what DAPO punishes.
     """
     values = row.row
     if values.get("overlong_reward") is not None and "reward" not in row.given:
@@ -155,13 +125,14 @@ def verl(row: Fields) -> RawRollouts:
     step = as_int(row.value("step"), "step")
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
     group = Made("uid", (step, uid[1])) if uid else Made("step and input", (step, "input", str(values["input"])))
-    failed = isinstance(values.get("error"), str) and values["error"]
+    failed = as_failure(values.get("error"), "error") if isinstance(values.get("error"), str) else ""
     yield row.record(
         prompt="input",
         completion="output",
         reward="score",
         answer="gts",
         policy_version=Made("step-1", max(step - 1, 0)),
+        finish_reason=Made("overlong", CUT) if values.get("overlong") else None,
         failure=Made("timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"),
         group=group,
         one_turn=False,
@@ -216,7 +187,7 @@ def slime(row: Fields) -> RawRollouts:
         answer="label",
         finish_reason=Made("status", reason),
         failure=Made("status", failure),
-        policy_version=Made("rollout_id of the file's name", row.number_in(r"(?:eval_)?(\d+)\.pt\Z") or 0),
+        policy_version=Made("rollout_id of the file's name", or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))),
         group=None if values["group_index"] is None else Made("group_index", values["group_index"]),
         meta=("index", "status", "metadata", "weight_versions", "remove_sample"),
         flags={"mask_known": not values["remove_sample"]},
@@ -269,9 +240,11 @@ def episodes(row: Fields) -> RawRollouts:
 def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
     agent, task, env = part_of(trace, "agent"), part_of(trace, "task"), part_of(row.row, "env")
     rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
-    calls = [call for call in trace.get("calls") or () if call.get("node") in path and call.get("finish_reason")]
+    made = [call for call in trace.get("calls") or () if call.get("node") in path]
+    calls = [call for call in made if call.get("finish_reason")]
     limit = _LIMITS.get(str(trace.get("stop_condition")))
     work = part_of(part_of(row.row, "run"), "work")
+    version = part_of(work, "policy").get("start", work.get("step"))
     key = part_of(row.row, "group").get("id") or task.get("key") or task.get("hash") or json.dumps(task, sort_keys=True)
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
     identity = None if trace.get("id") is None else ("trace", trace["id"], path[-1], _is_evaluation(row))
@@ -281,15 +254,25 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
         finish_reason=Made("the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")),
         failure=Made("ok, errors", _failure(row.row, trace)),
         answer=Made("task.data.answer", part_of(task, "data").get("answer")),
-        policy_version=Made("run.work.policy.start", part_of(work, "policy").get("start", work.get("step", 0))),
+        policy_version=Made("run.work.policy.start", or_unknown(version)),
+        temperature=Made("calls[].sampling.temperature", _temperature(made)),
         group=Made("group.id or task.key", (key, agent.get("name"))),
         meta=meta | {"stop_condition": trace.get("stop_condition")},
         flags={"identity": identity, "one_prompt": False, "evaluation": _is_evaluation(row)},
     )
 
 
+def _temperature(calls: Sequence[Row]) -> float | None:
+    """Return the temperature that all calls of a trajectory name; None where they do not."""
+    found = {part_of(call, "sampling").get("temperature") for call in calls}
+    return found.pop() if len(found) == 1 else None
+
+
 def _is_evaluation(row: Fields) -> bool:
-    return _is_trained(row.row) and len(row.path.parts) > 2 and row.path.parts[-3] == "eval"
+    """Return True for an episode of prime-rl's evaluations: it says so itself, and so does its folder."""
+    work = part_of(part_of(row.row, "run"), "work")
+    folder = row.path.parts[-3] if len(row.path.parts) > 2 else ""
+    return _is_trained(row.row) and (work.get("type") == "eval" or folder == "eval")
 
 
 def _failure(row: Row, trace: Row) -> str:
@@ -371,8 +354,8 @@ def results(row: Fields) -> RawRollouts:
         completion="completion",
         reward="reward",
         answer=Made("answer", values.get("answer")),
-        finish_reason=Made("is_truncated", "length" if values.get("is_truncated") else None),
-        failure=Made("error", values.get("error") and "tool_error"),
+        finish_reason=Made("is_truncated", CUT if values.get("is_truncated") else None),
+        failure=Made("error", values.get("error") or None),
         group=Made("example_id", values["example_id"]),
     )
 
@@ -456,7 +439,7 @@ def skyrl(row: Fields) -> RawRollouts:
         completion="output_response",
         reward="score",
         finish_reason="stop_reason",
-        policy_version=Made("global_step_N of the folder", row.number_in(r"global_step_(\d+)") or 0),
+        policy_version=Made("global_step_N of the folder", or_unknown(row.number_in(r"global_step_(\d+)"))),
         group=Made("input_prompt", str(row.row["input_prompt"])),
         one_turn=row.row["env_class"] in ("aime", "gsm8k", "lcb"),
         flags={"as_chat": False},
@@ -476,7 +459,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
     `generation_logprobs` and `advantages`, per token; `prev_logprobs`; `sample_loss_mask`, 0 for a sample that is kept
     out of the loss (cut off, or masked by its environment); `rewards`; `content`, the texts of the messages; `idx`.
     Under dynamic sampling `rewards` is of the batch before it was filtered, and `filtered_rewards` of the samples in
-    the file. Members of a group stand in turn.
+    the file. Rows have no id: a group is the rows of a step's file with one prompt, by which NeMo-RL itself compares.
     """
     wrapped = isinstance(row.row["input_lengths"], list)
     values = {name: _one(name, value) if wrapped else value for name, value in row.row.items()}
@@ -487,14 +470,43 @@ def nemo_rl(row: Fields) -> RawRollouts:
     texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
     learned = as_number(values["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: values[name] for name in ("idx", "agent_ref") if name in values}
+    step = row.number_in(r"train_data_step(\d+)")
+    made = cut(whole, length=as_int(values["input_lengths"], "input_lengths"))
     yield row.of(values).record(
-        cut(whole, length=as_int(values["input_lengths"], "input_lengths")),
+        made,
         prompt=Made("content", "".join(texts[:-1])),
         completion=Made("content", texts[-1] if texts else ""),
         reward="filtered_rewards" if "filtered_rewards" in values else "rewards",
-        policy_version=Made("N-1 of stepN", max((row.number_in(r"train_data_step(\d+)") or 1) - 1, 0)),
+        policy_version=Made("N-1 of stepN", UNKNOWN_VERSION if step is None else max(step - 1, 0)),
+        group=Made("prompt tokens", (step, repr(made["prompt_ids"].value))),
         meta=meta | ({} if learned else {"learned": False}),
         flags={"mask_known": learned},
+    )
+
+
+@tool("nemo-rl", "NeMo-RL's val_data_step*.jsonl", "content rewards idx", NO_TOKENS, NO_END, NO_SCORES,
+      also=lambda row: len(row) == 3)  # fmt: skip
+def nemo_rl_validation(row: Fields) -> RawRollouts:
+    """NeMo-RL 0.6.0 (commit 7ea279a): `val_data_stepN.jsonl` of its validations.
+
+    Writer: `validate` in `nemo_rl/algorithms/grpo.py`, by `Logger.log_batched_dict_as_jsonl`. Fields: `content`, the
+    messages of a conversation, and `rewards`, each in a list of one; `idx`, the row. They are marked as evaluations.
+    """
+    values = {
+        name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in row.row.items()
+    }
+    talk, step = values["content"], row.number_in(r"val_data_step(\d+)")
+    if not is_messages(talk):
+        raise DataError(f"field 'content' must hold chat messages, got {shown(talk)}.")
+    first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
+    yield row.of(values).record(
+        prompt=Made("content", talk[:first]),
+        completion=Made("content", talk[first:]),
+        reward="rewards",
+        policy_version=Made("N of stepN", or_unknown(step)),
+        group=Made("content", (step, repr(talk[:first]))),
+        meta=("idx",),
+        flags={"evaluation": True},
     )
 
 
@@ -548,7 +560,8 @@ def tinker(row: Fields) -> RawRollouts:
             finish_reason=Made("samples[].stop_reason", sample.get("stop_reason")),
             reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries",
                         rewards.pop() if len(rewards) == 1 else None),
-            policy_version=Made("scope.iteration", iteration or 0),
+            policy_version=Made("scope.iteration", or_unknown(iteration)),
+            temperature=Made("sampling_params.temperature", part_of(values, "sampling_params").get("temperature")),
             created_at=Made("created_at", values.get("created_at")),
             group=Made("iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)),
             meta={"scope": scope, "model_path": values.get("model_path")},
@@ -601,28 +614,33 @@ def rows(row: Fields) -> RawRollouts:
     """Files of no tool's: rows whose fields have the names of a record's, or that `--field` names.
 
     A row is one completion, or the completions of one prompt: then `completion` or `completion_ids` is a list of them,
-    and so is each field of theirs. A row with an `error` has failed.
+    and so is each field of theirs. `messages` are a prompt and a completion in one: the last message is the completion.
+    `group`, `group_id` or `uid` names the group; else rows of a `step` with one prompt are one. A row with an `error`
+    and the like has failed.
     """
     names = {target: target for target in VALUES if target in row.row}
-    names |= {"failure": "error"} if "failure" not in names and "error" in row.row else {}
     names = {target: path for target, path in {**names, **row.given}.items() if path != NONE}
-    lacks = [] if "reward" in names or row.given.get("reward") == NONE else ["reward"]
-    if not any(a in names and b in names for a, b in (*_PAIRS, ("prompt", "completion_ids"))):
+    if MESSAGES not in row.given and ({"prompt", "prompt_ids"} & names.keys() or MESSAGES not in row.row):
+        talk = None
+    else:
+        talk = row.value(row.given.get(MESSAGES, MESSAGES))
+    names.pop(MESSAGES, None)
+    lacks = [] if "reward" in names or row.given.get("reward") == NONE or row.shown else ["reward"]
+    if talk is None and not any(a in names and b in names for a, b in (*_PAIRS, ("prompt", "completion_ids"))):
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
             f"no field for {' and '.join(lacks)}. {row.there()} Name it: --field {lacks[0]}=NAME (a dotted path "
             "into nested fields is a name, too); none leaves a field out"
         )
+    if talk is not None:
+        yield _conversation(row, talk, names)
+        return
     several = row.value(names.get("completion_ids", names.get("completion", "")))
     single = several == [] and not isinstance(row.row.get(names.get("reward", "")), list)
     are_ids = isinstance(several, list) and any(isinstance(item, int) for item in several[:1])
     if not isinstance(several, list) or is_messages(several) or single or are_ids:
-        group = row.row.get("group")
-        is_missing = group is None or group != group  # NaN, as data frames write a missing number
-        yield row.record(
-            names, group=None if is_missing else Made("group", (row.row.get("policy_version"), str(group)))
-        )
+        yield row.record(names, group=_group_of(row, row.row.get(names.get("prompt_ids", names.get("prompt", "")))))
         return
     values = {target: row.value(path) for target, path in names.items() if "+" not in path and "*" not in path}
     if "reward" in names and "reward" not in values:
@@ -630,10 +648,46 @@ def rows(row: Fields) -> RawRollouts:
     meta = row.meta()
     for place in range(len(several)):
         each = {target: _part(names[target], target, value, place, len(several)) for target, value in values.items()}
-        one = row.of(each)
+        one = row.of({**{name: value for name, value in row.row.items() if not isinstance(value, list)}, **each})
         one.given = {}
         group = Made("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
         yield one.record({target: target for target in each if each[target] is not None}, group=group, meta=meta)
+
+
+_GROUPS = ("group", "group_id", "uid")
+_STEPS = ("step", "global_step", "iteration")
+
+
+def _group_of(row: Fields, prompt: Any) -> Made | None:
+    """Return the group that a row of no tool's names, or the step that its prompt is of."""
+    version = row.row.get("policy_version")
+    for name in _GROUPS:
+        value = row.row.get(name)
+        if value is not None and value == value:  # NaN, as data frames write a missing number
+            return Made(name, (version, str(value)))
+    for name in _STEPS:
+        value = row.row.get(name)
+        if value is not None and value == value:
+            return Made(f"{name} and prompt", (version, str(value), repr(prompt)))
+    return None
+
+
+def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollout:
+    """Return the record of messages: the last is the completion, and those before it the prompt.
+
+    An assistant's message among those before may be the policy's own: the file does not tell.
+    """
+    if not is_messages(talk) or talk[-1].get("role") != "assistant" or len(talk) < 2:
+        raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {shown(talk)}.")
+    first = next(place for place, message in enumerate(talk) if message.get("role") == "assistant")
+    start = first if row.shown else len(talk) - 1
+    return row.record(
+        {target: path for target, path in names.items() if target not in ("prompt", "completion")},
+        prompt=Made("messages", talk[:start]),
+        completion=Made("the last of messages", talk[start:]),
+        group=_group_of(row, talk[:-1]),
+        one_turn=first == len(talk) - 1,
+    )
 
 
 def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
@@ -650,7 +704,7 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
 
 # -- which tool --------------------------------------------------------------------------------------------------------
 
-TOOLS: tuple[Tool, ...] = tuple(_TOOLS)
+TOOLS: tuple[Tool, ...] = tuple(REGISTERED)
 ROWS = Tool(name="rows", summary="rows with a prompt, a completion and a reward", signature=frozenset(), read=rows)
 NAMES: tuple[str, ...] = ("auto", "jsonl", "rows", *dict.fromkeys(tool.name for tool in TOOLS), "store")
 """What `--format` takes; `jsonl` is `rows` of a file whose name tells nothing; `store` is what `export` writes."""

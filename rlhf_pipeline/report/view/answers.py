@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.report.query import View
+from rlhf_pipeline.report.status import status
 
 Query = Mapping[str, Sequence[str]]
 
@@ -17,7 +19,8 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
     Args:
         views: the runs, which questions name by their place.
         path: `runs`, `runs/0/metrics`, `runs/0/trajectories`, `runs/0/trajectories/17`, `runs/0/groups/3`, ...;
-            `runs/0~38fae440/...` is a store of its evaluations.
+            `runs/0/prompts/17` is how the prompt of trajectory 17 went in all runs; `runs/0~38fae440/...` is a store
+            of its evaluations.
         query: the arguments.
 
     Raises:
@@ -35,9 +38,14 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
         case ["runs", run, "groups", name]:
             return _view(views, run).group(_number(name))
         case ["runs", run, "steps", name]:
-            return _view(views, run).step(_number(name))
+            return _view(views, run).step(_number(name), offset=_first(query, "offset", 0))
         case ["runs", run, "lists", name]:
-            return _view(views, run).list(name)
+            cause, offset = _text(query, "cause", ""), _first(query, "offset", 0)
+            return _view(views, run).list(name, cause=cause, offset=offset)
+        case ["runs", run, "prompts", name]:
+            prompt = _view(views, run).prompt_text(_number(name))
+            everywhere = [{"key": key, **view.prompt(prompt)} for key, view in enumerate(views)]
+            return {"prompt": prompt.decode("utf-8", "replace"), "runs": everywhere}
     raise MissingKeyError(f"there is nothing at {path}.")
 
 
@@ -56,13 +64,23 @@ def _of_run(view: View, what: str, query: Query) -> Any:
                 limit=_first(query, "limit", 50),
                 snapshot=_first(query, "snapshot", 0) or None,
                 everything="all" in query,
+                columns=query.get("columns", ()),
+                prompt_of=_number(_text(query, "prompt_of", "")) if query.get("prompt_of") else None,
             )
+        case "fields":
+            return view.fields()
         case "facets":
-            return view.facets(query.get("where", ()))
+            return view.facets(
+                query.get("where", ()),
+                text=_text(query, "text", ""),
+                column=_text(query, "in", "completion"),
+                prompt_of=_number(_text(query, "prompt_of", "")) if query.get("prompt_of") else None,
+                snapshot=_first(query, "snapshot", 0) or None,
+            )
         case "stats":
             return view.stats(query.get("where", ()))
         case "health":
-            return view.health()
+            return {**view.health(), **(status(view, time.time()) if view.run is not None else {})}
         case "definition":
             return view.definition()
         case "evaluations":
@@ -70,6 +88,18 @@ def _of_run(view: View, what: str, query: Query) -> Any:
         case "changes":
             return view.changes()
     raise MissingKeyError(f"there is nothing at {what} of a run.")
+
+
+def exported(views: Sequence[View], run: str, query: Query) -> tuple[View, list[str]]:
+    """Return the run that is asked for, and the conditions that choose what the same question shows.
+
+    Raises:
+        MissingKeyError: there is no such run, or trajectory whose prompt is asked for.
+    """
+    view = _view(views, run)
+    prompt_of = _number(_text(query, "prompt_of", "")) if query.get("prompt_of") else None
+    text, column = _text(query, "text", ""), _text(query, "in", "completion")
+    return view, view.matching(query.get("where", ()), text=text, column=column, prompt_of=prompt_of)
 
 
 def _view(views: Sequence[View], run: str) -> View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +13,23 @@ from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.errors import MissingKeyError, PipelineError
+from rlhf_pipeline.exchange.exporter import export_store
 from rlhf_pipeline.report.query import View
-from rlhf_pipeline.report.view.answers import answer
+from rlhf_pipeline.report.view.answers import answer, exported
 from trajectory_store import MissingRowError, StoreError
 
 HOST: Final = "127.0.0.1"
 STATIC: Final = Path(__file__).parent / "static"
+_EXPORTS: Final = {"jsonl": "application/x-ndjson", "parquet": "application/vnd.apache.parquet"}
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -112,10 +116,37 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         except (PipelineError, StoreError) as error:
             return JSONResponse({"error": str(error)}, 400, _HEADERS)
 
+    def export(request: Request) -> Response:
+        """Write what a page shows to a file that goes with the answer; the store is read, never written."""
+        query = {name: request.query_params.getlist(name) for name in request.query_params}
+        kind, folder = request.path_params["kind"], tempfile.TemporaryDirectory(prefix="rlhf-export-")
+        try:
+            if kind not in _EXPORTS:
+                raise MissingKeyError(f"there is no export as {kind[:20]}. Known: {', '.join(_EXPORTS)}.")
+            with lock:
+                view, conditions = exported(views, request.path_params["run"], query)
+            file = Path(folder.name) / f"trajectories.{kind}"
+            export_store(str(view.stored.path), file, filters=conditions)
+        except (PipelineError, StoreError) as error:
+            folder.cleanup()
+            found = isinstance(error, (MissingKeyError, MissingRowError))
+            return JSONResponse({"error": str(error)}, 404 if found else 400, _HEADERS)
+        return FileResponse(
+            file, 200, _HEADERS, _EXPORTS[kind], filename=file.name, background=BackgroundTask(folder.cleanup)
+        )
+
     async def api(request: Request) -> Response:
         return await run_in_threadpool(ask, request)
 
-    routes = [Route("/", index), Route("/static/{name}", static), Route("/api/{path:path}", api)]
+    async def download(request: Request) -> Response:
+        return await run_in_threadpool(export, request)
+
+    routes = [
+        Route("/", index),
+        Route("/static/{name}", static),
+        Route("/api/{path:path}", api),
+        Route("/export/{run}.{kind}", download),
+    ]
     return Guard(Starlette(routes=routes), port=port, key=key)
 
 

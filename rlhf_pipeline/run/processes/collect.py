@@ -192,7 +192,7 @@ class _Worker:
                 raise
             if not apart:
                 self.version, self.digests[step] = step, wanted.digest
-            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest})
+            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest}, due=True)
         self.freed.give_back()
 
     def _one(self, rollout: int, published: Published) -> None:
@@ -249,7 +249,7 @@ class _Worker:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
         if done.num_failed:
-            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} reward calls failed"
+            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} trajectories failed"
             tell(self.on_event, message)
         return done
 

@@ -40,7 +40,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
     started, run, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
     with (
         stop_on_signals(parent) as stop,
-        shared_run(run, asked, on_event=on_event, record_again=True),
+        shared_run(run, asked, on_event=on_event, leads=True),
         at_work(run, "learner") as heartbeat,
         run.log(),
     ):
@@ -57,6 +57,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, evaluations, run, on_event)
             loop = Loop(
+                asked,
                 run,
                 parts.learner,
                 source,

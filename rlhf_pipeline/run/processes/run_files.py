@@ -28,16 +28,24 @@ def shared_run(
     setup: Setup,
     *,
     on_event: EventHandler,
-    record_again: bool = False,
+    leads: bool = False,
     make_stores: bool = True,
 ) -> Iterator[None]:
     """Take part in a run as one of its processes; make the folder, its record and its stores if they are missing.
 
     If what this process has begun in a folder turns out to be wrong before anything is stored, it is removed again.
+
+    Args:
+        folder: the run folder.
+        setup: the settings of this process.
+        on_event: receives notices.
+        leads: what differs from the record will act for the run, as for a learner and a supervisor; the learner
+            records it after its first step.
+        make_stores: make the stores.
     """
     pipeline, seed, begins = setup.pipeline, setup.seed, False
     with folder.named_disk_errors():
-        if record_again and folder.came_to_nothing:
+        if leads and folder.came_to_nothing:
             try:
                 folder.check_unchanged(pipeline, seed)
             except RunMismatchError:
@@ -51,11 +59,11 @@ def shared_run(
                     folder.check_free_or_recorded(resume=again)
                     if again:
                         folder.check_processes(several=True)
-                        folder.check_unchanged(pipeline, seed)
+                        folder.check_unchanged(pipeline, seed, overrides=setup.overrides)
                         folder.check_parts()
-                        for notice in folder.notices(pipeline, device=setup.device if record_again else None):
+                        for notice in folder.notices(pipeline, device=setup.device if leads else None):
                             tell(on_event, notice)
-                    if (record_again or not again) and not folder.record(setup):
+                    if not again and not folder.record(setup):
                         begins = False  # another machine's process was first
                         folder.check_unchanged(pipeline, seed)
                     if make_stores:
@@ -102,8 +110,8 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
         BucketRollouts.begin(folder.mirror.bucket)
-    if pipeline.evaluate is not None:
-        evaluation_storage(folder, pipeline, pipeline.evaluate).close()
+    for name in pipeline.evaluations:
+        evaluation_storage(folder, pipeline, name).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
 

@@ -59,7 +59,7 @@ def supervise(
     run = RunFolder(run_dir)
     with (
         stop_on_signals() as stop,
-        shared_run(run, asked, on_event=on_event, record_again=True, make_stores=False),
+        shared_run(run, asked, on_event=on_event, leads=True, make_stores=False),
         at_work(run, "supervisor", wait_s=0.0) as heartbeat,
         run.log(run.supervisor_log, logging.INFO),
     ):

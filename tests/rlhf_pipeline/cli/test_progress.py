@@ -120,12 +120,12 @@ def test_notices():
     show, out, _ = view()
     show(step(1))
     for number in range(10):
-        show(Notice(message=f"rollout {number}: 1 of 8 reward calls failed", level="warning"))
+        show(Notice(message=f"rollout {number}: 1 of 8 trajectories failed", level="warning"))
     show(Notice(message="saved step 10"))
     show(Notice(message="saved step 20"))
     text = out.getvalue()
     assert text.count("warning: rollout") == 3
-    assert "warning: rollout 2: 1 of 8 reward calls failed (more like this go to log.txt only)\n" in text
+    assert "warning: rollout 2: 1 of 8 trajectories failed (more like this go to log.txt only)\n" in text
     assert text.count("note: saved step") == 1
 
 

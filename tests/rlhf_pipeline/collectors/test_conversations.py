@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import itertools
 import json
@@ -10,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -114,7 +115,8 @@ def test_tokens_do_not_depend_on_the_schedule():
 
 def test_limits_end_a_conversation():
     """Turns and tokens: a row ends with a sampled token and says why, and its rewards are those of its turns."""
-    few, short = conversations(FrozenLake, max_turns=2), conversations(FrozenLake, max_row_tokens=9)
+    few = conversations(FrozenLake, max_turns=2, max_new_tokens=1)
+    short = conversations(FrozenLake, max_row_tokens=9)
     assert {conversation.finish_reason for conversation in few} <= {"turns", "stop"}
     assert "turns" in {conversation.finish_reason for conversation in few}
     assert "length" in {conversation.finish_reason for conversation in short}
@@ -174,9 +176,9 @@ def test_a_failure_costs_its_own_conversation(how, kind, error):
 def test_a_reply_of_a_megabyte_ends_its_conversation():
     """There is no room for it in the row, and it is not encoded to find that out."""
     environment = type("Loud", (Moody,), {"how": staticmethod(lambda: Step("." * 1_000_000))})
-    reasons = [conversation.finish_reason for conversation in conversations(environment)]
-    assert "length" in reasons
-    assert {"stop", "turns"} & {*reasons}
+    ends = {(conversation.num_turns, conversation.finish_reason) for conversation in conversations(environment)}
+    assert (2, "length") in ends
+    assert len({turns for turns, _ in ends}) > 1
 
 
 def test_members_of_a_group_see_the_same():
@@ -328,33 +330,29 @@ def test_the_write_path_and_the_loss(tmp_path):
 
 
 class Waits:
-    """Ends after 1 to 8 turns, and takes up to half a second for an answer; `share` of 0 answers at once."""
+    """Ends after 1 to 8 turns; an answer is given when every conversation that goes on has asked for its own."""
 
-    share = 1.0
     members: Iterator[int]
+    asked: ClassVar[collections.Counter[int]]
+    lengths: ClassVar[list[int]]
 
     def reset(self, prompt: Prompt, seed: int) -> str:
-        self.draws = random.Random(f"{prompt.text} {next(self.members)}")
-        self.turns, self.waited = self.draws.randint(1, 8), 0.0
+        self.turns = random.Random(f"{prompt.text} {next(self.members)}").randint(1, 8)
+        self.lengths.append(self.turns)
         return "#..#"
 
     async def step(self, turn: Turn) -> Step:
-        wait = self.draws.uniform(0, 0.5) * self.share
-        self.waited += wait
-        await asyncio.sleep(wait)
-        return Step(".,.,", done=turn.number == self.turns, info={"waited": self.waited})
+        self.asked[turn.number] += 1
+        for _ in range(2_000):
+            if self.asked[turn.number] == sum(length >= turn.number for length in self.lengths):
+                return Step(".,.,", done=turn.number == self.turns)
+            await asyncio.sleep(0.01)
+        raise TimeoutError(f"{self.asked[turn.number]} conversations asked for answer {turn.number}")
 
 
-@pytest.mark.slow
-@pytest.mark.bench
-def test_a_rollout_takes_as_long_as_its_longest_conversation():
-    """64 conversations with tools of 0 to 500 ms: within 1.3 of the longest wait and the time of the tokens alone."""
-    policy, seconds, waited = lake_policy(64), dict[float, float](), 0.0
-    for share in (0.0, 0.0, 1.0):  # the first warms up
-        environment = type("Waits", (Waits,), {"share": share, "members": itertools.count()})
-        began = time.perf_counter()
-        done = conversations(environment, policy, groups=16, max_turns=8, max_row_tokens=80)
-        seconds[share] = time.perf_counter() - began
-        waited = max(conversation.info["waited"] for conversation in done)
+def test_a_rollout_waits_for_all_answers_at_once():
+    """64 conversations: no answer comes before all that go on have asked, so none may wait for another's."""
+    members = {"members": itertools.count(), "asked": collections.Counter(), "lengths": []}
+    done = conversations(type("Waits", (Waits,), members), lake_policy(64), groups=16, max_turns=8, max_row_tokens=80)
     assert {conversation.num_turns for conversation in done} == {*range(1, 9)}
-    assert seconds[1.0] <= 1.3 * (waited + seconds[0.0])
+    assert [conversation.failure for conversation in done if conversation.failure] == []

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
-from trajectory_store import TrajectoryStore
+from trajectory_store import BatchError, SchemaError, TrajectoryStore
 
 from .conftest import Write
 
@@ -153,29 +152,29 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     """What does not fit is refused; with `on_error="log"` the trainer goes on and the log says what was lost."""
     wrong: dict[str, Any] = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1, 2]], "rewards": [0.0]}
     with TrajectoryRecorder(tmp_path / "store") as recorder:
-        with pytest.raises(DefinitionError, match=r"--tokenizer FOLDER"):
+        with pytest.raises(SchemaError, match=r"--tokenizer FOLDER"):
             recorder.record(**wrong)
-        with pytest.raises(DataError, match=r"2 values of reward for 1 completions"):
+        with pytest.raises(BatchError, match=r"2 values of reward for 1 completions"):
             recorder.record(**wrong | {"rewards": [0.0, 1.0]})
-        with pytest.raises(DataError, match=r"1 values of log_probs for 2 completion tokens"):
+        with pytest.raises(BatchError, match=r"1 values of log_probs for 2 completion tokens"):
             recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
         for name, values in (("rewards", [math.inf]), ("log_probs", [[0.5, -1.0]]), ("advantages", [-math.inf])):
             odd: dict[str, Any] = wrong | {"prompt_ids": [[3]], name: values}
-            with pytest.raises(DataError, match=r"field '\w+' must (be finite|hold log-probs)"):
+            with pytest.raises(BatchError, match=r"field '\w+' must (be finite|hold log-probs)"):
                 recorder.record(**odd)
-        with pytest.raises(DataError, match=r"field 'policy_version' must be a whole number, got float 1\.5"):
+        with pytest.raises(BatchError, match=r"field 'policy_version' must be a whole number, got float 1\.5"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "policy_version": 1.5})  # it was stored as 1
-        with pytest.raises(DataError, match=r"neither prompts nor prompt_ids"):
+        with pytest.raises(BatchError, match=r"neither prompts nor prompt_ids"):
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
-        with pytest.raises(DefinitionError, match=r"group_size is 0; it must be at least 1"):
+        with pytest.raises(SchemaError, match=r"group_size is 0; it must be at least 1"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "group_size": 0})  # a ZeroDivisionError ended the training
-        with pytest.raises(DefinitionError, match=r"2 weights for 1 reward"):
+        with pytest.raises(SchemaError, match=r"2 weights for 1 reward"):
             recorder.reward_funcs(right, weights=[1.0, 2.0])
         assert recorder.num_recorded == 0
         recorder.on_error = "log"
         assert recorder.record(**wrong).tolist() == []
         assert "1 completions were not recorded" in caplog.text
-    with pytest.raises(DefinitionError, match=r"group_size is 0"):
+    with pytest.raises(SchemaError, match=r"group_size is 0"):
         TrajectoryRecorder(tmp_path / "store", group_size=0)
 
 
@@ -183,9 +182,9 @@ def test_reward_models_need_attach(tmp_path: Path):
     """A model among the reward functions is refused with the other way named."""
     torch = pytest.importorskip("torch")
     with TrajectoryRecorder(tmp_path / "store") as recorder:
-        with pytest.raises(DefinitionError, match=r"Linear is a model, not a reward function.*attach"):
+        with pytest.raises(SchemaError, match=r"Linear is a model, not a reward function.*attach"):
             recorder.reward_funcs([torch.nn.Linear(1, 1)])
-        with pytest.raises(DefinitionError, match=r"object has no _generate_and_score_completions.*reward_funcs="):
+        with pytest.raises(SchemaError, match=r"object has no _generate_and_score_completions.*reward_funcs="):
             recorder.attach(object())
 
 
@@ -207,9 +206,7 @@ def test_log_probs_of_another_distribution_are_not_recorded(tmp_path: Path, capl
     pytest.importorskip("transformers")
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         for settings in ({"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}):
-            with pytest.raises(
-                DefinitionError, match=r"gives log-probs as raw_logprobs.*--logprobs-mode processed_logp"
-            ):
+            with pytest.raises(SchemaError, match=r"gives log-probs as raw_logprobs.*--logprobs-mode processed_logp"):
                 recorder.attach(trainer("raw_logprobs", **settings))
             recorder.attach(trainer("processed_logprobs", **settings))
         recorder.attach(trainer("raw_logprobs", temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0))

@@ -29,7 +29,7 @@ def test_the_one_column_of_numbers(tmp_path: Path, jsonl: Write, tokenizer: Any)
     """A table of one reward function has one more column of numbers, whatever the function is called."""
     rows = [TABLE, TABLE | {"accuracy": None}]
     for place, given in enumerate((rows, rows[::-1])):
-        report = import_files([jsonl(given)], tmp_path / f"{place}", tokenizer=tokenizer)
+        report = import_files([jsonl(given)], tmp_path / f"{place}", tokenizer=tokenizer, one_turn=True)
         assert "reward=accuracy" in report.files[0].about
         assert np.array_equal(rewards_of(tmp_path / f"{place}"), [[1, np.nan], [np.nan, 1]][place], equal_nan=True)
 
@@ -44,7 +44,7 @@ def test_several_columns_of_numbers(tmp_path: Path, jsonl: Write, tokenizer: Any
     assert not (tmp_path / "store").exists()
     assert str(raised.value).endswith(f"--field reward=accuracy or --field reward=accuracy+0.5*{more}")
     given = {"reward": f"accuracy+0.5*{more}", "advantage": "none"}
-    import_files([file], tmp_path / "store", tokenizer=tokenizer, fields=given)
+    import_files([file], tmp_path / "store", tokenizer=tokenizer, fields=given, one_turn=True)
     assert rewards_of(tmp_path / "store") == [3.0]
     with TrajectoryStore.open(tmp_path / "store") as store:
         assert np.isnan(store.read_scalars("advantage")).all()

@@ -34,7 +34,7 @@ def same(row: np.ndarray, wanted: list[float]) -> bool:
 
 def test_prompts_and_completions_of_any_file(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """Text is encoded once, without an end token that nobody sampled; numbers may be text, and fields nested."""
-    rows = [("1+1=", "2", "1"), ("1+1=", "33", 0.25), ("2+2=", "4", "true"), ("1+1=", "2", None)]
+    rows = [("1+1=", "2", "1"), ("1+1=", "33", 0.25), ("2+2=", "4", "true"), ("3+3=", "2", None)]
     given = [
         {"question": prompt, "answers": [{"text": text}], "graded": {"score": score}, "truth": "2", "level": "easy"}
         for prompt, text, score in rows
@@ -103,7 +103,9 @@ def test_groups_of_one_are_refused(tmp_path: Path, jsonl: Write):
     """A file whose trajectories are each a group of one teaches nothing; each of what the error names works."""
     rows = [{"prompt_ids": [i % 2], "completion_ids": [i], "reward": i / 4, "of": {"prompt": i % 2}} for i in range(4)]
     file = jsonl(rows)
-    with pytest.raises(DefinitionError, match=r"each of its 4 trajectories is a group of its own.*--group FIELD"):
+    with pytest.raises(
+        DefinitionError, match=r":3: a prompt comes back after others.*--group FIELD.*the rows have of\)"
+    ):
         import_files([file], tmp_path / "store")
     assert not (tmp_path / "store").exists()
     for group, wanted in (("of.prompt", [0, 1, 0, 1]), (2, [0, 0, 1, 1]), ("2", [0, 0, 1, 1]), ("none", [0, 1, 2, 3])):
@@ -279,7 +281,7 @@ def test_a_field_that_begins_later(tmp_path: Path, jsonl: Write):
     assert [mask.tolist() for mask in rows["assistant_mask"]] == [[False, True, True], [False, True, False]]
     assert same(rows["log_probs"][1], [NAN, -0.5, NAN])
     assert same(rows["advantage"], [NAN, 0.5])
-    assert rows["policy_version"].tolist() == [0, 3]
+    assert rows["policy_version"].tolist() == [-1, 3]  # nobody named the first
 
 
 def test_advantages_of_tokens(tmp_path: Path, jsonl: Write):

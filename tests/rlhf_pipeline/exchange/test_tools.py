@@ -324,17 +324,35 @@ def test_the_score_of_verl_with_a_penalty_is_asked_for(tmp_path: Path, jsonl: Wr
     assert column(tmp_path / "store", "task_reward").tolist() == [0.75, 0.25]
 
 
-def test_words_of_an_environment_never_count_as_sampled(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
-    """Turns in text are refused with the row, whichever tool wrote them; the user may say that there are none."""
-    with pytest.raises(DataError, match=r"search\.jsonl:1: .*words of an environment .*--one-turn"):
-        import_files([DATA / "skyrl" / "turns"], tmp_path / "a", tokenizer=chat_tokenizer, group="none")
-    verl = {"input": "a", "gts": "", "score": 1.0, "step": 1, "output": "x<tool_response>2</tool_response>y"}
-    with pytest.raises(DataError, match=r":1: .*words of an environment"):
-        import_files([jsonl([verl, verl])], tmp_path / "b", tokenizer=chat_tokenizer)
-    skyrl = json.loads((DATA / "skyrl" / "turns" / "search.jsonl").read_text())
-    said = skyrl | {"env_class": "mine", "output_response": "yes<eos>", "score": 0.5}
-    file = jsonl([skyrl | {"env_class": "mine", "output_response": "a<eos>b<eos>"}, said, said], "mine.jsonl")
-    with pytest.raises(DataError, match=r":1: .*2 turns"):  # the end token stands within, whatever the user says
+@pytest.mark.parametrize("said", ["2", "x<tool_response>2</tool_response>y", "a<|start_header_id|>tool b", "[INST]c"])
+def test_text_is_one_turn_only_where_that_is_known(tmp_path: Path, jsonl: Write, chat_tokenizer: Any, said: str):
+    """A writer that may let an environment speak is asked about once for the file, whatever its text looks like."""
+    verl = [{"input": "a", "gts": "", "score": float(i), "step": 1, "output": said} for i in range(2)]
+    skyrl = json.loads((DATA / "skyrl" / "turns" / "search.jsonl").read_text()) | {"output_response": said}
+    trl = [{"step": 1, "prompt": "a", "completion": said, "right": float(i), "advantage": 0.5} for i in range(2)]
+    trl_talk = [row | {"completion": [{"role": "assistant", "content": said}]} for row in trl]
+    plain = [{"prompt": "a", "completion": said, "reward": float(i)} for i in range(2)]
+    for name, rows, known in (
+        ("verl", verl, False),
+        ("skyrl", [skyrl, skyrl | {"score": 0.5}], False),
+        ("trl", trl, False),
+        ("trl_talk", trl_talk, True),
+        ("plain", plain, True),
+    ):
+        file = jsonl(rows, f"{name}/rollouts.jsonl")
+        if not known:
+            with pytest.raises(DefinitionError, match=r"rollouts\.jsonl: the completions are text.*--one-turn"):
+                import_files([file], tmp_path / name / "store", tokenizer=chat_tokenizer, skip_bad=9)
+            assert not (tmp_path / name / "store").exists()
+        report = import_files([file], tmp_path / name / "store", tokenizer=chat_tokenizer, one_turn=not known)
+        assert report.num_imported == 2
+
+
+def test_an_end_token_within_text_is_two_turns(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """Whatever the user says of them: what stands after an end token was sampled in another turn."""
+    said = json.loads((DATA / "skyrl" / "turns" / "search.jsonl").read_text()) | {"output_response": "yes<eos>"}
+    file = jsonl([said | {"output_response": "a<eos>b<eos>"}, said, said | {"score": 0.5}], "mine.jsonl")
+    with pytest.raises(DataError, match=r":1: .*2 turns"):
         import_files([file], tmp_path / "c", tokenizer=chat_tokenizer, one_turn=True)
     report = import_files([file], tmp_path / "c", tokenizer=chat_tokenizer, one_turn=True, skip_bad=1)
     assert (report.num_imported, len(report.files[0].bad)) == (2, 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
+    NamedRewards,
     group_advantage,
     penalty_rounding,
     turn_advantage,
@@ -42,6 +43,8 @@ WANT = {
     "reinforce_pp_baseline": [c / math.sqrt(sum(x * x for x in CENTRED) / 4) for c in CENTRED],
     "opo": [1 - 19 / 4, 0 - 3.0, 2 - 19 / 4, 4 - 3.0, 8 - 19 / 4],
 }
+OF_GROUP = [c / (std + 1e-6) for c, std in zip(CENTRED, (STD5, 8**0.5, STD5, 8**0.5, STD5), strict=True)]
+WANT["gdpo"] = [one / (statistics.stdev(OF_GROUP) + 1e-6) for one in OF_GROUP]  # of one reward
 WANT["turn_grpo"] = WANT["grpo"]  # of one turn each
 
 
@@ -204,31 +207,94 @@ def test_an_estimator_of_ones_own_is_used_and_checked():
         group_advantage(returns, groups, lambda returns, groups, lengths: returns / 0)
 
 
-def test_turns_answer_for_themselves_and_for_what_follows():
-    """Ragged turns of two groups against the formula, written out turn by turn in float64."""
-    conversations = [(4, [0.5, 1.0, -2.0]), (9, [3.0]), (4, [1.5]), (9, [1.0, 2.0]), (4, [0.0, 4.0]), (9, [1.0, 2.0])]
+def turns_by_the_formula(conversations, k, i, discount):
+    """Return A_ik as docs and docstring have it: ended members earn 0, failed ones leave from their failing turn on."""
+    group, own = conversations[i]
+    if not all(map(math.isfinite, own)):
+        return 0.0
+    total = 0.0
+    for later in range(k, max(len(one) for other, one in conversations if other == group)):
+        there = [one for other, one in conversations if other == group and all(map(math.isfinite, one[: later + 1]))]
+        earned = [one[later] if later < len(one) else 0.0 for one in there]
+        spread = statistics.stdev(earned) if len(earned) > 1 else 0.0
+        mine = own[later] if later < len(own) else 0.0
+        total += discount ** (later - k) * (mine - statistics.mean(earned)) / max(spread, 1e-6)
+    return total
+
+
+TALKS = [
+    [(4, [0.5, 1.0, -2.0]), (9, [3.0]), (4, [1.5]), (9, [1.0, 2.0]), (4, [0.0, 4.0]), (9, [1.0, 2.0])],
+    [(0, [0.0, 0.0])] * 3 + [(0, [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])],  # one success, after the others have ended
+    [(0, [1.0, 2.0, math.nan]), (0, [0.5]), (0, [2.0, 1.0, 3.0]), (0, [0.0, 1.5, 2.5, 1.0])],  # one failed in its third
+]
+
+
+@pytest.mark.parametrize("conversations", TALKS)
+def test_turns_answer_for_themselves_and_for_what_follows(conversations):
+    """Ragged turns against the formula, written out turn by turn in float64."""
     rewards = torch.tensor([r for _, one in conversations for r in one], dtype=torch.float64)
-    groups, turns = (
-        torch.tensor([group for group, _ in conversations]),
-        torch.tensor([len(one) for _, one in conversations]),
-    )
+    groups = torch.tensor([group for group, _ in conversations])
+    turns = torch.tensor([len(one) for _, one in conversations])
     found = turn_advantage(rewards, groups, turns, discount=0.7)
-
-    def own(group: int, k: int, reward: float) -> float:
-        peers = [one[k] for other, one in conversations if other == group and len(one) > k]
-        spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
-        return (reward - statistics.mean(peers)) / spread if spread else 0.0
-
     want = [
-        sum(0.7 ** (later - k) * own(group, later, one[later]) for later in range(k, len(one)))
-        for group, one in conversations
+        turns_by_the_formula(conversations, k, i, 0.7)
+        for i, (_, one) in enumerate(conversations)
         for k in range(len(one))
     ]
     assert found.advantages.dtype == torch.float64
     assert found.advantages.tolist() == pytest.approx(want, abs=1e-12)
-    # The third turn is one member's alone; the second ones of group 9 are equal, and follow first ones that are not.
-    assert found.degenerate.tolist() == [False, False, True, False, False, False, True, False, False, False, True]
     assert turn_advantage(rewards[:0], groups[:0], turns[:0]).advantages.shape == (0,)
+
+
+def test_a_lone_late_success_stands_out():
+    """Three members end at turn 2 with nothing, one wins at turn 6: it is ahead in all its turns, they fall behind."""
+    rewards, turns = torch.tensor([0.0] * 11 + [1.0]), torch.tensor([2, 2, 2, 6])
+    found = turn_advantage(rewards, torch.zeros(4, dtype=torch.long), turns)
+    assert found.advantages.tolist() == pytest.approx([-0.5] * 6 + [1.5] * 6)
+    assert not found.degenerate.any()
+
+
+def gdpo_by_the_paper(rewards, groups, weights):
+    """Return GDPO's advantages (arXiv:2601.05242, equations 4 to 6) of [N, R] rewards, loop by loop."""
+    sums = [0.0] * len(groups)
+    for k, weight in enumerate(weights):
+        for group in set(groups):
+            members = [i for i, other in enumerate(groups) if other == group and math.isfinite(rewards[i][k])]
+            given = [rewards[i][k] for i in members]
+            spread = statistics.stdev(given) if len(given) > 1 else 0.0
+            for i in members:
+                sums[i] += weight * (rewards[i][k] - statistics.mean(given)) / (spread + 1e-6)
+    return [(s - statistics.mean(sums)) / (statistics.stdev(sums) + 1e-6) for s in sums]
+
+
+def test_gdpo_normalises_each_reward_then_their_weighted_sum():
+    """Against the authors' formula: one that does not apply leaves its own statistics; equal sums are no tie."""
+    nan = math.nan
+    values = [[1, 0.2], [0, 0.9], [1, nan], [0, 0.3], [1, 5.0], [0, 6.0], [1, 5.0], [0, 6.0], [2, 2.0], [2, 2.0]]
+    groups, weights = [7, 7, 7, 7, 3, 3, 3, 3, 5, 5], (1.0, 0.5)
+    rewards = torch.tensor(values, dtype=torch.float64)
+    named = NamedRewards(rewards, ("right", "short"), weights)
+    returns = (rewards.nan_to_num() * torch.tensor(weights)).sum(1)
+    found = group_advantage(returns, torch.tensor(groups), "gdpo", named=named)
+    assert found.advantages.tolist() == pytest.approx(gdpo_by_the_paper(values, groups, weights), abs=1e-12)
+    assert found.degenerate.tolist() == [False] * 8 + [True] * 2
+    tie = NamedRewards(torch.tensor([[0.0, 3.0], [1.0, 2.0], [3.0, 0.0]]).double(), ("a", "b"), (1.0, 1.0))
+    equal = group_advantage(torch.full((3,), 3.0), torch.zeros(3).long(), "gdpo", named=tie)
+    assert not equal.degenerate.any()
+
+
+def test_an_estimator_of_ones_own_sees_named_rewards():
+    """[N, R], unweighted, with names and weights, as far as it asks for them; a tie of the sums is then no tie."""
+
+    def right_alone(returns, groups, lengths, *, rewards, names):
+        assert rewards.dtype == torch.float64
+        column = rewards[:, names.index("right")]
+        return column - column.mean()
+
+    named = NamedRewards(torch.tensor([[0.0, 2.0], [1.0, 1.0]]), ("right", "short"), (1.0, 1.0))
+    found = group_advantage(torch.tensor([2.0, 2.0]), torch.tensor([0, 0]), right_alone, named=named)
+    assert found.advantages.tolist() == [-0.5, 0.5]
+    assert not found.degenerate.any()
 
 
 def test_turns_that_do_not_fit_are_refused():

@@ -9,7 +9,7 @@ from torch import nn
 from rlhf_pipeline import Learn
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
-from rlhf_pipeline.learner.optimizer_state import load_optimizer, optimizer_groups, optimizer_tensors
+from rlhf_pipeline.learner.optimizer_state import load_optimizer, optimizer_tensors
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Sequential:
@@ -86,11 +86,11 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(dtype, options):
     first = model_of(dtype)
     optimizer = PolicyOptimizer(first, config)
     train(first, optimizer, range(3))
-    tensors, groups = optimizer_tensors(optimizer), optimizer_groups(optimizer)
+    tensors = optimizer_tensors(optimizer)
     second = model_of(dtype, seed=1)
     second.load_state_dict(first.state_dict())
     resumed = PolicyOptimizer(second, config)
-    load_optimizer(resumed, tensors, groups)
+    load_optimizer(resumed, tensors)
     train(second, resumed, range(3, 7))
     assert torch.equal(second[0].weight, straight[0].weight)
     assert second[0].weight is second[1].weight
@@ -100,11 +100,10 @@ def test_a_checkpoint_before_the_first_step_has_no_moments():
     """Loading it leaves the optimizer as it was made: the first step is still a first step."""
     model = model_of(torch.float32)
     optimizer = PolicyOptimizer(model, Learn())
-    tensors, groups = optimizer_tensors(optimizer), optimizer_groups(optimizer)
+    tensors = optimizer_tensors(optimizer)
     assert tensors == {}
-    load_optimizer(optimizer, tensors, groups)
+    load_optimizer(optimizer, tensors)
     assert len(optimizer.inner.state) == 0
-    assert groups == [{**groups[0], "lr": 1e-3}]
 
 
 def test_moments_of_another_optimizer_are_refused():
@@ -112,10 +111,10 @@ def test_moments_of_another_optimizer_are_refused():
     model = model_of(torch.float32)
     optimizer = PolicyOptimizer(model, Learn())
     train(model, optimizer, range(1))
-    tensors, groups = optimizer_tensors(optimizer), optimizer_groups(optimizer)
+    tensors = optimizer_tensors(optimizer)
     renamed = {key.replace("exp_avg_sq", "state2"): value for key, value in tensors.items()}
     with pytest.raises(DataError, match=r"saved under another learn\.optimizer"):
-        load_optimizer(optimizer, renamed, [dict(group) for group in groups])
+        load_optimizer(optimizer, renamed)
 
 
 def test_a_missing_library_is_named(monkeypatch):
@@ -157,14 +156,14 @@ def test_moments_in_eight_bits_are_saved_and_restored():
     optimizer = PolicyOptimizer(first, config)
     for number in range(2):
         step(first, optimizer, number)
-    tensors, groups = optimizer_tensors(optimizer), optimizer_groups(optimizer)
+    tensors = optimizer_tensors(optimizer)
     moments = [value for key, value in tensors.items() if value.numel() == 128 * 64]
     assert len(moments) == 2
     assert {value.dtype for value in moments} == {torch.uint8}
     second = make(1)
     second.load_state_dict(first.state_dict())
     resumed = PolicyOptimizer(second, config)
-    load_optimizer(resumed, tensors, groups)
+    load_optimizer(resumed, tensors)
     for number in range(2, 4):
         step(second, resumed, number)
     assert torch.equal(straight.weight, second.weight)
@@ -198,9 +197,9 @@ def test_an_optimizer_with_groups_goes_through_a_checkpoint(tmp_path):
     straight, killed, resumed = make(), make(), make()
     train(*straight, range(4))
     train(*killed, range(2))
-    tensors, groups = optimizer_tensors(killed[1]), optimizer_groups(killed[1])
+    tensors = optimizer_tensors(killed[1])
     resumed[0].load_state_dict(killed[0].state_dict())
-    load_optimizer(resumed[1], tensors, groups)
+    load_optimizer(resumed[1], tensors)
     train(*resumed, range(2, 4))
     for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
         assert torch.equal(a, b)

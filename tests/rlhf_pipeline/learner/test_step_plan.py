@@ -65,7 +65,7 @@ def make_learner(tmp_path):
 
 
 def drawn(learner: Learner, step: int) -> list[int]:
-    row_ids, ages, _ = learner.chosen_rows(step)
+    row_ids, ages, *_ = learner.chosen_rows(step)
     assert (step - 1 - learner.buffer.store.read_scalars("policy_version", row_ids) == ages).all()
     return learner.buffer.store.read_scalars("trajectory_id", row_ids).tolist()
 

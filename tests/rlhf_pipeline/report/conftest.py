@@ -69,7 +69,9 @@ def write_run(
         for update in range(updates):
             step = rollout * updates + update + 1
             StepRows(folder / "metrics.jsonl").append(_metrics(step, rollout, update, batch, store.watermark))
+            idle = np.asarray(ids)[batch["advantage"] == 0].tolist()
             row = {"step": step, "row_ids": ids.tolist(), "watermark": store.watermark, "ages": [update] * len(ids)}
+            row |= {"no_gradient": idle, "left_out": {"failed": failed if rollout == 0 else 0}}
             StepRows(folder / "ledger.jsonl").append(row)
     store.close()
     with new_folder(folder / "checkpoints" / "step-00000000") as checkpoint:

@@ -94,8 +94,9 @@ def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
         assert shown["reward_mean"] == pytest.approx(np.nanmean(of), abs=1e-12)
     for line, entry in zip(lines, ledger, strict=True):
         shown = view.step(line["step"])
-        assert [row["id"] for row in shown["rows"]] == [str(id) for id in entry["row_ids"]]
-        assert shown["num"] == len(entry["row_ids"])
+        assert sorted(id for group in shown["groups"] for id in group["ids"]) == sorted(map(str, entry["row_ids"]))
+        assert shown["num"] == sum(group["num"] for group in shown["groups"]) == len(entry["row_ids"])
+        assert shown["num_taught"] == len(entry["row_ids"]) - len(entry["no_gradient"])
         assert shown["metrics"] == {
             name: value for name, value in line.items() if value is not None and name != "crc32c"
         }

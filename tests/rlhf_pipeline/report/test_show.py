@@ -110,7 +110,7 @@ def test_full_leaves_out_what_is_too_long():
 
 def test_failed_reward_is_explained():
     """A failed reward call shows its error."""
-    assert any("its reward call failed: ValueError: x" in line for line in full(one(error="ValueError: x")))
+    assert any("it failed: ValueError: x" in line for line in full(one(error="ValueError: x")))
 
 
 def test_control_characters_are_spelled_out():

@@ -20,7 +20,7 @@ from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.processes.run_files import shared_run
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import changed, tiny
 
 
 @pytest.fixture
@@ -68,6 +68,19 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     RunFolder(run_dir).check_unchanged(pipeline, 0, inputs=False)
     file.write_text(whole)
     RunFolder(run_dir).check_unchanged(pipeline, 0)
+
+
+def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tmp_path):
+    """The message names both; the same content at another path is the same."""
+    run_dir = recorded(pipeline, tmp_path / "run")
+    file, other = Path(pipeline.prompts.path), tmp_path / "other.jsonl"  # pyright: ignore[reportAttributeAccessIssue]
+    moved = dataclasses.replace(pipeline, prompts=dataclasses.replace(pipeline.prompts, path=str(other)))
+    other.write_text(file.read_text())
+    RunFolder(run_dir).check_unchanged(moved, 0)
+    other.write_text(file.read_text() + "\n")
+    said = rf"prompts\.path was {file}, is {other}, whose content is another: it had 68 bytes, it has 69\. Name the"
+    with pytest.raises(RunMismatchError, match=said):
+        RunFolder(run_dir).check_unchanged(moved, 0)
 
 
 def test_other_end_tokens_are_refused(pipeline, tmp_path):
@@ -157,14 +170,15 @@ def loaded(folder: Path, **code: float) -> Pipeline:
 
 def of_one_process(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
     """Start a run, or go on with it."""
-    run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=on_event)
+    taken = len(RunFolder(run_dir).metrics)
+    run(changed(pipeline, learn__steps=str(taken + 1)), run_dir=run_dir, resume=taken > 0, on_event=on_event)
 
 
 def of_a_supervisor(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
     """Begin as a supervisor and a learner do."""
     setup = Setup(pipeline=pipeline, definition="", overrides=(), seed=0, device="cpu")
-    with shared_run(RunFolder(run_dir), setup, on_event=on_event, record_again=True, make_stores=False):
-        pass
+    with shared_run(RunFolder(run_dir), setup, on_event=on_event, leads=True, make_stores=False):
+        RunFolder(run_dir).record(setup, from_step=1)  # as the learner does after its first step
 
 
 def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:

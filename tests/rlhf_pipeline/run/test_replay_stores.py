@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
-from rlhf_pipeline.errors import DataError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
 from rlhf_pipeline.exchange import import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
@@ -187,6 +187,21 @@ def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
     assert advantages[0] > 0 > advantages[1] == advantages[2]
 
 
+def test_log_probs_of_an_unknown_temperature_are_asked_about(tmp_path):
+    """A ratio to them needs the temperature that they are at; rows without log-probs need none, and a given one is."""
+    rows = [{"prompt_ids": [1, 2], "completion_ids": [3, i], "reward": float(i == 4)} for i in (4, 5, 6)]
+    for name, more in (("none", {}), ("unknown", {"log_probs": [-1.0, -2.0]}), ("half", {"log_probs": [-1, -2]})):
+        given = [row | more | ({"temperature": 0.5} if name == "half" else {}) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+        import_files([tmp_path / f"{name}.jsonl"], tmp_path / name)
+    for name in ("none", "half"):
+        run(offline(tmp_path / name, steps=1), run_dir=tmp_path / f"{name}-run")
+    with pytest.raises(DefinitionError, match=r"unknown holds log-probs.*--set collect\.temperature=1$"):
+        run(offline(tmp_path / "unknown", steps=1), run_dir=tmp_path / "asked")
+    assert not (tmp_path / "asked").exists()
+    run(offline(tmp_path / "unknown", steps=1, collect__temperature="0.7"), run_dir=tmp_path / "said")
+
+
 @pytest.mark.parametrize("name", ["gather.json", "gather.npy"])
 @pytest.mark.parametrize(
     "damage",
@@ -339,3 +354,42 @@ def test_mistakes_are_answered(small_run, capsys, typed, words):
     assert main(typed) == 2
     assert words in capsys.readouterr().err
     assert not Path("runs/small-replay").exists()
+
+
+def flipped(store: Path, column: str, row: int) -> None:
+    """Flip a bit of a row's value, or of the first of several."""
+    with TrajectoryStore.open(store) as opened:
+        known = opened.schema[column]
+        at = int(opened.lengths(column, opened.ids()[:row]).sum()) if known.ragged else row
+    (file,) = store.glob(f"seg-*/{column}/c/0")
+    raw = bytearray(file.read_bytes())
+    raw[at * np.dtype(known.dtype).itemsize] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("column", ["advantage", "input_ids", "task_reward", "assistant_mask"])
+def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp_path, monkeypatch, capsys, column):
+    """Replay, export and copy refuse it by name; with `--skip-damaged` its commit is left out, and counted."""
+    monkeypatch.chdir(tmp_path)
+    make_store(Path("whole"), groups=(4, 4, 4), seed=3)
+    make_store(Path("store"), groups=(4, 4, 4), seed=3)
+    flipped(Path("store"), column, 5)  # of the second commit
+    small = ["--set", "policy.hidden_size=16", "--set", "sample.batch_size=4", "--steps", "2"]
+    commands = {
+        "replay": ["replay", "store", "--definition", "copy_digits", *small, "--out"],
+        "export": ["export", "store", "--to"],
+        "copy": ["copy", "store", "--to"],
+    }
+    named = {"replay": "run", "export": "rows.jsonl", "copy": "copied"}
+    for command, words in commands.items():
+        assert main([*words, named[command]]) == 2
+        said = capsys.readouterr().err
+        assert "store: trajectories 4, 5, 6, 7 cannot be read: seg-00000000: commit 1 is damaged" in said
+        assert "--skip-damaged" in said
+        assert main([*words, named[command], "--skip-damaged"]) == 0
+        said = capsys.readouterr().out
+        assert ("4 are damaged and were left out" if command == "replay" else "8 trajectories, 4 left out") in said
+    assert RunFolder(tmp_path / "run").gathered()["trajectories"] == 8
+    with TrajectoryStore.open("copied") as copied, TrajectoryStore.open("whole") as whole:
+        kept = whole.ids()[[0, 1, 2, 3, 8, 9, 10, 11]]
+        assert copied.read_scalars("advantage").tolist() == whole.read_scalars("advantage", kept).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -31,11 +32,12 @@ from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import sums_collector, talker
 from trajectory_store import TrajectoryStore
 
-ROOT2 = 1 / math.sqrt(2)
 TALKS = ([0.0, 1.0], [2.0, 0.0], [5.0])
-"""Rewards of the turns of one group. Its first turns (0, 2, 5) and second turns (1, 0) are compared with each other."""
+"""Rewards of the turns of one group. Its first turns (0, 2, 5) are compared with each other, and its second turns,
+(1, 0, 0): the third member has ended and earns nothing more."""
 FIRST = [(value - 7 / 3) / math.sqrt((49 + 1 + 64) / 9 / 2) for value in (0.0, 2.0, 5.0)]
-WANT = ([FIRST[0] + 0.5 * ROOT2, ROOT2], [FIRST[1] - 0.5 * ROOT2, -ROOT2], [FIRST[2]])
+SECOND = [(value - 1 / 3) / math.sqrt((4 + 1 + 1) / 9 / 2) for value in (1.0, 0.0, 0.0)]
+WANT = ([FIRST[0] + 0.5 * SECOND[0], SECOND[0]], [FIRST[1] + 0.5 * SECOND[1], SECOND[1]], [FIRST[2] + 0.5 * SECOND[2]])
 """Their advantages by hand, with a discount of a half."""
 
 
@@ -101,7 +103,7 @@ def test_a_store_gives_each_token_the_advantage_of_its_turn(tmp_path, apart):
 
 def test_a_group_has_spread_if_any_turn_has(tmp_path):
     """A member without an advantage stays in such a group; a group in which no turn differs is left out as a whole."""
-    rewards = {4: ([1.0, 0.5], [1.0, 1.5], [1.0]), 5: ([1.0, 2.0], [1.0], [1.0, 2.0])}
+    rewards = {4: ([1.0, 0.5], [1.0, 1.5], [1.0]), 5: ([1.0, 0.0], [1.0], [1.0, 0.0])}
     rows = []
     for group, members in rewards.items():
         for row, turns in zip(batch().unbind(0), members, strict=True):
@@ -110,7 +112,10 @@ def test_a_group_has_spread_if_any_turn_has(tmp_path):
     out = transform(zero_variance="drop").inv(TensorDict.lazy_stack(rows))
     assert out is not None
     assert [int(row["group_id"]) for row in out.unbind(0)] == [4, 4, 4]
-    assert [float(row["advantage"].reshape(-1)[-1]) for row in out.unbind(0)] == pytest.approx([-ROOT2, ROOT2, 0.0])
+    spread = statistics.stdev([0.5, 1.5, 0.0])
+    assert [float(row["advantage"].reshape(-1)[-1]) for row in out.unbind(0)] == pytest.approx(
+        [(0.5 - 2 / 3) / spread, (1.5 - 2 / 3) / spread, 0.5 * (0.0 - 2 / 3) / spread]
+    )
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -173,6 +178,11 @@ def test_a_run_learns_from_turns(tmp_path):
         weighted = [sum(one.values()) + 0.5 * one["nearer"] for one in given[:-1]]
         assert turns[:-1].tolist() == pytest.approx(weighted, abs=1e-6)
         assert turns.sum() == pytest.approx(total, abs=1e-5)
+    for number, meta in enumerate(map(json.loads, rows["meta"])):  # and each by its name, without weights
+        for name in ("reached", "nearer"):
+            each = [one.get(name, 0.0) for one in meta["turn_rewards"]]
+            assert rows[f"turn_reward_{name}"][number].tolist() == pytest.approx(each)
+            assert rows[f"reward_{name}"][number] == pytest.approx(sum(each), abs=1e-6)
     counts = torch.tensor([len(one) for one in rows["turn_rewards"]])
     flat = torch.from_numpy(np.concatenate([*rows["turn_rewards"]])).double()
     want = turn_advantage(flat, torch.from_numpy(np.array(rows["group_id"])), counts, discount=0.5).advantages

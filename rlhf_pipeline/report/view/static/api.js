@@ -11,45 +11,99 @@ export async function get(path) {
   return found;
 }
 
+// Whether a page is there: a report has a choice of a run, and links to nothing else.
+export const there = (run, what, id) => !isReport || answers[`runs/${run}/${what}/${id}`] !== undefined;
+export const recordedVersions = run => new Set(answers?.[`runs/${run}/trajectories`]?.rows.map(row => row.version));
+
 function fromReport(path) {
-  const [place, query] = path.split("?");
-  if (place.endsWith("/trajectories")) return searched(answers[place], new URLSearchParams(query));
-  if (answers[place]) return answers[place];
-  const [, , what, id] = place.split("/");
+  const [place, text] = path.split("?"), query = new URLSearchParams(text), [, , what, id] = place.split("/"), found = answers[place];
+  if (what === "trajectories" && !id) return searched(found, query);
+  if (what === "facets") return { kinds: counted(found.kinds, answers[place.replace("facets", "trajectories")].rows, query) };
+  if (what === "lists" && found?.rows && query.get("cause")) return listed(found, query.get("cause"));
+  if (what === "steps" && found) return { ...found, metrics: figuresOf(place, found.step) };
+  if (found !== undefined) return found;
   throw new Error(`This report has a choice of the run; ${what?.replace(/s$/, "")} ${id ?? ""} is not among it. ` +
     "rlhf-pipeline view RUN shows all.");
 }
 
-// In a report: the same question as the server's, over the recorded rows.
-const FIELDS = { task_reward: "reward", policy_version: "version", group_id: "group", finish_reason: "finish",
-  num_completion_tokens: "tokens", reward_trusted: "trusted" };
-const COMPARE = { ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, "<": (a, b) => a < b };
+function figuresOf(place, step) {
+  const all = answers[place.replace(/steps\/.*/, "metrics")], at = all.step.indexOf(step);
+  return Object.fromEntries(Object.entries(all.values).map(([name, values]) => [name, values[at] ?? null]).filter(([, value]) => value !== null));
+}
 
-function condition(text) {
-  const [, name, sign, value] = text.match(/^\s*(\w+)\s*(>=|<=|==|!=|>|<|=)\s*(.+?)\s*$/) ?? [];
-  if (!sign) throw new Error(`The filter ${text} cannot be read. Write for example reward>=0.5`);
-  const field = FIELDS[name] ?? name, wanted = { nan: null, true: true, false: false }[value] ?? value;
-  const same = row => value === "nan" ? row[field] === null : String(row[field]) === String(wanted) || row[field] === Number(value);
-  if (COMPARE[sign]) return row => row[field] !== null && COMPARE[sign](row[field], Number(value));
-  return sign === "!=" ? row => !same(row) : same;
+function listed(found, cause) {
+  const rows = found.rows.filter(row => row.cause === cause), kind = found.kinds.find(one => one.cause === cause);
+  return { ...found, cause, rows, matched: kind?.num ?? rows.length };
+}
+
+// In a report: the same question as the server's, over the recorded rows.
+const SHORT = { reward: "task_reward", version: "policy_version", group: "group_id", date: "created_at", tokens: "num_completion_tokens" };
+const COMPARE = { ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, "<": (a, b) => a < b };
+const unquoted = text => /^(['"])[^]*\1$/.test(text) && text.length > 1 ? text.slice(1, -1) : text;
+const isNothing = value => value === null || value === undefined || value === "";
+const TEXTS = { prompt: row => row.prompt, completion: row => row.completion };
+
+function valueOf(name, rows) {
+  const column = SHORT[name] ?? name;
+  if (TEXTS[column]) return TEXTS[column];
+  if (rows.length && !(column in rows[0].values)) {
+    throw new Error(`There is no column ${name} in this report. It has ${Object.keys(rows[0].values).join(", ")}.`);
+  }
+  return row => row.values[column];
+}
+
+function condition(text, rows) {
+  const [, name, sign, said] = text.match(/^\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*([^]+?)\s*$/) ?? [];
+  if (!sign) throw new Error(`The filter ${text} cannot be read. Write a column, an operator and a value: reward>=0.5`);
+  const value = valueOf(name, rows), wanted = unquoted(said), range = said.match(/^(-?[\d.eE+-]*?)\.\.(-?[\d.eE+-]*)$/);
+  const is = test => sign === "!=" ? row => !test(row) : test;
+  if (sign === "~") return row => String(value(row) ?? "").toLowerCase().includes(wanted.toLowerCase());
+  if (/^(null|none|nan)$/i.test(said)) return is(row => isNothing(value(row)));
+  if (range) return is(row => value(row) !== null && (!range[1] || value(row) >= Number(range[1])) && (!range[2] || value(row) <= Number(range[2])));
+  if (COMPARE[sign]) {
+    if (Number.isNaN(Number(wanted))) throw new Error(`The filter ${text}: ${wanted} is not a number.`);
+    return row => value(row) !== null && COMPARE[sign](value(row), Number(wanted));
+  }
+  return is(row => String(value(row)) === wanted || (typeof value(row) === "number" && value(row) === Number(wanted)));
+}
+
+function chosen(rows, query) {
+  const tests = query.getAll("where").map(one => condition(one, rows)), text = (query.get("text") ?? "").toLowerCase();
+  const column = query.get("in") ?? "completion";
+  return rows.filter(row => tests.every(test => test(row)) && row[column].toLowerCase().includes(text));
+}
+
+function counted(kinds, rows, query) {
+  const some = chosen(rows, query);
+  return kinds.map(kind => ({ ...kind, num: some.filter(condition(kind.where, rows)).length })).filter(kind => kind.num);
 }
 
 function searched(all, query) {
-  const tests = query.getAll("where").map(condition), text = (query.get("text") ?? "").toLowerCase();
   const sort = query.get("sort") ?? "-id", key = sort.replace("-", ""), sign = sort[0] === "-" ? -1 : 1;
-  const offset = Number(query.get("offset") ?? 0), column = query.get("in") ?? "completion";
-  const rows = all.rows.filter(row => tests.every(test => test(row)) && row[column].toLowerCase().includes(text));
-  const value = row => row[key] === null ? Infinity : sign * Number(row[key]);
+  const offset = Number(query.get("offset") ?? 0), rows = chosen(all.rows, query), by = key === "id" ? row => row.id : valueOf(key, all.rows);
+  const value = row => isNothing(by(row)) ? Infinity : sign * Number(by(row));
   rows.sort((a, b) => value(a) - value(b));
-  return { ...all, total: all.rows.length, matched: rows.length, complete: true, offset, rows: rows.slice(offset, offset + 50) };
+  return { ...all, of: all.total, total: all.rows.length, matched: rows.length, complete: true, offset, rows: rows.slice(offset, offset + 50) };
 }
 
+// Conditions that commas part; a comma in quotes is part of a value.
+export const conditions = text => (text.match(/(?:"[^"]*"|'[^']*'|[^,"']|["'])+/g) ?? []).map(one => one.trim()).filter(Boolean);
+export const quoted = value => /^[\w.:+-]+$/.test(value) && !/^(null|none|nan)$/i.test(value) && !value.includes("..") ? value : value.includes('"') ? `'${value}'` : `"${value}"`;
+
+// Small and large numbers with an exponent that is a multiple of three; what is only rounding is 0.
 export function fmt(x, digits = 3) {
   if (x === null || x === undefined) return "–";
+  if (typeof x === "boolean") return x ? "yes" : "no";
   if (typeof x !== "number") return String(x);
-  if (Number.isInteger(x)) return x.toLocaleString("en");
   const size = Math.abs(x);
-  return size >= 1e5 || size < 5e-4 ? x.toExponential(2) : size >= 1000 ? x.toFixed(0) : x.toFixed(digits);
+  if (size < 1e-12) return "0";
+  if (Number.isInteger(x) && size < 1e15) return x.toLocaleString("en");
+  if (size >= 1e6 || size < 5e-4) {
+    const exponent = 3 * Math.floor(Math.log10(size) / 3), part = x / 10 ** exponent;
+    return `${Number(part.toPrecision(3))}e${exponent}`;
+  }
+  if (size < 0.5 * 10 ** -digits) return String(Number(x.toPrecision(2)));
+  return size >= 1000 ? Math.round(x).toLocaleString("en") : x.toFixed(digits);
 }
 
 export function ago(seconds) {
@@ -57,6 +111,9 @@ export function ago(seconds) {
   return age < 90 ? `${Math.round(age)} s ago` : age < 5400 ? `${Math.round(age / 60)} min ago`
     : age < 172800 ? `${Math.round(age / 3600)} h ago` : `${Math.round(age / 86400)} days ago`;
 }
+
+export const bytes = n => n >= 1e9 ? `${(n / 1e9).toFixed(1)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(0)} kB`;
+export const count = (n, noun) => `${fmt(n)} ${n === 1 ? noun : noun.endsWith("y") ? `${noun.slice(0, -1)}ies` : `${noun}s`}`;
 
 // A row's number: the second day's ids have ten digits, so segment and row are told apart.
 export const short = id => { const n = BigInt(id); return n >> 32n ? `${n >> 32n}:${n & 0xffffffffn}` : id; };

@@ -5,16 +5,16 @@ import { ago, fmt, get, isReport, visible } from "view/api.js";
 import { runsPage } from "view/runs.js";
 import { trajectoriesPage } from "view/trajectories.js";
 import { trajectoryPage } from "view/trajectory.js";
-import { groupPage, stepPage } from "view/group.js";
+import { groupPage, promptPage, stepPage } from "view/group.js";
 import { definitionPage, healthPage, listsPage } from "view/lists.js";
 
 const root = document.getElementById("app");
 const PAGES = { runs: runsPage, trajectories: trajectoriesPage, t: trajectoryPage, group: groupPage, step: stepPage,
-  lists: listsPage, health: healthPage, definition: definitionPage };
-const KEYS = [["/", "search"], ["j, k", "next, previous row"], ["Enter", "open the row"], ["← →", "previous, next token"],
+  prompt: promptPage, lists: listsPage, health: healthPage, definition: definitionPage };
+const KEYS = [["/", "search"], ["Esc", "stop a search"], ["j, k", "next, previous row"], ["Enter", "open the row"], ["← →", "previous, next token"],
   ["[ ]", "previous, next trajectory or step"], ["?", "this help"]];
-const state = { runs: [], changes: null, seen: 0 };
-let at = null, body = nothing, leave = null, visit = 0;
+const state = { runs: [], changes: [], seen: 0 };
+let at = null, body = nothing, live = {}, visit = 0;
 
 function route() {
   const [path, query] = location.hash.slice(2).split("?"), parts = path.split("/").filter(Boolean);
@@ -24,16 +24,17 @@ function route() {
 }
 
 function shell() {
-  const run = state.runs[parseInt(at.run)], stored = state.changes?.watermark ?? run?.watermark, step = state.changes?.step ?? run?.step;
-  const main = { t: "trajectories", group: "trajectories", step: "runs" }[at.page] ?? at.page;
+  const here = parseInt(at.run), run = state.runs[here], changes = state.changes[here];
+  const stored = changes?.watermark ?? run?.watermark, step = changes?.step ?? run?.step;
+  const main = { t: "trajectories", group: "trajectories", prompt: "trajectories", step: "runs" }[at.page] ?? at.page;
   const links = [["runs", "Curves", "#/runs"], ["trajectories", "Trajectories"], ["lists", "Lists", `#/${at.run}/lists/failed`],
-    ["health", "Health"], ["definition", "Definition"]];
+    ["health", "Health", `#/${here}/health`], ["definition", "Definition", `#/${here}/definition`]];
   return html`<a class="skip" href="#main" @click=${e => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header><strong>${visible(run?.name ?? "rlhf-pipeline")}</strong>
       <nav aria-label="Pages">${links.map(([page, name, to]) =>
         html`<a href=${to ?? `#/${at.run}/${page}`} aria-current=${main === page ? "page" : nothing}>${name}</a>`)}</nav>
       ${state.runs.length > 1 ? html`<label class="pick">run <select @change=${e => { location.hash = `/${e.target.value}/trajectories`; }}>
-        ${state.runs.map((one, i) => html`<option value=${i} ?selected=${i === parseInt(at.run)}>${one.name}</option>`)}</select></label>` : nothing}
+        ${state.runs.map((one, i) => html`<option value=${i} ?selected=${i === here}>${visible(one.name)}</option>`)}</select></label>` : nothing}
       <span class="live" id="live">${isReport ? html`report: a choice of ${fmt(stored)} trajectories` : html`<i class="dot"></i>${fmt(stored)} trajectories${
         step === null || step === undefined ? "" : `, step ${fmt(step)}`}${run?.updated ? `, ${ago(run.updated)}` : ""}`}</span>
       <span class="hidden" role="status" id="said"></span>
@@ -42,15 +43,16 @@ function shell() {
       <form method="dialog"><button class="b">Close</button></form></dialog>`;
 }
 
+// A page gives what ends it (`leave`) and what brings it up to date (`refresh`).
 async function show() {
   const mine = ++visit, next = route();
-  leave?.(); leave = null;
+  live.leave?.(); live = {};
   try {
     if (!state.runs.length) state.runs = await get("runs");
     if (!state.runs[parseInt(next.run)] || !PAGES[next.page]) throw new Error(`There is no page ${location.hash}.`);
     const draw = content => { if (mine === visit) { at = next; body = content; render(shell(), root); } };
-    const left = await PAGES[next.page](next, state, draw);
-    if (mine !== visit) left?.(); else leave = left;
+    const found = await PAGES[next.page](next, state, draw) ?? {};
+    if (mine !== visit) found.leave?.(); else live = found;
   } catch (error) {
     if (mine !== visit) return;
     at = next; body = html`<div class="card" role="alert"><h1>That did not work</h1><p>${error.message}</p><p><a href="#/runs">All runs</a></p></div>`;
@@ -62,16 +64,19 @@ async function show() {
 async function poll() {
   if (document.hidden || !at || !state.runs.length) return;
   try {
-    const before = state.changes, now = await get(`runs/${Math.min(parseInt(at.run), state.runs.length - 1)}/changes`);
-    state.changes = now;
-    if (before && (before.watermark !== now.watermark || before.step !== now.step)) {
+    const before = state.changes, mine = visit;
+    const now = state.changes = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/changes`)));
+    const moved = before.length && now.some((one, i) => one.watermark !== before[i].watermark || one.step !== before[i].step);
+    if (moved) {
       state.runs = await get("runs");
       if (at.page === "runs" && !document.querySelector("#main :focus")) await show();
+      const here = now[parseInt(at.run)];
       if (Date.now() - state.seen > 10000) {
-        document.getElementById("said").textContent = `${fmt(now.watermark)} trajectories, step ${fmt(now.step)}`;
+        document.getElementById("said").textContent = `${fmt(here.watermark)} trajectories, step ${fmt(here.step)}`;
         state.seen = Date.now();
       }
     }
+    if (mine === visit) await live.refresh?.();
     render(shell(), root);
   } catch { document.getElementById("live").textContent = "the server has ended"; }
 }
@@ -90,7 +95,7 @@ function onKey(event) {
   if (press) { event.preventDefault(); press(); }
 }
 
-addEventListener("hashchange", () => { state.changes = null; scrollTo(0, 0); show(); });
+addEventListener("hashchange", () => { scrollTo(0, 0); show(); });
 addEventListener("keydown", onKey);
 if (!isReport) setInterval(poll, 2000);
 show();

@@ -1,29 +1,33 @@
 // All runs in a table, what differs between them, and their curves.
 import { html, nothing } from "lit-html";
-import { colors, fmt, get } from "view/api.js";
+import { colors, count, fmt, get, isReport, there, visible } from "view/api.js";
 import { asTable, isFlat, plot, smoothed, summary } from "view/chart.js";
 
 const SECTIONS = [
   ["Learning", ["loss", "grad_norm", "entropy", "lr"]],
   ["Policy", ["kl_k1", "kl_approx", "clip_fraction", "ess", "sampler_gap"]],
-  ["Trajectories", ["advantage_std", "staleness", "use_count", "num_trajectories"]],
+  ["Trajectories", ["advantage_std", "staleness", "use_count", "num_trajectories", "num_taught", "completion_length", "cut_off"]],
   ["Speed", ["tokens_per_s", "update_tokens_per_s", "padding_efficiency", "rollout_s", "update_s", "peak_memory_mb"]],
   ["Failures", ["num_failed", "num_unscored_tokens"]],
 ];
-const TITLES = { task_reward: "Mean task reward", grad_norm: "Gradient norm", entropy: "Entropy (nats/token)", lr: "Learning rate",
+const TITLES = { task_reward: "Mean task reward", grad_norm: "Gradient norm", entropy: "Entropy", lr: "Learning rate",
   kl_k1: "KL to the reference (k1)", kl_approx: "KL to the behaviour policy", clip_fraction: "Share of clipped tokens",
-  ess: "Effective sample size", sampler_gap: "Sampler gap", advantage_std: "Advantage spread", staleness: "Age (steps)",
-  use_count: "Uses of a trajectory", num_trajectories: "Trajectories of a step", tokens_per_s: "Sampling (tokens/s)",
-  update_tokens_per_s: "Learning (tokens/s)", padding_efficiency: "Padding efficiency", rollout_s: "Rollout (s)",
-  update_s: "Update (s)", peak_memory_mb: "Peak memory (MB)", num_failed: "Failed rewards", num_unscored_tokens: "Tokens not scored", loss: "Loss" };
+  ess: "Effective sample size", sampler_gap: "Sampler gap", advantage_std: "Advantage spread", staleness: "Age",
+  use_count: "Uses of a trajectory", num_trajectories: "Trajectories of a step", num_taught: "Trajectories with a gradient",
+  completion_length: "Completion length", cut_off: "Share cut off", tokens_per_s: "Sampling speed",
+  update_tokens_per_s: "Learning speed", padding_efficiency: "Padding efficiency", rollout_s: "Time of a rollout",
+  update_s: "Time of an update", peak_memory_mb: "Peak memory", num_failed: "Failed rewards", num_unscored_tokens: "Tokens not scored", loss: "Loss" };
+// Of an evaluation the interval is the band of its mean, and no figure of its own.
+const EDGE = /reward_(low|high)$/;
 const title = name => TITLES[name] ?? name.replace("evaluation/", "").replaceAll("_", " ");
 
 function differing(runs, definitions) {
   const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
   if (runs.length < 2 || !names.length) return nothing;
   return html`<h2>What differs</h2><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
-    ${runs.map(run => html`<th class="l">${run.name}</th>`)}</tr></thead><tbody>${names.slice(0, 60).map(name => html`<tr><td class="l">${name}</td>
-    ${definitions.map(d => html`<td class="l">${fmt(d[name])}</td>`)}</tr>`)}</tbody></table></div>`;
+    ${runs.map(run => html`<th class="l">${visible(run.name)}</th>`)}</tr></thead><tbody>${names.slice(0, 60).map(name => html`<tr><td class="l">${name}</td>
+    ${definitions.map(d => html`<td class="l">${visible(fmt(d[name]))}</td>`)}</tr>`)}</tbody></table></div>
+    ${names.length > 60 ? html`<p class="soft">60 of ${fmt(names.length)} settings that differ</p>` : nothing}`;
 }
 
 export async function runsPage(at, state, draw) {
@@ -40,28 +44,35 @@ export async function runsPage(at, state, draw) {
   // Of an evaluation the steps that have one, each store a line: means over other prompts are not one curve.
   const several = evaluated.flat().length > 1;
   const evaluations = name => evaluated.flatMap((stores, i) => hide.has(i) ? [] : stores.filter(one => one.values[name]).map((one, n) => ({ run: i, store: one.store,
-    name: several ? `${state.runs[i].name} ${one.store}` : state.runs[i].name, color: colors[(i + n) % 6], xs: byTime ? one.time : one.step, steps: one.step, ys: one.values[name] })));
+    name: several ? `${state.runs[i].name} ${one.name ?? one.store}` : state.runs[i].name, color: colors[(i + n) % 6], xs: byTime ? one.time : one.step, steps: one.step, ys: one.values[name],
+    ...(one.values[`${name}_low`] ? { band: [one.values[`${name}_low`], one.values[`${name}_high`]] } : {}) })));
   const lines = name => name.startsWith("evaluation/") ? evaluations(name) : all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
     xs: byTime ? m.time : m.step, steps: m.step, ys: smoothed(m.values[name], smooth) }]);
-  const figures = [...new Set(evaluated.flat().flatMap(one => Object.keys(one.values)))];
+  const figures = [...new Set(evaluated.flat().flatMap(one => Object.keys(one.values)))].filter(name => !EDGE.test(name));
+  const units = state.units = all[0]?.units ?? {};
   const known = new Set([...all.flatMap(m => Object.keys(m.values)).filter(name => !name.startsWith("evaluation/")), ...figures]);
   const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names), ...figures]);
   const sections = [["Evaluation", figures], ...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
   const card = (name, big) => {
     const mine = lines(name);
     if (!mine.some(line => line.ys.some(y => y !== null))) return nothing;
-    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3>${title(name)}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
+    if (isFlat(mine) && !big) return nothing;
+    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3 title=${units[name]?.[1] ?? ""}>${title(name)}${units[name]?.[0] ? html` <span class="soft unit">${units[name][0]}</span>` : nothing}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
       ${isFlat(mine) ? nothing : html`<div class="plot" data-name=${name} data-big=${big ? "1" : nothing}></div>${asTable(byTime ? "time" : "step", mine)}`}</section>`;
   };
+  const constants = names => {
+    const flat = names.filter(name => { const mine = lines(name); return mine.some(line => line.ys.some(y => y !== null)) && isFlat(mine); });
+    return flat.length ? html`<section class="card constants"><h3>Constant</h3><dl>${flat.map(name => html`<dt title=${units[name]?.[1] ?? ""}>${title(name)}</dt><dd>${summary(lines(name)).replace("constant: ", "")} <span class="soft">${units[name]?.[0] ?? ""}</span></dd>`)}</dl></section>` : nothing;
+  };
   draw(html`<h1>Runs</h1>
-    <div class="card scroll" tabindex="0" role="region" aria-label="Runs"><table><thead><tr><th class="l">run</th><th class="l">definition</th><th>seed</th><th>step</th>
+    <div class="card scroll" tabindex="0" role="region" aria-label="Runs"><table class="runs"><thead><tr><th class="l">run</th><th class="l">definition</th><th>seed</th><th>step</th>
       <th>reward first</th><th>last</th><th class="l">evaluated</th><th>stored</th><th>failed</th><th class="l">processes</th></tr></thead><tbody>${state.runs.map((run, i) => html`<tr>
-      <td class="l"><input type="checkbox" aria-label="show ${run.name}" .checked=${!hide.has(i)} @change=${e => {
+      <td class="l"><input type="checkbox" aria-label="show ${visible(run.name)}" .checked=${!hide.has(i)} @change=${e => {
         e.target.checked ? hide.delete(i) : hide.add(i); location.hash = to({ hide: [...hide].join(",") }).slice(1); }}>
-        <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${run.name}</a></td>
-      <td class="l">${run.definition ?? "–"}</td><td>${fmt(run.seed)}</td><td>${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
-      <td>${fmt(run.reward_first)}</td><td>${fmt(run.reward_last)}</td><td class="l">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td>${fmt(run.stored)}</td><td class=${run.failed ? "bad" : ""}>${fmt(run.failed)}</td>
-      <td class="l">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
+        <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${visible(run.name)}</a></td>
+      <td class="l" data-l="definition">${run.definition ?? "–"}</td><td data-l="seed">${fmt(run.seed)}</td><td data-l="step">${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
+      <td data-l="reward first">${fmt(run.reward_first)}</td><td data-l="last">${fmt(run.reward_last)}</td><td class="l" data-l="evaluated">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.name ?? one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td data-l="stored">${fmt(run.stored)}</td><td data-l="failed" class=${run.failed ? "bad" : ""}>${run.failed ? html`<a class="bad" href="#/${i}/lists/failed">${fmt(run.failed)}</a>` : fmt(run.failed)}</td>
+      <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
         : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
     ${differing(state.runs, definitions)}
     ${known.size ? html`<div class="bar"><label>smoothing <select @change=${e => { location.hash = to({ smooth: e.target.value }).slice(1); }}>
@@ -69,11 +80,11 @@ export async function runsPage(at, state, draw) {
       <label>over <select @change=${e => { location.hash = to({ x: e.target.value }).slice(1); }}><option value="" ?selected=${!byTime}>steps</option>
         <option value="time" ?selected=${byTime}>time</option></select></label>
       <label>open step <input class="stepper" type="number" min="1" max=${state.runs[0]?.step ?? 1} placeholder=${state.runs[0]?.step ?? ""}
-        @change=${e => { location.hash = `/${at.run}/step/${e.target.value}`; }}></label>
-      <span class="soft">a click on a curve opens its step; a drag zooms, a double click zooms out</span></div>
+        @change=${e => { const step = Math.round(Number(e.target.value)); if (step > 0 && there(at.run, "steps", step)) location.hash = `/${at.run}/step/${step}`; }}></label>
+      <span class="soft">a click on a curve opens its step; a drag zooms, a double click zooms out${all.some(m => m.step.length < m.num) ? `; ${fmt(Math.max(...all.map(m => m.step.length)))} of ${count(Math.max(...all.map(m => m.num)), "step")} are drawn` : ""}</span></div>
       ${card("task_reward", true)}` : html`<p class="soft">A store alone has no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
     ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n <= SECTIONS.length}><summary><h2>${name}</h2></summary>
-      <div class="grid">${names.map(one => card(one, false))}</div></details>` : nothing)}`);
+      <div class="grid">${names.map(one => card(one, false))}${constants(names)}</div></details>` : nothing)}`);
   let plots = [];
   const paint = () => {
     plots.forEach(one => one.destroy());
@@ -96,5 +107,5 @@ export async function runsPage(at, state, draw) {
   const opened = e => { if (e.target.open) paint(); }, sized = () => paint();
   document.getElementById("main").addEventListener("toggle", opened, true);
   addEventListener("resize", sized);
-  return () => { document.getElementById("main").removeEventListener("toggle", opened, true); removeEventListener("resize", sized); plots.forEach(one => one.destroy()); };
+  return { leave: () => { document.getElementById("main").removeEventListener("toggle", opened, true); removeEventListener("resize", sized); plots.forEach(one => one.destroy()); } };
 }

@@ -1,8 +1,10 @@
 // One trajectory: its facts, its turns, every token with its numbers.
 import { html, nothing } from "lit-html";
-import { fmt, get, named, short, visible } from "view/api.js";
+import { count, fmt, get, isReport, named, short, visible } from "view/api.js";
 import { isFlat, plot } from "view/chart.js";
-import { finish } from "view/trajectories.js";
+import { rewardsOf } from "view/group.js";
+import { markup } from "view/markup.js";
+import { finish, link } from "view/trajectories.js";
 
 const WINDOW = 4096;
 const both = (a, b, i) => a && b && a[i] !== null && b[i] !== null && a[i] !== undefined && b[i] !== undefined;
@@ -21,9 +23,13 @@ export async function trajectoryPage(at, state, draw) {
   const usable = Object.entries(MEASURES).filter(([, m]) => t.ids.some((_, i) => m.of(t, i) !== null));
   let by = usable.some(([key]) => key === at.query.get("color")) ? at.query.get("color") : usable[0]?.[0] ?? "surprise";
   let here = Math.min(Math.max(Number(at.query.get("token") ?? t.prompt_tokens) - first, 0), Math.max(t.ids.length - 1, 0)), chart = null;
+  let shown = at.query.get("as") === "markdown";
   const role = i => t.mask[i] ? "assistant" : i + first < t.prompt_tokens ? "prompt" : "reply";
   const style = i => { const v = t.mask[i] ? MEASURES[by].of(t, i) : null; return v === null ? "" : tint(MEASURES[by].shade(v)); };
-  const address = change => `#/${at.run}/t/${at.id}?${new URLSearchParams({ color: by, token: here + first, ...(first ? { first } : {}), ...change })}`;
+  const address = change => `#/${at.run}/t/${at.id}?${new URLSearchParams({ color: by, token: here + first, ...(first ? { first } : {}), ...(shown ? { as: "markdown" } : {}), ...change })}`;
+  const body = text => html`<div class=${shown ? "markup" : "text2"} dir="auto">${shown ? markup(visible(text)) : visible(text)}</div>`;
+  const uses = t.uses.map(use => html`<span>${use.without_gradient?.length ? html`no gradient in ` : html`learned in `}${link(at.run, "steps", use.step, `step ${use.step}`)}</span>`);
+  const turned = Object.entries(t.turn_rewards), parts = Object.entries(t.components);
   const pick = (i, move = true) => {
     here = Math.max(0, Math.min(t.ids.length - 1, i)); history.replaceState(null, "", address({})); paint();
     if (move) document.getElementById(`t${here}`)?.scrollIntoView({ block: "nearest" });
@@ -42,22 +48,26 @@ export async function trajectoryPage(at, state, draw) {
   const windows = t.num_tokens > WINDOW ? html`<div class="bar"><a class="b" href=${first ? address({ first: Math.max(0, first - WINDOW), token: Math.max(0, first - WINDOW) }) : nothing} aria-disabled=${first ? nothing : "true"}>‹ earlier tokens</a>
     <span class="num">${fmt(first)}–${fmt(first + t.ids.length - 1)} of ${fmt(t.num_tokens)}</span><a class="b" href=${first + WINDOW < t.num_tokens ? address({ first: first + WINDOW, token: first + WINDOW }) : nothing}>later tokens ›</a></div>` : nothing;
   const paint = () => draw(html`<h1>Trajectory ${short(t.id)}</h1>
-    <p class="facts">${t.group === null ? "" : html`<span>group <a href="#/${at.run}/group/${t.group}">${t.group}</a></span>`}<span>version ${t.version ?? "–"}${t.newest ? `–${t.newest}` : ""}</span>
-      <span>reward <b>${fmt(t.reward, 2)}</b></span><span>advantage <b>${fmt(t.advantage, 2)}</b></span><span>${fmt(t.tokens)} tokens</span><span>${finish(t)}</span>
-      ${t.answer === null ? "" : html`<span>answer <b>${visible(t.answer)}</b></span>`}${t.engine ? html`<span>${t.engine}${t.temperature === null ? "" : `, temperature ${fmt(t.temperature, 2)}`}</span>` : ""}
-      ${t.steps.length ? html`<span>learned in ${t.steps.map(step => html`<a href="#/${at.run}/step/${step}">step ${step}</a> `)}</span>` : html`<span>in no step</span>`}</p>
+    <p class="facts">${t.group === null ? "" : html`<span>group ${link(at.run, "groups", t.group, t.group)}</span>`}<span>version ${t.version ?? "–"}${t.newest ? `–${t.newest}` : ""}</span>
+      <span>reward <b>${fmt(t.reward, 2)}</b></span>${rewardsOf(t)}${t.return === null || t.return === t.reward ? "" : html`<span title="the sum of the rewards that the advantage compares, the KL penalty among them">return <b>${fmt(t.return, 2)}</b></span>`}<span>advantage <b>${fmt(t.advantage, 2)}</b></span>
+      <span>${count(t.tokens, "token")}</span><span>${finish(t)}</span>${t.spread === false ? html`<span class="chip">no spread in its group</span>` : ""}
+      ${t.answer === null ? "" : html`<span>expected answer <b class="answer">${visible(t.answer)}</b></span>`}${t.engine ? html`<span>${t.engine}${t.temperature === null ? "" : `, temperature ${fmt(t.temperature, 2)}`}</span>` : ""}
+      ${uses.length ? uses : html`<span>in no step</span>`}${isReport ? nothing : html`<a href="#/${at.run}/prompt/${t.id}">this prompt over time</a>`}</p>
+    ${parts.length || turned.length ? html`<p class="facts">${parts.flatMap(([name, of]) => Object.entries(of).map(([part, value]) => html`<span>${visible(`${name}: ${part}`)} <b>${fmt(value, 2)}</b></span>`))}
+      ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
     ${t.error ? html`<p class="card bad" role="alert">The reward call failed: ${visible(t.error)}</p>` : nothing}
     <div class="bar"><label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>
+      <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
       <span class="push"></span>${[["prev", "‹ previous", "previous"], ["next", "next ›", "next"]].map(([key, name, kind]) => t[key] ? html`<a class="b ${kind}" href="#/${at.run}/t/${t[key]}?color=${by}">${name}</a>` : nothing)}</div>
     ${windows}<div class="split"><div>
       ${t.ids.length ? html`<div class="card tokens" role="listbox" tabindex="0" aria-label="Tokens; arrow keys move" aria-activedescendant="t${here}" @keydown=${keys} @click=${click}>${turns.map(turn =>
         html`<div role="group" aria-label=${turn.role}><b class="turn" aria-hidden="true">${turn.role}</b>${turn.places.map(i => html`<span id="t${i}" role="option" aria-label=${named(t.pieces[i])} aria-selected=${i === here}
           class=${t.mask[i] ? "" : "other"} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
-        : html`<div class="card"><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></div>`}
+        : html`<div class="card"><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${body(t.completion)}</div>`}
       <section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>
-      ${t.messages ? html`<section class="card gap"><h2>Messages</h2>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b><div class="text2" dir="auto">${
-        visible(typeof m?.content === "string" ? m.content : JSON.stringify(m?.content ?? m, null, 1))}</div></div>`)}</section>` : nothing}
-      ${t.ids.length ? html`<details class="card gap"><summary>Texts as stored</summary><h2>Prompt</h2><div class="text2" dir="auto">${visible(t.prompt)}</div><h2>Completion</h2><div class="text2" dir="auto">${visible(t.completion)}</div></details>` : nothing}
+      ${t.messages ? html`<details class="card gap" ?open=${shown}><summary>The conversation as messages: ${fmt(t.messages.length)}</summary>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b>${
+        body(typeof m?.content === "string" ? m.content : JSON.stringify(m?.content ?? m, null, 1))}</div>`)}</details>` : nothing}
+      ${t.ids.length && !(shown && t.messages) ? html`<details class="card gap" ?open=${shown}><summary>Texts as stored</summary><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${body(t.completion)}</details>` : nothing}
     </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
       <div aria-live="polite"><dl>${numbers(here).map(([name, value]) => html`<dt>${name}</dt><dd>${fmt(value, 4)}</dd>`)}</dl></div>
       <div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>
@@ -71,5 +81,5 @@ export async function trajectoryPage(at, state, draw) {
     if (!box.dataset.flat) chart = plot(box, [line], { height: 130, sync: "token", onPick: x => pick(x - first) });
   };
   paint(); curve(); addEventListener("resize", curve);
-  return () => { removeEventListener("resize", curve); chart?.destroy(); };
+  return { leave: () => { removeEventListener("resize", curve); chart?.destroy(); } };
 }

@@ -1,22 +1,24 @@
 """Hooks into TRL's trainers."""
 
+# pyright: standard
+# Foreign data, whose types are told apart at run time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._values import weighted
-from rlhf_pipeline.policies.model_parts import evaluated
+from trajectory_store import extras
+from trajectory_store.errors import SchemaError
+from trajectory_store.raw_rollout import weighted
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.exchange.recorder import TrajectoryRecorder
+    from trajectory_store.recorder import TrajectoryRecorder
 
-_log = logging.getLogger("rlhf_pipeline")
+_log = logging.getLogger("trajectory_store")
 _SAMPLES, _GRADES, _SCORES = (
     "_generate_and_score_completions",
     "_calculate_rewards",
@@ -32,7 +34,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     """
     missing = [name for name in (_SAMPLES, _GRADES, _SCORES, "state", "accelerator") if not hasattr(trainer, name)]
     if missing:
-        raise DefinitionError(
+        raise SchemaError(
             f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
             "RawRollout through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
@@ -80,7 +82,7 @@ def _check_server(trainer: Any) -> None:
         return
     mode = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
-        raise DefinitionError(
+        raise SchemaError(
             f"the vLLM server gives log-probs as {mode}: at temperature 1, not at the trainer's {trainer.temperature}. "
             "Start it with --logprobs-mode processed_logprobs."
         )
@@ -122,10 +124,23 @@ def _record(
     )
 
 
-def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+@contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    """Switch dropout off, and each part back to its mode afterwards."""
+    modes = [(part, part.training) for part in model.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequence[int]]) -> Any:
     """Return log-probs `[n, longest completion]` of the weights that sampled, at the trainer's temperature."""
     left, right = max(len(row) for row in prompts), max(max(len(row) for row in ids), 1)
-    device = trainer.accelerator.device
+    torch, device = extras.load("torch", "TRL"), trainer.accelerator.device
     tokens = torch.zeros((len(ids), left + right), dtype=torch.int64)
     mask = torch.zeros((len(ids), left + right), dtype=torch.int64)
     for i, (prompt, completion) in enumerate(zip(prompts, ids, strict=True)):
@@ -134,27 +149,27 @@ def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequenc
         mask[i, left - len(prompt) : left + len(completion)] = 1
     size = trainer.args.per_device_train_batch_size
     # Without dropout: it would draw from the generator that the trainer samples with, and change its numbers.
-    with evaluated(trainer.model), torch.no_grad():
+    with _evaluated(trainer.model), torch.no_grad():
         found = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
     return found[0]
 
 
-def _rows(scores: torch.Tensor | None, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
+def _rows(scores: Any, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
     """Return the real part of padded scores; None where they are not there, or not one per token."""
     if scores is None or scores.ndim != 2:
         return None
     return [row[: len(ids[i])].tolist() for i, row in enumerate(_array(scores))]
 
 
-def _array(values: torch.Tensor) -> np.ndarray:
+def _array(values: Any) -> np.ndarray:
     return values.detach().float().cpu().numpy().astype(np.float64)
 
 
 def flush_callback(recorder: TrajectoryRecorder) -> Any:
     """Return a `TrainerCallback` that flushes a recorder when the trainer saves and ends, and announces a resume."""
-    from transformers import TrainerCallback
+    callback: Any = extras.load("transformers", "TRL").TrainerCallback
 
-    class Flush(TrainerCallback):
+    class Flush(callback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step:
                 recorder.resume(int(state.global_step))

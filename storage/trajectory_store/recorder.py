@@ -1,5 +1,7 @@
 """Recording what another trainer samples, while it trains: TRL's trainers, or any loop with token ids and rewards."""
 
+# pyright: standard
+# Foreign data, whose types are told apart at run time.
 from __future__ import annotations
 
 import contextlib
@@ -16,15 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
-from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange._values import batch_of, weighted
-from rlhf_pipeline.exchange.encoder import Encoder
-from rlhf_pipeline.exchange.fields import Messages, RawRollout, Row, as_int, values_of
-from rlhf_pipeline.exchange.target import SOURCE_BITS, held, next_base, open_or_create
-from trajectory_store import StoreError
+from trajectory_store.batch import batch_of
+from trajectory_store.errors import BatchError, SchemaError, StoreError
+from trajectory_store.raw_rollout import Messages, RawRollout, Row, as_int, values_of, weighted
+from trajectory_store.row_encoder import Encoder
+from trajectory_store.source_ids import SOURCE_BITS, held, next_base, open_or_create
+from trajectory_store.standard import standard_schema
 
-_log = logging.getLogger("rlhf_pipeline")
+_log = logging.getLogger("trajectory_store")
 _LOCK = ".recorder.lock"
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
@@ -56,7 +57,7 @@ class TrajectoryRecorder:
         world_size: the number of processes that record.
 
     Raises:
-        RunExistsError: an import is writing to the store.
+        StoreBusyError: an import is writing to the store.
         StoreError: the store cannot be opened.
     """
 
@@ -72,13 +73,13 @@ class TrajectoryRecorder:
         world_size: int | None = None,
     ) -> None:
         if on_error not in ("raise", "log"):
-            raise DefinitionError(f"on_error is {on_error!r}; it must be 'raise' or 'log'.")
+            raise SchemaError(f"on_error is {on_error!r}; it must be 'raise' or 'log'.")
         self.path = Path(store).expanduser()
         self.group_size = None if group_size is None else _size(group_size)
         self.on_error = on_error
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-        self.store = open_or_create(self.path, trajectory_schema(), durability)
+        self.store = open_or_create(self.path, standard_schema(), durability)
         self._held = contextlib.ExitStack()
         refusal = f"an import is writing to {self.path}. Wait for it, or record into another store."
         self._held.enter_context(held(self.path, shared=True, refusal=refusal))
@@ -142,8 +143,8 @@ class TrajectoryRecorder:
             `[n]` int64: the ids that the store gave; empty where an error was logged.
 
         Raises:
-            DataError: the lengths do not fit, or the store is closed.
-            DefinitionError: token ids are missing and there is no tokenizer.
+            BatchError: the lengths do not fit, or the store is closed.
+            SchemaError: token ids are missing and there is no tokenizer.
             StoreError: the store cannot be written.
         """
         given = {
@@ -163,7 +164,7 @@ class TrajectoryRecorder:
         try:
             there = {name: values for name, values in given.items() if values is not None}
             return self._write(len(completions), there, policy_version, group_size, source)
-        except (DataError, DefinitionError, StoreError) as error:
+        except StoreError as error:
             if self.on_error == "raise":
                 raise
             _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
@@ -178,9 +179,9 @@ class TrajectoryRecorder:
         offset, self._offset = self._offset, self._offset + self.world_size * num
         for name, values in given.items():
             if len(values) != num:
-                raise DataError(f"{len(values)} values of {name} for {num} completions.")
+                raise BatchError(f"{len(values)} values of {name} for {num} completions.")
         if "prompt" not in given and "prompt_ids" not in given:
-            raise DataError("neither prompts nor prompt_ids are given.")
+            raise BatchError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
         now, version = time.time(), as_int(_as_list(policy_version), "policy_version")
@@ -256,14 +257,14 @@ class TrajectoryRecorder:
             weights: per function, for the sum that is the task reward (the trainer's `reward_weights`); None is 1.
 
         Raises:
-            DefinitionError: a function cannot be called, or the weights do not fit.
+            SchemaError: a function cannot be called, or the weights do not fit.
         """
         wanted = list(functions) if isinstance(functions, Sequence) else [functions]
         if weights is not None and len(weights) != len(wanted):
-            raise DefinitionError(f"{len(weights)} weights for {len(wanted)} reward functions.")
+            raise SchemaError(f"{len(weights)} weights for {len(wanted)} reward functions.")
         for function in wanted:
             if not callable(function) or hasattr(function, "forward"):
-                raise DefinitionError(
+                raise SchemaError(
                     f"{type(function).__name__} is a model, not a reward function. Use recorder.attach(trainer)."
                 )
         factors = np.ones(len(wanted)) if weights is None else np.asarray(weights, np.float64)
@@ -329,15 +330,15 @@ class TrajectoryRecorder:
             record_eval: also record what evaluation samples.
 
         Raises:
-            DefinitionError: the trainer lacks the methods that are wrapped.
+            SchemaError: the trainer lacks the methods that are wrapped.
         """
-        from rlhf_pipeline.exchange._trl import listen
+        from trajectory_store.adapters.trl import listen
 
         listen(self, trainer, compute_log_probs=compute_log_probs, record_eval=record_eval)
 
     def callback(self) -> Any:
         """Return a `TrainerCallback` that syncs when the trainer saves and ends, and announces a resume."""
-        from rlhf_pipeline.exchange._trl import flush_callback
+        from trajectory_store.adapters.trl import flush_callback
 
         return flush_callback(self)
 
@@ -367,7 +368,7 @@ def _as_list(value: Any) -> Any:
 def _size(group: int) -> int:
     """Return the members of a group, checked."""
     if group < 1:
-        raise DefinitionError(f"group_size is {group}; it must be at least 1, or None.")
+        raise SchemaError(f"group_size is {group}; it must be at least 1, or None.")
     return group
 
 

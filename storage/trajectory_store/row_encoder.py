@@ -1,5 +1,7 @@
 """The row of a store that a record becomes, with its text encoded."""
 
+# pyright: standard
+# Foreign data, whose types are told apart at run time.
 from __future__ import annotations
 
 import itertools
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, did_you_mean
-from rlhf_pipeline.exchange.fields import RawRollout, check_text, text_of
+from trajectory_store.errors import BatchError, SchemaError
+from trajectory_store.raw_rollout import RawRollout, check_text, text_of
+from trajectory_store.text_codec import decode, encode_prompt, encode_text, load_tokenizer
 
 
 class Encoder:
@@ -26,7 +29,7 @@ class Encoder:
     def __init__(self, tokenizer: Any | None, *, chat: bool = True) -> None:
         named = isinstance(tokenizer, (str, Path))
         self.name = str(tokenizer if named else getattr(tokenizer, "name_or_path", "")) or "given"
-        self.tokenizer = _load(self.name) if named else tokenizer
+        self.tokenizer = load_tokenizer(self.name) if named else tokenizer
         self.chat = chat
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
@@ -38,7 +41,7 @@ class Encoder:
         if completion_ids is None:
             for name in ("completion_mask", "log_probs", "ref_log_probs"):
                 if getattr(record, name) is not None:
-                    raise DataError(
+                    raise BatchError(
                         f"there are values per token ({name}) and no token ids of the completion. Its text may be "
                         f"encoded as other tokens. Export the ids too, or leave the values out: --field {name}=none"
                     )
@@ -51,7 +54,7 @@ class Encoder:
         if self.tokenizer is not None and not encoded:
             prompt, completion = prompt or self._decode(prompt_ids), completion or self._decode(completion_ids)
         if not len(prompt_ids) and not len(completion_ids):
-            raise DataError("neither the prompt nor the completion has a token.")
+            raise BatchError("neither the prompt nor the completion has a token.")
         start = len(prompt_ids)
         ids = np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(completion_ids, np.int64)])
         mask = np.zeros(len(ids), bool)
@@ -63,6 +66,8 @@ class Encoder:
             "log_probs": _scores(record.log_probs, mask, start, "log_probs"),
             "task_reward": math.nan if record.failure else record.reward,
             "policy_version": record.policy_version,
+            "temperature": record.temperature,
+            "log_prob_mode": record.log_prob_mode,
             "num_prompt_tokens": start,
             "created_at": record.created_at,
             "finish_reason": record.finish_reason,
@@ -82,9 +87,10 @@ class Encoder:
 
     def _need(self) -> Any:
         if self.tokenizer is None:
-            raise DefinitionError(
+            raise SchemaError(
                 "the rows hold text and no token ids. Name the tokenizer of the model that will learn from them: "
-                "--tokenizer FOLDER (a checkpoint; `rlhf-pipeline new-model FOLDER --text FILE` makes a small one)"
+                "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; "
+                "`rlhf-pipeline new-model FOLDER --text FILE` makes a small one)"
             )
         return self.tokenizer
 
@@ -93,56 +99,34 @@ class Encoder:
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         tokenizer = self._need()
-        from rlhf_pipeline.policies.chat import encode_prompt
-
         as_chat, is_text = self.chat and record.as_chat, isinstance(record.prompt, str)
         templated = not is_text or (as_chat and getattr(tokenizer, "chat_template", None) is not None)
         try:
             found = encode_prompt(tokenizer, record.prompt, as_chat=as_chat), templated
-        except DefinitionError as error:  # the template and this row do not go together
-            raise DataError(str(error)) from error
+        except SchemaError as error:  # the template and this row do not go together
+            raise BatchError(str(error)) from error
         self._last = (key, found)
         return found
 
     def _completion(self, text: str) -> list[int]:
         tokenizer = self._need()
-        from rlhf_pipeline.policies.chat import encode_text
-
         ids = encode_text(tokenizer, text, add_special_tokens=False)
         end = getattr(tokenizer, "eos_token_id", None)
         turns = sum(a == end != b for a, b in itertools.pairwise(ids)) + 1
         if turns > 1 and end is not None:
-            raise DataError(
+            raise BatchError(
                 f"the completion's text has {turns} turns (the end token stands within it), and which of them an "
                 "environment said is not in the file. Export the token ids and their mask."
             )
         return ids
 
     def _decode(self, ids: Sequence[int]) -> str:
-        from rlhf_pipeline.policies.chat import decode_completion
-
-        return decode_completion(self.tokenizer, ids)
-
-
-def _load(name: str) -> Any:
-    folder = Path(name).expanduser()
-    if not folder.exists() and (name.count("/") != 1 or folder.parent.is_dir()):
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = did_you_mean(folder.name, beside) if beside else ""
-        raise MissingPathError(
-            f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
-        )
-    from rlhf_pipeline.policies import loading
-
-    found = loading.load_tokenizer(str(folder) if folder.exists() else name, local=folder.exists())
-    if found is None:
-        raise DataError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
-    return found
+        return decode(self.tokenizer, ids)
 
 
 def _per_token(given: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
     if given is not None and len(given) != len(default):
-        raise DataError(f"{len(given)} values of {name} for {len(default)} completion tokens.")
+        raise BatchError(f"{len(given)} values of {name} for {len(default)} completion tokens.")
     return default if given is None else given
 
 
@@ -169,7 +153,7 @@ def _meta(record: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, A
         text = json.dumps(finite, ensure_ascii=False)
     try:
         return check_text(text, "meta")
-    except DataError:
+    except BatchError:
         for name, value in record.meta.items():  # name the one
             check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
         raise

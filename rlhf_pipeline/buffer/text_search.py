@@ -1,0 +1,77 @@
+"""Search in the texts of a store, straight from their stored bytes: nothing is decoded, and there is no index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import RaggedArray, Schema, TrajectoryStore
+
+Ids = npt.NDArray[np.int64]
+
+_BLOCK_BYTES = 1 << 22
+_BLOCK_ROWS = 1 << 16
+
+
+def stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
+    """Return a text or bytes column as it is stored, without decoding."""
+    column = store.schema[name]
+    batch = store.read_batch(ids, Schema([column]))
+    flat = batch.values.get(name, np.zeros(0, np.uint8)).view(np.uint8)
+    return RaggedArray(flat, batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64)))
+
+
+def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
+    """Return a text column as it is stored, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
+    rows = stored_bytes(store, name, ids)
+    return rows.values, rows.offsets
+
+
+def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
+    """Find a text in a text column, newest rows first, about 4 MB at a time.
+
+    ASCII letters of either case are equal.
+
+    Args:
+        store: an open store.
+        name: a text column.
+        wanted: the text; not empty.
+        ids: the rows to search, in the order of arrival, [N].
+
+    Yields:
+        Places in `ids` that have the text, ascending, and the place down to which was searched.
+    """
+    needle = np.frombuffer(wanted.encode().lower(), np.uint8)
+    either = (needle >= 97) & (needle <= 122)
+    end, rows = len(ids), 1024
+    while end:
+        first = max(end - rows, 0)
+        flat, starts = text_bytes(store, name, ids[first:end])
+        at = _occurrences(flat, needle, either)
+        row = np.searchsorted(starts, at, "right") - 1
+        yield first + np.unique(row[at + len(needle) <= starts[row + 1]]), first
+        rows = int(np.clip(_BLOCK_BYTES * (end - first) // max(len(flat), 1), 256, _BLOCK_ROWS))
+        end = first
+
+
+def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], either: npt.NDArray[np.bool_]) -> Ids:
+    """Return where a needle begins, ascending: its rarest byte is looked for first, then the others are compared."""
+    last = len(flat) - len(needle) + 1
+    if last <= 0:
+        return np.zeros(0, np.int64)
+    often = np.bincount(flat[: 1 << 18], minlength=256)
+    order = np.argsort(
+        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
+    )
+
+    def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
+        return (values | 32 if either[place] else values) == needle[place]
+
+    rarest = int(order[0])
+    at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))
+    for place in order[1:].tolist():
+        at = at[same(flat[at + place], place)]
+    return at

@@ -1,0 +1,140 @@
+"""What a definition may name as its environment, and what makes one for each conversation: decided here alone.
+
+A class with `reset` and `step`, a class in TRL's form, tools, a function that returns a new object of either class, or
+several of these by name, from which a column of the prompt's data chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, cast
+
+from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.environments.environment import Environment, has_effects, rewards_of_environment, tools_of
+from rlhf_pipeline.environments.tools import MethodTools, Tools
+from rlhf_pipeline.errors import DefinitionError
+
+COLUMN: Final = "environment"
+"""The column that names a prompt's environment, as in TRL."""
+
+Maker = Callable[[], Environment]
+
+
+class Environments:
+    """Several environments in one run; a column of a prompt's data says which of them answers it.
+
+    Each prompt is shown the tools of its own environment alone, and `reset` does not get the column.
+
+    Args:
+        choices: what a definition may name as its environment, by name.
+        column: of the prompts' data.
+
+    Raises:
+        DefinitionError: there is none, or one is no environment.
+    """
+
+    def __init__(self, choices: Mapping[str, Any], *, column: str = COLUMN) -> None:
+        if not choices:
+            raise DefinitionError("environment is an empty dict; give it at least one environment by name.")
+        self.choices = dict(choices)
+        self.makers = {name: maker_of(one) for name, one in choices.items()}
+        self.column = column
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether one of them changes something outside itself."""
+        return any(map(has_effects, self.makers.values()))
+
+    @property
+    def rewards(self) -> tuple[str, ...] | None:
+        """The names of their rewards, if all of them declare theirs."""
+        declared = [rewards_of_environment(one) for one in self.makers.values()]
+        if None in declared:
+            return None
+        return (*dict.fromkeys(name for names in declared for name in names or ()),)
+
+    def of(self, prompt: Prompt) -> str:
+        """Return the name of a prompt's environment."""
+        name = prompt.meta.get(self.column)
+        if name not in self.makers:
+            raise DefinitionError(
+                f"a prompt has {self.column}={name!r}, and the environments are {', '.join(self.makers)}. Give each "
+                f"prompt's data a column {self.column!r} with one of these."
+            )
+        return cast(str, name)
+
+    def __call__(self) -> Environment:
+        """Refuse: which one is made depends on the prompt."""
+        raise DefinitionError("which of several environments is made depends on the prompt.")
+
+
+class Factory:
+    """A function that makes environments; what it is about is learned from its first one, which is thrown away."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    @functools.cached_property
+    def form(self) -> Any:
+        """The function itself with the attributes of what it makes, or as the tools of a class in TRL's form."""
+        kind: Any = self.make
+        while isinstance(kind, functools.partial):
+            kind = cast("functools.partial[Any]", kind).func
+        if not inspect.isclass(kind):
+            try:
+                kind = type(self.make())
+            except Exception as error:  # whatever a user's function raises is about the definition
+                raise DefinitionError(f"the environment cannot be made: {type(error).__name__}: {error}") from error
+        return kind if hasattr(kind, "step") else MethodTools(self.make, kind)
+
+    @property
+    def tools(self) -> list[Any]:
+        """Those of the first one."""
+        return tools_of(self.form)
+
+    @property
+    def has_effects(self) -> bool:
+        """As the first one says."""
+        return bool(getattr(self.make, "has_effects", False)) or has_effects(self.form)
+
+    @property
+    def rewards(self) -> tuple[str, ...] | None:
+        """As the first one says."""
+        return rewards_of_environment(self.form)
+
+    def __call__(self) -> Environment:
+        """Return a new environment."""
+        return self.form() if isinstance(self.form, MethodTools) else self.make()
+
+
+def maker_of(environment: Any) -> Maker:
+    """Return what makes one environment per conversation."""
+    if isinstance(environment, Mapping):
+        return Environments(cast("Mapping[str, Any]", environment))
+    if not callable(environment):
+        raise DefinitionError(
+            f"environment is {type(environment).__name__}; give the class itself, a function that returns a new "
+            "environment for each conversation, or a dict of these by name."
+        )
+    if inspect.isclass(environment) and not hasattr(environment, "step"):
+        return MethodTools(environment)
+    if inspect.isclass(environment) and not hasattr(environment, "reset"):
+        raise DefinitionError(f"the environment {environment.__name__} has no method reset.")
+    if inspect.isroutine(environment) or isinstance(environment, functools.partial):
+        return Factory(cast("Callable[[], Any]", environment))
+    return cast(Maker, environment)
+
+
+def code_of(environment: Any) -> Iterator[Any]:
+    """Yield the functions and classes that a definition's environment is made of."""
+    if isinstance(environment, Environments):
+        environment = environment.choices
+    if isinstance(environment, Mapping):
+        for one in cast("Mapping[str, Any]", environment).values():
+            yield from code_of(one)
+    elif isinstance(environment, Tools):
+        yield from environment.functions.values()
+    else:
+        yield environment

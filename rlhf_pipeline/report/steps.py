@@ -1,0 +1,127 @@
+"""What optimizer steps did with trajectories, as the ledger says: learned from, without a gradient, left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.report.stored import Ids, Stored
+from rlhf_pipeline.run.folder import RunFolder
+
+Answer = dict[str, Any]
+
+MOST_CELLS: Final = 256
+"""Members of a group that a step names one by one; its counts are of all."""
+_MOST_LEDGER_BYTES = 1 << 26
+
+
+def groups_of(stored: Stored, ids: Ids, no_gradient: Ids | None, *, offset: int, limit: int) -> list[Answer]:
+    """Return the groups of a step's trajectories, in the order of the batch, with counts over all their members here.
+
+    Args:
+        stored: the store.
+        ids: the step's trajectories that are stored still, [N].
+        no_gradient: those of them that taught nothing; None if the ledger does not say.
+        offset: leave out so many groups.
+        limit: return at most so many.
+
+    Returns:
+        Of each group `group`, `num`, `num_failed`, `reward_mean`, `advantages` (lowest, highest), `num_taught` and
+        `prompt`; and of its first members `ids`, `rewards`, `taught`. Trajectories without a group are one group.
+    """
+    if not len(ids):
+        return []
+    codes, first, place = _groups(stored, ids)
+    order = np.argsort(first, kind="stable")[offset : offset + limit]
+    rewards, advantages = (_floats(stored, name, ids) for name in ("task_reward", "advantage"))
+    teaches = None if no_gradient is None else ~np.isin(ids, no_gradient)
+    prompts = stored.texts("prompt", ids[first[order]])
+    return [
+        _group(int(codes[code]), np.flatnonzero(place == code), ids, rewards, advantages, teaches, prompt)
+        for code, prompt in zip(order.tolist(), prompts, strict=True)
+    ]
+
+
+def num_groups(stored: Stored, ids: Ids) -> int:
+    """Return of how many groups trajectories are; those without one count as one."""
+    return len(_groups(stored, ids)[0]) if len(ids) else 0
+
+
+def _groups(stored: Stored, ids: Ids) -> tuple[Ids, Ids, Ids]:
+    """Return the groups' numbers, the place of each group's first member, and each trajectory's group as a place."""
+    groups = stored.scalars("group_id", ids)
+    return np.unique(np.full(len(ids), -1) if groups is None else groups, return_index=True, return_inverse=True)
+
+
+def _group(
+    code: int,
+    at: Ids,
+    ids: Ids,
+    rewards: npt.NDArray[np.float64],
+    advantages: npt.NDArray[np.float64],
+    teaches: npt.NDArray[np.bool_] | None,
+    prompt: str,
+) -> Answer:
+    graded = rewards[at][np.isfinite(rewards[at])]
+    known = advantages[at][np.isfinite(advantages[at])]
+    some = at[:MOST_CELLS]
+    return {
+        "group": code if code >= 0 else None,
+        "num": len(at),
+        "num_failed": len(at) - len(graded),
+        "reward_mean": float(graded.mean()) if len(graded) else None,
+        "advantages": [float(known.min()), float(known.max())] if len(known) else None,
+        "num_taught": None if teaches is None else int(teaches[at].sum()),
+        "prompt": prompt,
+        "ids": [str(id) for id in ids[some].tolist()],
+        "rewards": [value if np.isfinite(value) else None for value in rewards[some].tolist()],
+        "taught": None if teaches is None else [int(one) for one in teaches[some]],
+    }
+
+
+def _floats(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
+    values = stored.scalars(name, ids)
+    return np.full(len(ids), np.nan) if values is None else values.astype(np.float64)
+
+
+def uses_of(run: RunFolder | None, ids: Sequence[int], version: int | None) -> list[Answer]:
+    """Return the steps that took trajectories: `step`, and the ids that it `taught` with and those `without_gradient`.
+
+    A ledger row that does not say which rows taught something has None for both.
+
+    Args:
+        run: the run; None or one without a ledger gives no steps.
+        ids: trajectories that were sampled at about the same time.
+        version: the version that sampled them; the ledger is read from it on. None reads it from the start.
+    """
+    if run is None or not ids or not len(ledger := run.rows(run.ledger_file)):
+        return []
+    replay = run.config.pipeline.get("replay")
+    age = run.config.pipeline.get("buffer", {}).get("max_staleness")
+    place = None if replay or version is None else ledger.place_of(version + 1)
+    last = len(ledger) if place is None or age is None else min(place + age + 2, len(ledger))
+    begin, end = (ledger.start_of(ledger[0]["step"] + at) for at in (place or 0, last))
+    with run.ledger_file.open("rb") as file:
+        file.seek(begin)
+        data = file.read(min(end - begin, _MOST_LEDGER_BYTES))
+    wanted, names = set(ids), b"|".join(b"%d" % id for id in ids)
+    pattern = re.compile(rb'"row_ids": ?\[[\d, ]*?(?<!\d)(?:%b)(?!\d)' % names)
+    found = []
+    for line in data.split(b"\n"):
+        if not pattern.search(line):
+            continue
+        row = json.loads(line)
+        mine, idle = wanted & set(row["row_ids"]), row.get("no_gradient")
+        found.append(
+            {
+                "step": row["step"],
+                "taught": None if idle is None else sorted(map(str, mine.difference(idle))),
+                "without_gradient": None if idle is None else sorted(map(str, mine.intersection(idle))),
+            }
+        )
+    return found

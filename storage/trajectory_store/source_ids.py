@@ -1,0 +1,52 @@
+"""Ids of trajectories that several sources write to one store, and the lock between these."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trajectory_store.errors import StoreBusyError, StoreExistsError, StoreNotFoundError
+from trajectory_store.schema import Schema
+from trajectory_store.store import TrajectoryStore
+
+SOURCE_BITS = 40
+"""Trajectory and group ids are the number of the source in the store, shifted by this, plus the place in the source."""
+NAME = "trajectory_id"
+
+
+@contextmanager
+def held(store: Path, *, shared: bool = False, refusal: str) -> Generator[None]:
+    """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone."""
+    folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreBusyError(refusal) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def next_base(store: TrajectoryStore) -> int:
+    """Return what to add to places for trajectory and group ids that nothing in the store has."""
+    ids = store.ids()
+    if not len(ids):
+        return 0
+    highest = max(int(store.read_scalars(name, ids).max()) for name in (NAME, "group_id"))
+    return ((highest >> SOURCE_BITS) + 1) << SOURCE_BITS
+
+
+def open_or_create(path: Path, schema: Schema, durability: Any) -> TrajectoryStore:
+    """Open a store for appending, or make it; other processes may do so, too."""
+    with suppress(StoreNotFoundError):
+        return TrajectoryStore.open(path, mode="a", durability=durability)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return TrajectoryStore.create(path, schema, durability=durability or "process")
+    except StoreExistsError:  # another process was first
+        return TrajectoryStore.open(path, mode="a", durability=durability)
