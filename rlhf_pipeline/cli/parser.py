@@ -173,6 +173,36 @@ def add_filter(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_skip_damaged(command: argparse.ArgumentParser) -> None:
+    """Add `--skip-damaged`."""
+    command.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out, and count, trajectories that do not match their checksums (default: refuse them by name)",
+    )
+
+
+def add_fields(command: argparse.ArgumentParser) -> None:
+    """Add `--field`."""
+    command.add_argument(
+        "--field",
+        dest="fields",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="WHAT=NAME",
+        help="the field that holds the prompt, completion, messages, reward, ..., as a dotted path into nested ones; "
+        "none leaves it out, and reward may be a sum: accuracy+0.5*format; may be given several times",
+    )
+
+
+def _field(text: str) -> tuple[str, str]:
+    target, equals, name = text.partition("=")
+    if not equals or not target or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
+    return target.strip(), name.strip()
+
+
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     command.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
