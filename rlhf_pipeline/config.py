@@ -461,6 +461,10 @@ class Replay(Settings):
         help="Stop when the steps have used `epochs` times as many trajectories as were gathered; with None only "
         "`learn.steps` counts.",
     )
+    skip_damaged: bool = setting(
+        False,
+        help="Leave out, and count, trajectories that do not match their checksums; otherwise they are refused.",
+    )
     recorded_order: bool = setting(
         False,
         help="Step k learns from the trajectories that the run which filled the store used at step k, by policy "

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
@@ -33,6 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="must not exist; a folder is a dataset, NAME.atif ATIF",
     )
     add_filter(command)
+    add_skip_damaged(command)
     command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
 
@@ -43,8 +44,10 @@ def execute(args: argparse.Namespace) -> int:
 
     _, store = open_run_or_store(args.path)
     started = time.perf_counter()
-    report = export_store(store, args.to, filters=args.filters, columns=args.columns, on_batch=Ticker())
-    chosen = f", {report.num_left_out:,} left out by the filter" if report.num_left_out else ""
+    report = export_store(
+        store, args.to, filters=args.filters, columns=args.columns, skip_damaged=args.skip_damaged, on_batch=Ticker()
+    )
+    chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
     say(
         f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, "
         f"{count(len(report.columns), 'column')}, {report.size_bytes / 1e6:.1f} MB, "

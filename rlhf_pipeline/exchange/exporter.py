@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.data.files import Container, need
 from rlhf_pipeline.errors import DefinitionError
@@ -38,7 +39,7 @@ class ExportReport:
     kind: Container | Backend | Literal["atif"]
     num_trajectories: int
     num_left_out: int
-    """Trajectories that a filter left out."""
+    """Trajectories that a filter left out, or that are damaged."""
     columns: tuple[str, ...]
 
     @property
@@ -56,6 +57,7 @@ def export_store(
     columns: Sequence[str] | None = None,
     batch_rows: int = BATCH_ROWS,
     on_batch: Callable[[int, int], None] | None = None,
+    skip_damaged: bool = False,
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
@@ -72,8 +74,10 @@ def export_store(
         columns: only these columns; then an import gives them alone.
         batch_rows: trajectories that are in memory at once.
         on_batch: called with the number written and the number to write.
+        skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
 
     Raises:
+        DataError: some trajectories are damaged.
         RunExistsError: the target is there already.
         DefinitionError: a filter or a column is not known, nothing meets the filters, or pyarrow or datasets is not
             installed.
@@ -88,7 +92,7 @@ def export_store(
         raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
     beside = schema_beside(target, found)
     check_absent(target, *([beside] if found == "jsonl" else []))
-    with chosen(store, filters) as (opened, ids, left_out):
+    with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
         with appearing_whole(target) as part:
             _WRITERS[found](part, opened, schema, _parts(ids, batch_rows, on_batch))
@@ -126,11 +130,16 @@ def _export_atif(
 
 
 @contextmanager
-def chosen(store: str | Path | TrajectoryStore, filters: Sequence[str]) -> Iterator[tuple[TrajectoryStore, Ids, int]]:
-    """Give an open store, the ids of the trajectories that meet all conditions, and the number of the others."""
+def chosen(
+    store: str | Path | TrajectoryStore, filters: Sequence[str], *, skip_damaged: bool = False
+) -> Iterator[tuple[TrajectoryStore, Ids, int]]:
+    """Give an open store, the ids of the trajectories that meet all conditions, and the number of the others.
+
+    Damaged ones are an error, or among the others.
+    """
     if isinstance(store, TrajectoryStore):
         there = store.ids()  # a store that others write to may change while it is read
-        ids = select(store, filters, there)
+        ids = select(store, filters, sound_rows(store, there, skip=skip_damaged))
         if len(there) and not len(ids):
             raise DefinitionError(
                 f"none of the {len(there):,} trajectories in {store.path} meets {' and '.join(filters)}."
@@ -138,7 +147,7 @@ def chosen(store: str | Path | TrajectoryStore, filters: Sequence[str]) -> Itera
         yield store, ids, len(there) - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()
-    with TrajectoryStore.open(address, mode="r") as opened, chosen(opened, filters) as found:
+    with TrajectoryStore.open(address, mode="r") as opened, chosen(opened, filters, skip_damaged=skip_damaged) as found:
         yield found
 
 

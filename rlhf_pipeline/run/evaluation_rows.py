@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.trajectory_schema import reward_names
 from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import to_json
@@ -61,7 +62,11 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
         store: where its rows are.
         rows: int64 [n], their ids.
         evaluate: says what counts as right: `success` and `success_at`, of the definition or as a run recorded it.
+
+    Raises:
+        CorruptionError: some of the rows do not match their checksums.
     """
+    check_rows(store, rows)
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
     graded = np.isfinite(rewards)
