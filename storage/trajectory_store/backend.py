@@ -28,7 +28,7 @@ from trajectory_store.format import (
     offsets_name,
 )
 from trajectory_store.ragged import Int64Array, expand
-from trajectory_store.rebuild import Found
+from trajectory_store.rebuild import Unnamed
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
 from trajectory_store.verify_report import VerifyReport
@@ -521,7 +521,7 @@ class Medium(ABC):
         return [f"{key} is damaged or missing" for key, raw in wanted.items() if self.bucket.get(key) != raw]
 
     @abstractmethod
-    def survey(self, state: State) -> list[Found]:
+    def survey(self, state: State) -> list[Unnamed]:
         """Return the segments that are there and that a record of the catalog does not name."""
 
     @abstractmethod

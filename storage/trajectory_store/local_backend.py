@@ -51,7 +51,7 @@ from trajectory_store.format import (
     with_crc,
 )
 from trajectory_store.local_segment import LocalSegment, assert_local, check_segment, read_meta
-from trajectory_store.rebuild import Found, is_superfluous
+from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.verify_report import VerifyReport
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class Memmap(Medium):
             if is_superfluous(state, one, whole) and fs.is_locked(commits_path(path)) is False:
                 fs.remove_tree(path)
 
-    def survey(self, state: State) -> list[Found]:
+    def survey(self, state: State) -> list[Unnamed]:
         """Return the segments that are there and that a record of the catalog does not name."""
         counted = {entry.name for entry in state.entries}
-        out: list[Found] = []
+        out: list[Unnamed] = []
         for path in sorted(self.folder.glob("seg-*")):
             ordinal = ordinal_of(path.name)
             if ordinal is None or path.name in counted or path.is_symlink():
@@ -233,7 +233,7 @@ class Memmap(Medium):
         check_segment(assert_local(segment), report)
 
 
-def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Found:
+def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
     """Describe a segment that the catalog does not name. A log that cannot be read may hold anything."""
     entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
     whole, commits, catalog = False, True, 0
@@ -247,7 +247,7 @@ def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Found:
     except (OSError, StoreError):
         pass
     sources = tuple(source for source, _ in meta.sources)
-    return Found(entry=entry, schema=meta.schema, sources=sources, whole=whole, commits=commits, catalog=catalog)
+    return Unnamed(entry=entry, schema=meta.schema, sources=sources, whole=whole, commits=commits, catalog=catalog)
 
 
 def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:

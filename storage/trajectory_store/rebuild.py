@@ -14,7 +14,7 @@ from trajectory_store.schema import Schema
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Unnamed:
     """A segment that is there and that the catalog does not name.
 
     Attributes:
@@ -35,7 +35,10 @@ class Found:
 
 
 def rebuild(
-    state: State, found: Iterable[Found], failed: Collection[int], is_sound: Callable[[Found], bool] = lambda _: False
+    state: State,
+    found: Iterable[Unnamed],
+    failed: Collection[int],
+    is_sound: Callable[[Unnamed], bool] = lambda _: False,
 ) -> State:
     """Return a state that counts what a lost record named.
 
@@ -68,7 +71,7 @@ def rebuild(
     return state
 
 
-def _named(state: State, one: Found) -> State:
+def _named(state: State, one: Unnamed) -> State:
     new = [column for column in one.schema if state.schema.find(column.name) is None]
     if new:
         state = replace(state, schema=state.schema.with_columns(new))
@@ -76,7 +79,7 @@ def _named(state: State, one: Found) -> State:
     return state.with_entry(replace(one.entry, owners=owners))
 
 
-def _split(state: State, entry: Entry, found: Sequence[Found]) -> State:
+def _split(state: State, entry: Entry, found: Sequence[Unnamed]) -> State:
     """Name the segments from which a merged one was made, as far as they are still there, in its place."""
     left = set(entry.sources)
     for one in reversed(found):
@@ -91,7 +94,7 @@ def _split(state: State, entry: Entry, found: Sequence[Found]) -> State:
     return state.with_entry(replace(entry, owners=runs_of(sorted(left))))
 
 
-def is_superfluous(state: State, one: Found, whole: Collection[int]) -> bool:
+def is_superfluous(state: State, one: Unnamed, whole: Collection[int]) -> bool:
     """Return whether nothing is lost if a segment that the catalog does not name is removed.
 
     That is so if its rows were removed for good, if segments hold them that the catalog names and that are whole, or if

@@ -25,7 +25,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
 from trajectory_store.ragged import Int64Array
-from trajectory_store.rebuild import Found, rebuild
+from trajectory_store.rebuild import Unnamed, rebuild
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
 from trajectory_store.verify import check_segments
@@ -244,7 +244,7 @@ def recover(catalog: Catalog) -> None:
     journal, medium = catalog.journal, catalog.medium
     found, failed, sound = medium.survey(journal.state), set(catalog.failed), dict[int, bool]()
 
-    def is_sound(one: Found) -> bool:
+    def is_sound(one: Unnamed) -> bool:
         if one.entry.ordinal not in sound:
             sound[one.entry.ordinal] = _holds(catalog, one)
         return sound[one.entry.ordinal]
@@ -275,7 +275,7 @@ def _with_rows(state: State, rows: Mapping[int, int]) -> State | None:
     return None if entries == state.entries else replace(state, entries=entries)
 
 
-def _holds(catalog: Catalog, one: Found) -> bool:
+def _holds(catalog: Catalog, one: Unnamed) -> bool:
     """Return whether all checksums of a segment hold that the catalog does not name."""
     report = VerifyReport(catalog.medium.where)
     entry = replace(one.entry, owners=runs_of(sorted(one.sources)))

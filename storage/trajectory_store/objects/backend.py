@@ -47,7 +47,7 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
-from trajectory_store.rebuild import Found, is_superfluous
+from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.root import Root
 from trajectory_store.verify_report import VerifyReport
 
@@ -345,7 +345,7 @@ class ObjectMedium(Medium):
 
     # Checking
 
-    def survey(self, state: State) -> list[Found]:
+    def survey(self, state: State) -> list[Unnamed]:
         """Return the segments that are there and that a record of the catalog does not name."""
         counted = {entry.name for entry in state.entries}
         folders: dict[str, list[str]] = {}
@@ -353,14 +353,14 @@ class ObjectMedium(Medium):
             name = key.partition("/")[0]
             if name not in counted and ordinal_of(name) is not None:
                 folders.setdefault(name, []).append(key)
-        out: list[Found] = []
+        out: list[Unnamed] = []
         raws = self.bucket.get_many([f"{name}/{KEY}" for name in folders])
         for (name, keys), raw in zip(folders.items(), raws, strict=True):
             with suppress(StoreError, KeyError, TypeError, ValueError):
                 out.append(self._survey_one(name, keys, raw, state))
         return out
 
-    def _survey_one(self, name: str, keys: Sequence[str], raw: bytes | None, state: State) -> Found:
+    def _survey_one(self, name: str, keys: Sequence[str], raw: bytes | None, state: State) -> Unnamed:
         whole, ordinal = True, ordinal_of(name) or 0
         try:
             meta, _ = self._read_meta(name, raw)
@@ -376,7 +376,7 @@ class ObjectMedium(Medium):
             with suppress(StoreError, NeedMore):
                 catalog = 0 if tail is None else read_commit(*tail, commits[0], meta).catalog
         only_end = len(commits) == 1 and self._is_seal(commits[0])
-        return Found(
+        return Unnamed(
             entry=entry,
             schema=meta.schema,
             sources=tuple(source for source, _ in meta.sources),
