@@ -472,6 +472,7 @@ class RunFolder:
                 self.address,
                 by_content if not own else by_content | {"policy.path": {}},
                 pipeline,
+                definition=before["pipeline"],
                 otherwise=self._with_its_weights(options),
             )
 
