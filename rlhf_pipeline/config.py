@@ -181,8 +181,9 @@ class Collect(Settings):
     retries: int = setting(
         0,
         min=0,
-        help="With an environment: how often a conversation that the world failed (a timeout, an error of a tool, an "
-        "engine that aborted it) is begun again; the failures are stored with it. Not where `has_effects` is set.",
+        help="How often a reward call that failed is made again, and a conversation that the world failed (a timeout, "
+        "an error of a tool, an engine that aborted it) begun again; the failures are stored with it. Not where "
+        "`has_effects` is set.",
     )
     alarm_failed: float = setting(
         0.1,
