@@ -154,8 +154,13 @@ def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
         command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
     name = typed.split("=", 1)[0]
-    known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    known = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
     command.error(f"there is no option {name}.{did_you_mean(name, known)}")
+
+
+def options_of(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the options and arguments of a command, in the order of its help."""
+    return command._actions
 
 
 # -- options that several commands take ------------------------------------------------------------------------------

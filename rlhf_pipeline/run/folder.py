@@ -472,6 +472,7 @@ class RunFolder:
                 self.address,
                 by_content if not own else by_content | {"policy.path": {}},
                 pipeline,
+                definition=before["pipeline"],
                 otherwise=self._with_its_weights(options),
             )
 
@@ -554,7 +555,7 @@ class RunFolder:
             )
             yield from self._missing_rows(filenames.STORE, stored, "trajectories")
         if (taken or saved) and self.is_of_several:
-            begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
+            begun = -(-newest // _steps_per_rollout(self.config.pipeline))
             yield from self._missing_rows(self.rollouts.name, begun, "rollouts")
         if (taken or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
             yield f"there is no {self.choice_file.name}, which says what it learns from"
@@ -924,3 +925,9 @@ __all__ = [
     "run_of_store",
     "tell",
 ]
+
+
+def _steps_per_rollout(pipeline: Mapping[str, Any]) -> int:
+    """Return `Learn.steps_per_rollout` of a recorded definition."""
+    learn = pipeline.get("learn", {})
+    return int(learn.get("epochs", 1)) * int(learn.get("minibatches", 1))

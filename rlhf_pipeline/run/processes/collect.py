@@ -89,7 +89,7 @@ def collect(
                 return held.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
 
             flow = StalenessLimit(
-                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+                steps_per_rollout=pipeline.learn.steps_per_rollout, max_staleness=pipeline.max_staleness
             )
             worker = _Worker(
                 pipeline=pipeline,

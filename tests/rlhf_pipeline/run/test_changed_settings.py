@@ -268,7 +268,7 @@ def other_value(path: str) -> Pipeline | None:
         "write.kl_target": {"write.kl_coef": "0.1"},
         "write.min_group_size": (closes := {"write.group_timeout_s": "9", "write.min_group_size": "2"}),
         "write.group_timeout_s": closes,
-        "learn.updates_per_rollout": {"buffer.max_staleness": "4"},
+        "learn.epochs": {"buffer.max_staleness": "4"},
         "sample.batch_size": {"sample.strategy": "uniform"},
         "loss.tis_floor": {"loss.tis_cap": "2"},
     }

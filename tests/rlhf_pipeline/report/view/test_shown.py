@@ -170,7 +170,7 @@ def test_rows_have_what_was_stored(browser: Any, wide: tuple[Path, Path], wide_u
             page.keyboard.press("Enter")
             status.filter(has_text=f"{num} of 1,056").wait_for()
             page.wait_for_selector(".chips b")
-        assert set(page.locator("td[data-l=finish_reason]").all_inner_texts()) == {"stop, early"}
+        assert set(page.locator("td[data-l=finish]").all_inner_texts()) == {"stop, early"}
         page.locator("summary:text-is('columns')").click()
         page.get_by_label("kl_coef").check()
         page.wait_for_selector("th:has-text('kl_coef')")
