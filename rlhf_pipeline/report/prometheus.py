@@ -93,7 +93,7 @@ class _RunMetrics:
                 yield self._gauge(_PREFIX + name, f"{name} of the run", value=float(value))
         for name, value in newest.items():
             if name not in ("step", "time") and isinstance(value, (int, float)):
-                yield self._gauge(f"{_PREFIX}metric_{named(name)}", f"{name} of the newest step that has it", value=float(value))
+                yield self._gauge(f"{_PREFIX}metric_{named(name)}", f"the newest {name}", value=float(value))
         alive = self._gauge(f"{_PREFIX}process_alive", "1 if the process is alive", labels=["process", "state"])
         silent = self._gauge(f"{_PREFIX}process_silent_seconds", "since it was last seen", labels=["process"])
         for one in found["processes"]:
