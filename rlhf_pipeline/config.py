@@ -371,6 +371,12 @@ class Buffer(Settings):
         min=1,
         help="Keep at most this many; the oldest are evicted first. None keeps all.",
     )
+    max_bytes: int | None = setting(
+        None,
+        min=1,
+        help="The most bytes that the run folder may take on disk: the run says a day ahead, at its present rate, that "
+        "they will be used up, and stops, saved, when they are. None: all that is free, which it says ahead as well.",
+    )
     max_staleness: int = setting(
         0,
         min=0,
