@@ -151,6 +151,7 @@ class Collector:
             concurrency=config.reward_concurrency,
             timeout_s=config.reward_timeout_s,
             leaves_out=not self.marks.get(EVALUATION.name, False),
+            retries=config.retries,
         )
         self._names = [one.label for one in self.grader.rewards] if bound.named else []
         self.buffer = buffer
@@ -629,6 +630,8 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
     why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
     if any(form.batched for form in grader.forms):
         raise DefinitionError(f"{why}; a reward function of a whole group cannot be used. Give one of a completion.")
+    if config.retries:
+        raise DefinitionError(f"{why}; collect.retries={config.retries} would repeat its effects. Set it to 0.")
     if config.dynamic > 1:
         raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} leaves out whole groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):

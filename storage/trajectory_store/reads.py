@@ -16,7 +16,14 @@ from trajectory_store import extras
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader, Side
-from trajectory_store.errors import BatchError, CorruptionError, SchemaError, SegmentGoneError, StoreClosedError
+from trajectory_store.errors import (
+    BatchError,
+    CorruptionError,
+    DamageFoundError,
+    SchemaError,
+    SegmentGoneError,
+    StoreClosedError,
+)
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
 from trajectory_store.root import Root
@@ -46,7 +53,10 @@ S = TypeVar("S", bound="StoreReads")
 
 
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved."""
+    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved.
+
+    A read that found damage is repeated as well: it leaves out those rows, or names them if they were asked for.
+    """
 
     @functools.wraps(read)
     def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,10 +65,12 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
             number = self.catalog_number
             try:
                 return read(self, *args, **kwargs)
+            except DamageFoundError:
+                continue
             except SegmentGoneError as error:
                 self.refresh()
                 looks += self.catalog_number == number
-                if looks > 2:
+                if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
                     raise CorruptionError(
                         f"{self.path}: {error} The catalog still names the segment, so its files were removed by "
                         "something other than the store. Run verify(), and restore the segment from a copy."
@@ -239,8 +251,16 @@ class StoreReads:
         among = self.ids() if ids is None else as_ids(ids)
         before: set[int] = set()
         for first in range(0, len(among), rows):
-            part = among[first : first + rows]
-            yield {"ids": part, **self.read(part, columns)}
+            part, values = among[first : first + rows], None
+            while values is None:
+                try:
+                    values = self.read(part, columns)
+                except CorruptionError:
+                    left = part[self.holds(part)] if ids is None else part
+                    if len(left) == len(part):
+                        raise
+                    part = left  # without the rows that were found damaged
+            yield {"ids": part, **values}
             before = self._passed(before, part)
 
     @following
@@ -276,7 +296,7 @@ class StoreReads:
                     f"store[{key!r}]: give ids, a slice, a mask, or the name of a column; store[ids, 'column'] reads "
                     "one column of some rows."
                 )
-            return self.read(self.ids(), rows)[rows]
+            return self._all_of(rows)
         if isinstance(rows, slice):
             rows = self.ids()[rows]
         elif getattr(rows, "dtype", None) == np.bool_:
@@ -287,6 +307,15 @@ class StoreReads:
             rows = every[mask]
         found = self.read(rows, columns)
         return found[columns] if isinstance(columns, str) else found
+
+    @following
+    def _all_of(self, name: str) -> Any:
+        """Return a column of all rows that can be read."""
+        column = self.schema[name]
+        reader = self._reader(None, [column])
+        if column.is_text:
+            return reader.text(column)
+        return reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
 
     def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
         """Return trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store.errors import SchemaError
+from trajectory_store.errors import SchemaError, StoreError
 from trajectory_store.texts import Texts
 
 Mask = npt.NDArray[Any]
@@ -92,7 +92,7 @@ def evaluate(
     try:
         found: Any = np.asarray(_value(tree, condition, read, lengths))
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, SchemaError):
+        if isinstance(error, StoreError):  # damage too
             raise
         raise SchemaError(f"the condition {condition!r} cannot be evaluated: {error}. {_EXAMPLE}") from None
     if found.dtype != np.bool_:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import Collect, Evaluate, Learn, Pipeline, Prompt, Step, TinyPolicy, Tools, Turn, WritePath
-from rlhf_pipeline.data.rewards import LeftOut
-from rlhf_pipeline.environments.outcomes import BROKEN, CALLS, OUTCOMES, STOP, Outcome, table
+from rlhf_pipeline.data.rewards import LeftOut, mask_truncated
+from rlhf_pipeline.environments.outcomes import BROKEN, CALLS, LENGTH, OUTCOMES, STOP, Outcome, table
 from rlhf_pipeline.errors import EngineError
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.run.start import run
@@ -264,7 +264,11 @@ def test_an_ending_counts_as_the_table_says(outcome: Outcome, tmp_path, monkeypa
             "the engine aborted it" in json.loads(meta).get("retried", []) for meta in rows["meta"] + seen["meta"]
         )
     if outcome.name == "tool refused":
-        assert any("error: ValueError: invalid literal" in meta for meta in rows["meta"])
+        said = "error: ValueError: invalid literal for int() with base 10: 'x'"
+        known = "".join(one for one in said if one in "abcdefg=")  # the alphabet has no other
+        assert any(
+            {"role": "tool", "name": "look", "content": known} in json.loads(one)["messages"] for one in rows["meta"]
+        )
     if outcome.finish_reason == CALLS:
         assert {json.loads(meta)["call_errors"] for meta, one in zip(rows["meta"], these, strict=True) if one} == {2}
 
@@ -289,3 +293,58 @@ def test_an_engine_that_aborts_stores_nothing(tmp_path, monkeypatch):
     rows = stored(tmp_path / "run" / "store")
     assert [*rows["finish_reason"]] == [STOP] * (GROUP * PROMPTS)
     assert not any(math.isnan(one) for one in rows["task_reward"])
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}REFUSED{% endif %}"
+    "{{ m.content }}{% for one in m.tool_calls or [] %}{{ one.function.name + one.function.arguments | tojson }}"
+    "{% endfor %}{{ eos_token if m.role == 'assistant' else '=' }}{% endfor %}"
+)
+"""Refuses what a tool answers to no call, and needs the arguments of each call."""
+REFUSALS = {
+    "raises": STRICT.replace("REFUSED", "{{ raise_exception('no call') }}"),
+    "leaves it out": STRICT.replace("REFUSED{% endif %}{{ m.content }}", "{% else %}{{ m.content }}{% endif %}"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_an_error_is_told_where_a_template_has_no_place_for_it(how, tmp_path):
+    """The user says it; the conversation goes on, is learned from, and its row is what was told."""
+    made = pipeline(Case(environment=tool(), reward=letters, calls=call("look", {}, content="json")))
+    object.__setattr__(made.policy, "chat_template", REFUSALS[how])
+    object.__setattr__(made.policy, "alphabet", "".join(dict.fromkeys("abcdefg=: error")))
+    run(dataclasses.replace(made, evaluate=None), run_dir=tmp_path / "run", definition="outcomes")
+    rows = stored(tmp_path / "run" / "store")
+    assert not any(rows["failure_reason"])
+    told = [json.loads(meta)["messages"] for meta in rows["meta"] if json.loads(meta).get("call_errors")]
+    assert told
+    for messages in (one for one in told if len(one) > 2):
+        assert [one["role"] for one in messages[:3]] == ["user", "assistant", "user"]
+        assert messages[2]["content"].startswith("error: ")
+
+
+@pytest.mark.parametrize("parts", [{}, {"arguments": None}, {"arguments": "{}"}])
+def test_a_call_without_arguments_is_told_so(parts, tmp_path):
+    """The template reads arguments of each call, and the policy gave none: that is its mistake, and no failure."""
+    calls = call("look", {})
+    calls["fields"]["tool_calls"]["transform"]["function"] = {"name": "look", **parts}
+    made = pipeline(Case(environment=tool(), reward=letters, calls=calls))
+    object.__setattr__(made.policy, "chat_template", REFUSALS["raises"])
+    run(dataclasses.replace(made, evaluate=None), run_dir=tmp_path / "run", definition="outcomes")
+    rows = stored(tmp_path / "run" / "store")
+    assert not any(rows["failure_reason"])
+    assert CALLS in rows["finish_reason"]
+
+
+def test_a_turn_with_tools_that_was_cut_may_be_left_out(tmp_path):
+    """`mask_truncated` leaves out exactly the conversations whose last turn did not end by itself."""
+    case = Case(environment=tool(), reward=(letters, mask_truncated), calls=GOOD, collect={"max_new_tokens": 3})
+    made = pipeline(case)
+    object.__setattr__(made.policy, "alphabet", "ab=")
+    run(made, run_dir=tmp_path / "run", definition="outcomes")
+    rows = stored(tmp_path / "run" / "store")
+    cut = [reason == LENGTH for reason in rows["finish_reason"]]
+    assert 0 < sum(cut) < len(cut)
+    assert [one == "truncated" for one in rows["failure_reason"]] == cut
+    for ids, spans, one in zip(rows["input_ids"], rows["turn_spans"], cut, strict=True):
+        assert not one or len(ids) - spans[-1][0] == 3
