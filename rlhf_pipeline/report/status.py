@@ -27,13 +27,8 @@ _YOUNG_S: Final = 60.0
 """Steps of a shorter time say nothing about an hour."""
 _ROWS = 100
 _HOUR_S = 3600.0
-<<<<<<< HEAD
-_LEAST_FREE = 1e9
 _IDLE = 0.9
 """The share of a step's trajectories without a gradient from which on that is an alarm."""
-=======
-_FLAT = 0.9
->>>>>>> main
 
 
 def status(view: View, now: float) -> Answer:
