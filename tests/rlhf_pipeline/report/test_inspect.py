@@ -22,7 +22,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import grade
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.tail import Tail
-from trajectory_store import CorruptionError, TrajectoryStore
+from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
 
 from .conftest import write_run
 
