@@ -51,7 +51,8 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
     if len(damaged):
         some = ", ".join(str(row) for row in damaged[:8].tolist()) + (", ..." if len(damaged) > 8 else "")
         text = f"{count(len(damaged), what)} cannot be trusted (ids {some}); all others are good. "
-        yield Finding(part=part, ok=False, text=text + "Restore the segment from a copy, or leave these ids out.")
+        way_out = f"Restore the segment from a copy, or accept the loss: rlhf-pipeline verify {path} --accept-loss"
+        yield Finding(part=part, ok=False, text=text + way_out)
 
 
 def check_run(run: RunFolder) -> Iterator[Finding]:
