@@ -34,7 +34,8 @@ def groups_of(stored: Stored, ids: Ids, no_gradient: Ids | None, *, offset: int,
 
     Returns:
         Of each group `group`, `num`, `num_failed`, `reward_mean`, `advantages` (lowest, highest), `num_taught` and
-        the beginning of its `prompt`; and of its first members `ids`, `rewards`, `taught`. Trajectories without a group are one group.
+        the beginning of its `prompt`; and of its first members `ids`, `rewards`, `taught`. Trajectories without a group
+        are one group.
     """
     if not len(ids):
         return []

@@ -33,9 +33,8 @@ function differing(runs, definitions) {
 export async function runsPage(at, state, draw) {
   const hide = new Set((at.query.get("hide") ?? "").split(",").filter(Boolean).map(Number));
   const smooth = Number(at.query.get("smooth") ?? 0), byTime = at.query.get("x") === "time";
-  const all = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/metrics`)));
-  const evaluated = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/evaluations`)));
-  const definitions = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/definition`)));
+  const every = (what, none) => Promise.all(state.runs.map((run, i) => run.error ? none : get(`runs/${i}/${what}`)));
+  const all = await every("metrics", { num: 0, step: [], time: [], values: {}, units: {} }), evaluated = await every("evaluations", []), definitions = await every("definition", {});
   const to = change => {
     const next = new URLSearchParams(at.query);
     for (const [key, value] of Object.entries(change)) value ? next.set(key, value) : next.delete(key);
@@ -49,7 +48,7 @@ export async function runsPage(at, state, draw) {
   const lines = name => name.startsWith("evaluation/") ? evaluations(name) : all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
     xs: byTime ? m.time : m.step, steps: m.step, ys: smoothed(m.values[name], smooth) }]);
   const figures = [...new Set(evaluated.flat().flatMap(one => Object.keys(one.values)))].filter(name => !EDGE.test(name));
-  const units = state.units = all[0]?.units ?? {};
+  const units = state.units = Object.assign({}, ...all.map(m => m.units));
   const known = new Set([...all.flatMap(m => Object.keys(m.values)).filter(name => !name.startsWith("evaluation/")), ...figures]);
   const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names), ...figures]);
   const sections = [["Evaluation", figures], ...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
@@ -74,6 +73,7 @@ export async function runsPage(at, state, draw) {
       <td data-l="reward first">${fmt(run.reward_first)}</td><td data-l="last">${fmt(run.reward_last)}</td><td class="l" data-l="evaluated">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.name ?? one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td data-l="stored">${fmt(run.stored)}</td><td data-l="failed" class=${run.failed ? "bad" : ""}>${run.failed ? html`<a class="bad" href="#/${i}/lists/failed">${fmt(run.failed)}</a>` : fmt(run.failed)}</td>
       <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
         : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
+    ${state.runs.filter(run => run.error).map(run => html`<p class="card bad" role="alert">${visible(run.name)}: ${visible(run.error)}</p>`)}
     ${differing(state.runs, definitions)}
     ${known.size ? html`<div class="bar"><label>smoothing <select @change=${e => { location.hash = to({ smooth: e.target.value }).slice(1); }}>
         ${[["", "none"], [".6", "0.6"], [".9", "0.9"]].map(([v, n]) => html`<option value=${v} ?selected=${Number(v) === smooth}>${n}</option>`)}</select></label>
