@@ -24,10 +24,10 @@ const title = name => TITLES[name] ?? name.replace("evaluation/", "").replaceAll
 function differing(runs, definitions) {
   const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
   if (runs.length < 2 || !names.length) return nothing;
-  return html`<h2>What differs</h2><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
+  return html`<details ?open=${names.length <= 12}><summary><h2>What differs: ${count(names.length, "setting")}</h2></summary><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
     ${runs.map(run => html`<th class="l">${visible(run.name)}</th>`)}</tr></thead><tbody>${names.slice(0, 60).map(name => html`<tr><td class="l">${name}</td>
     ${definitions.map(d => html`<td class="l">${visible(fmt(d[name]))}</td>`)}</tr>`)}</tbody></table></div>
-    ${names.length > 60 ? html`<p class="soft">60 of ${fmt(names.length)} settings that differ</p>` : nothing}`;
+    ${names.length > 60 ? html`<p class="soft">60 of ${fmt(names.length)} settings that differ</p>` : nothing}</details>`;
 }
 
 export async function runsPage(at, state, draw) {
@@ -56,7 +56,7 @@ export async function runsPage(at, state, draw) {
     const mine = lines(name);
     if (!mine.some(line => line.ys.some(y => y !== null))) return nothing;
     if (isFlat(mine) && !big) return nothing;
-    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3 title=${units[name]?.[1] ?? ""}>${title(name)}${units[name]?.[0] ? html` <span class="soft unit">${units[name][0]}</span>` : nothing}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
+    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3 title=${units[name]?.[1] ?? ""}>${title(name)}${(units[name]?.[0] ?? "reward") !== "reward" ? html` <span class="soft unit">${units[name][0]}</span>` : nothing}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
       ${isFlat(mine) ? nothing : html`<div class="plot" data-name=${name} data-big=${big ? "1" : nothing}></div>${asTable(byTime ? "time" : "step", mine)}`}</section>`;
   };
   const constants = names => {
@@ -71,7 +71,7 @@ export async function runsPage(at, state, draw) {
         <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${visible(run.name)}</a></td>
       <td class="l" data-l="definition">${run.definition ?? "–"}</td><td data-l="seed">${fmt(run.seed)}</td><td data-l="step">${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
       <td data-l="reward first">${fmt(run.reward_first)}</td><td data-l="last">${fmt(run.reward_last)}</td><td class="l" data-l="evaluated">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.name ?? one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td data-l="stored">${fmt(run.stored)}</td><td data-l="failed" class=${run.failed ? "bad" : ""}>${run.failed ? html`<a class="bad" href="#/${i}/lists/failed">${fmt(run.failed)}</a>` : fmt(run.failed)}</td>
-      <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
+      <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.alive ? p.state ?? "?" : "not running"}</a> `)
         : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
     ${state.runs.filter(run => run.error).map(run => html`<p class="card bad" role="alert">${visible(run.name)}: ${visible(run.error)}</p>`)}
     ${differing(state.runs, definitions)}
