@@ -190,7 +190,7 @@ def figures(run: dict[str, Any], task: Task) -> dict[str, float]:
 
 def table(runs: list[dict[str, Any]], task: Task) -> list[str]:
     """Return the lines of the result."""
-    by_arm = {arm: {run["seed"]: figures(run, task) for run in runs if run["arm"] == arm} for arm in ARMS}
+    by_arm = by_arm_and_seed(runs, task)
     lines = [
         f"{'arm':<20} {f'last {task.last}':>16} {f'less {CONTROL}':>18} {'whole budget':>16} {'less fresh':>18} "
         f"{f'tokens to {task.target}, median':>28} {'get there':>10}"
@@ -210,6 +210,35 @@ def table(runs: list[dict[str, Any]], task: Task) -> list[str]:
     return lines
 
 
+def by_arm_and_seed(runs: list[dict[str, Any]], task: Task) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the figures of each arm that has been run, by seed."""
+    found = {arm: {run["seed"]: figures(run, task) for run in runs if run["arm"] == arm} for arm in ARMS}
+    return {arm: seeds for arm, seeds in found.items() if seeds}
+
+
+def markdown(name: str, runs: list[dict[str, Any]]) -> list[str]:
+    """Return the table of a task as docs/offline.md prints it: means, and paired differences to the control."""
+    task = TASKS[name]
+    by_arm = by_arm_and_seed(runs, task)
+    measured = "pass@1 on held-out maps" if task.every else "reward of new rollouts"
+    lines = [
+        f"| {name}: {measured} | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | less fresh | "
+        f"tokens to {task.target:g}, median |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, found in by_arm.items():
+        cells = [arm]
+        for figure, others in (("last", [CONTROL]), ("whole", [CONTROL, "fresh"])):
+            cells.append("{:.2f} ± {:.2f}".format(*interval([one[figure] for one in found.values()])))
+            cells += [
+                "" if arm == other else "{:+.2f} ± {:.2f}".format(*paired(by_arm, arm, other, figure))
+                for other in others
+            ]
+        there = statistics.median(one["there"] for one in found.values())
+        lines.append("| " + " | ".join([*cells, "never" if math.isinf(there) else f"{there:,.0f}"]) + " |")
+    return lines
+
+
 def paired(by_arm: dict[str, dict[int, dict[str, float]]], arm: str, other: str, figure: str) -> tuple[float, float]:
     """Return the interval of the difference between two arms, seed by seed, over the seeds that both have."""
     seeds = sorted(by_arm[arm].keys() & by_arm[other].keys())
@@ -219,7 +248,8 @@ def paired(by_arm: dict[str, dict[int, dict[str, float]]], arm: str, other: str,
 def picture(runs: list[dict[str, Any]], name: str) -> str:
     """Return an SVG: the mean reward of each arm over the tokens sampled, with its 95 % interval."""
     width, height, left, right, top, bottom = 760, 420, 62, 24, 48, 48
-    colours = dict(zip(ARMS, COLOURS, strict=True))
+    ran = {run["arm"] for run in runs}
+    colours = {arm: colour for arm, colour in zip(ARMS, COLOURS, strict=True) if arm in ran}
     task, most = TASKS[name], max(run["tokens"][-1] for run in runs)
 
     def at(tokens: float, reward: float) -> str:
@@ -263,6 +293,16 @@ def picture(runs: list[dict[str, Any]], name: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def results_of(name: str) -> Path:
+    """Return the file of the committed results of a task."""
+    return RESULTS / f"experiment_replay{'' if name == 'copy_digits' else f'_{name}'}.json"
+
+
+def committed(name: str) -> list[dict[str, Any]]:
+    """Return the runs of a task whose results are committed."""
+    return json.loads(results_of(name).read_text(encoding="utf-8"))["runs"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", choices=TASKS, default="copy_digits")
@@ -270,8 +310,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each finished run here, and use those there")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables of the committed results, and no more"
+    )
     parser.add_argument("--save", action="store_true", help="write results/experiment_replay*.{json,svg}")
     args = parser.parse_args()
+    if args.markdown:
+        print("\n\n".join("\n".join(markdown(name, committed(name))) for name in TASKS if results_of(name).exists()))
+        return
     task = TASKS[args.pipeline]
     seeds, rollouts = (2, task.rollouts // 3) if args.quick else (args.seeds, task.rollouts)
     if args.keep is not None:
@@ -290,7 +336,7 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
         found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered}
-        file = RESULTS / f"experiment_replay{'' if args.pipeline == 'copy_digits' else f'_{args.pipeline}'}"
+        file = results_of(args.pipeline)
         file.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
         file.with_suffix(".svg").write_text(picture(runs, args.pipeline), encoding="utf-8")
         print(f"written: {file}.json and .svg")

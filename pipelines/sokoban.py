@@ -26,7 +26,7 @@ def sokoban() -> Pipeline:
         environment=Sokoban,
         reward=(Reward("solved"), Reward("nearer")),
         collect=Collect(
-            prompts_per_rollout=64, group_size=4, max_new_tokens=1, max_turns=8, max_row_tokens=320, num_slots=1024
+            prompts_per_rollout=64, group_size=4, max_new_tokens=1, max_turns=6, max_row_tokens=128, num_slots=1024
         ),
         write=WritePath(estimator="reinforce_pp"),
         loss=GRPO(entropy_coeff=0.02),

@@ -54,5 +54,5 @@ def sums() -> Pipeline:
             group_size=1,
             temperature=0.01,
         ),
-        learn=Learn(steps=40, lr=2e-5, warmup_steps=2, token_budget=8192),
+        learn=Learn(steps=40, lr=2e-5, warmup_steps=2, lr_schedule="linear", token_budget=8192, checkpoint_every=5),
     )

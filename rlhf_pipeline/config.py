@@ -14,8 +14,9 @@ resume, written to the run folder and rebuilt in another process, all without im
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from rlhf_pipeline.data.rewards import (
     RewardFunction,
     environment_reward,
     has_columns,
+    may_have_parts,
     no_reward,
     reward_weights,
     rewards_of,
@@ -37,6 +39,8 @@ from rlhf_pipeline.settings import Settings, setting
 Estimator = Literal[
     "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo", "gdpo"
 ]
+EVALUATION_FIGURES = ("reward", "reward_low")
+"""The figures of an evaluation that more of is better, beside pass@k and those of named rewards."""
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
@@ -139,6 +143,11 @@ class Collect(Settings):
         help="Dynamic sampling (DAPO, arXiv:2503.14476): the most rounds of `prompts_per_rollout` prompts for one "
         "rollout, which keeps the first groups whose rewards are not all equal. If there are too few after the last "
         "round, groups without spread fill it. 1 keeps every group.",
+    )
+    dynamic_by: str | None = setting(
+        None,
+        help="The reward or component, by name, that must differ within a group for `dynamic` to keep it; None is the "
+        "whole reward.",
     )
     max_new_tokens: int = setting(
         64,
@@ -452,6 +461,10 @@ class Replay(Settings):
         help="Stop when the steps have used `epochs` times as many trajectories as were gathered; with None only "
         "`learn.steps` counts.",
     )
+    skip_damaged: bool = setting(
+        False,
+        help="Leave out, and count, trajectories that do not match their checksums; otherwise they are refused.",
+    )
     recorded_order: bool = setting(
         False,
         help="Step k learns from the trajectories that the run which filled the store used at step k, by policy "
@@ -480,19 +493,66 @@ class Evaluate(Settings):
     num_prompts: int = setting(64, min=1, help="The first prompts of the source, in one fixed order; or all it has.")
     group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs k of them.")
     temperature: float = setting(1.0, min=0, help="Sampling temperature; 0 takes the most probable token.")
+    top_k: int | None = setting(
+        None, min=0, help="Draw from the `top_k` most probable tokens; 0 for all, None takes `collect.top_k`."
+    )
+    top_p: float | None = setting(
+        None,
+        above=0,
+        max=1,
+        help="Draw from the fewest most probable tokens with this probability together; None takes `collect.top_p`.",
+    )
+    min_p: float | None = setting(
+        None,
+        min=0,
+        max=1,
+        help="Draw from the tokens with at least this share of the largest probability; None takes `collect.min_p`.",
+    )
     max_new_tokens: int | None = setting(
         None, min=1, help="The most tokens of a completion; None takes `collect.max_new_tokens`."
     )
-    success_at: float = setting(1.0, help="The reward from which on a completion counts as right in pass@k.")
+    success: str | None = setting(
+        None,
+        help="The reward or component, by name, that says whether a completion is right; None takes the whole reward.",
+    )
+    success_at: float = setting(
+        1.0, help="The value of `success` from which on a completion counts as right in pass@k."
+    )
+    best: str | None = setting(
+        None,
+        help="The figure by which the best weights are chosen: `reward`, `pass@4`, or the name of a reward or "
+        "component. None is `reward`, the mean. Of several sets the one that names it decides, otherwise the first.",
+    )
     at_start: bool = setting(True, help="Whether to evaluate the weights that the run begins with.")
     keep_best: bool = setting(
         True,
         help="Save a checkpoint of the best evaluated weights, and keep it beside the newest ones: those with the "
-        "highest mean reward, of equal ones the earliest.",
+        "highest figure `best`, of equal ones the earliest.",
     )
+
+    def sampling(self, collect: Collect) -> Collect:
+        """Return how its completions are sampled: as those that are learned from, where it does not say."""
+        given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not self.temperature:
+            given |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return replace(collect, group_size=self.group_size, dynamic=1, dynamic_by=None, **given)
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [(not isinstance(self.prompts, NoPrompts), "it needs prompts that the run does not learn from.")]
+
+
+def evaluation_sets(evaluate: Evaluate | Mapping[str, Evaluate] | None) -> dict[str, Evaluate]:
+    """Return the evaluations of a definition by the name of their set; of a single one the name is empty."""
+    if evaluate is None:
+        return {}
+    return {"": evaluate} if isinstance(evaluate, Evaluate) else dict(evaluate)
+
+
+def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
+    """Return the name of the set that says which weights are the best: the one that names `best`, else the first."""
+    keeping = [name for name, one in sets.items() if one.keep_best]
+    return next((name for name in keeping if sets[name].best is not None), keeping[0] if keeping else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -779,8 +839,10 @@ class Pipeline(Settings):
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
     replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
-    evaluate: Evaluate | None = setting(
-        None, help="Evaluate the policy on other prompts from time to time; see docs/evaluation.md. None does not."
+    evaluate: Evaluate | dict[str, Evaluate] | None = setting(
+        None,
+        help="Evaluate the policy on other prompts from time to time, on one set or on several by name, "
+        '`{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None does not.',
     )
 
     def __post_init__(self) -> None:
@@ -797,6 +859,11 @@ class Pipeline(Settings):
     def curriculum(self) -> Curriculum | None:
         """Of the prompts, if the run takes any."""
         return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
+
+    @property
+    def evaluations(self) -> dict[str, Evaluate]:
+        """The evaluations by the name of their set; a single one has none."""
+        return evaluation_sets(self.evaluate)
 
     @property
     def environment_rewards(self) -> tuple[str, ...]:
@@ -822,6 +889,25 @@ class Pipeline(Settings):
     def longest_completion(self) -> int:
         """The most tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
+
+    def _named_figures(self) -> Iterator[tuple[bool, str]]:
+        """Yield whether each figure that is steered by can exist: results may have components nobody knows of yet."""
+        functions = [one.function for one in rewards_of(self.reward)]
+        if any(may_have_parts(function) and function is not environment_reward for function in functions):
+            return
+        if environment_reward in functions and not self.environment_rewards:
+            return
+        asked = {"collect.dynamic_by": self.collect.dynamic_by}
+        asked |= {} if self.curriculum is None else {"prompts.curriculum.by": self.curriculum.by}
+        for name, one in self.evaluations.items():
+            own = one.best is None or one.best in EVALUATION_FIGURES or one.best.startswith("pass@")
+            asked |= {f"evaluate.{name}.best".replace("..", "."): None if own else one.best}
+            asked |= {f"evaluate.{name}.success".replace("..", "."): one.success}
+        for field, given in asked.items():
+            known = (
+                ", ".join(self.reward_names) or "none, as there is one function; give it a name: Reward(f, name=...)"
+            )
+            yield (given is None or given in self.reward_names, f"{field} is {given!r}, and the rewards are: {known}.")
 
     def _rules(self) -> list[tuple[bool, str]]:
         named = [one.function for one in rewards_of(self.reward)]
@@ -854,6 +940,22 @@ class Pipeline(Settings):
                 maker is None or not self.collect.retries or not has_effects(maker),
                 f"collect.retries is {self.collect.retries}, and the environment has effects outside itself, which a "
                 "second try would repeat. Set collect.retries=0.",
+            ),
+            *self._named_figures(),
+            *(
+                (
+                    not name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_]*", name) is not None,
+                    f"the name {name!r} of a set of evaluate is no name of a folder: letters, digits and underscores.",
+                )
+                for name in self.evaluations
+            ),
+            (
+                sum(one.best is not None and one.keep_best for one in self.evaluations.values()) <= 1,
+                "several sets of evaluate name the figure `best`, and there is one best checkpoint. Leave it to one.",
+            ),
+            (
+                self.evaluate is None or len(self.evaluations) > 0,
+                "evaluate is an empty dict. Name a set, or leave it out.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,

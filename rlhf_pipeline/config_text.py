@@ -142,6 +142,16 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
         if sum(map(len, within)) < len(pairs):
             raise DefinitionError(f"there are {len(config)}, numbered from 0, and '{pairs[0][0]}' is none of them.")
         return cast(T, tuple(override_all(part, some, code) for part, some in zip(config, within, strict=True)))
+    if isinstance(config, dict):  # several groups of fields, each by its name
+        named = cast("dict[str, Any]", config)
+        for path, _ in pairs:
+            if path.partition(".")[0] not in named:
+                raise DefinitionError(f"there is no '{path.partition('.')[0]}'.{did_you_mean(path, named)}")
+        inner_of = {
+            name: [(path.partition(".")[2], text) for path, text in pairs if path.partition(".")[0] == name]
+            for name in named
+        }
+        return cast(T, {name: override_all(part, inner_of[name], code) for name, part in named.items()})
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
     new: dict[str, Any] = {}
     inner: dict[str, list[tuple[str, str]]] = {}
@@ -153,7 +163,8 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
         if rest and value is None:
             value = _default_of(typing.get_type_hints(type(config))[head])
         if rest:
-            several = isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value))
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+            several = len(parts) > 0 and all(map(dataclasses.is_dataclass, parts))
             if not several and not dataclasses.is_dataclass(value):
                 raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
             inner.setdefault(head, []).append((rest, text))

@@ -87,6 +87,10 @@ class IncompleteError(DataError, RuntimeError):
     """A trajectory has no end."""
 
 
+class PromptTypeError(DataError, TypeError):
+    """A prompt is not text."""
+
+
 class MissingPathError(PipelineError, FileNotFoundError):
     """A folder or file that was named does not exist."""
 

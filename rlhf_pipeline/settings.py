@@ -171,7 +171,11 @@ class Setting:
             ]
             return _UNFIT if any(item is _UNFIT for item in items) else tuple(items)
         if typing.get_origin(option) is dict:
-            return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else _UNFIT
+            if not isinstance(value, dict):
+                return _UNFIT
+            kind, items = typing.get_args(option)[1], cast("dict[str, Any]", value)
+            found = dict(items) if kind is Any else {name: self._as(kind, item) for name, item in items.items()}
+            return _UNFIT if any(item is _UNFIT for item in found.values()) else found
         if typing.get_origin(option) is Literal:
             return value if isinstance(value, str) and value in typing.get_args(option) else _UNFIT
         if option is int:
@@ -244,7 +248,8 @@ def _kind(option: Any) -> str:
         several = " and ".join(map(str, _choices(inner))) or "several"
         return {str: "texts", float: "numbers", int: "whole numbers"}.get(inner, several) + " in a tuple"
     if typing.get_origin(option) is dict:
-        return "an object (JSON on a command line)"
+        kind = typing.get_args(option)[1]
+        return "an object (JSON on a command line)" if kind is Any else f"several by name, each {_kind(kind)}"
     if choices := _choices(option):
         return f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(option) is not None:

@@ -41,6 +41,7 @@ WRITTEN = [path for folder in (".", "docs", "storage", "benchmarks") for path in
 PAGES = [path for path in WRITTEN if "```py" in path.read_text(encoding="utf-8")]
 
 ELSEWHERE = {
+    ("docs/coming_from.md", "Verifiers("): "peers/test_verifiers.py::test_the_port_of_an_environment",
     ("docs/environments.md", "Verifiers("): "peers/test_verifiers.py::test_the_page",
     ("docs/environments.md", "OpenEnv("): "peers/test_openenv.py::test_one_conversation",
     ("docs/exchange.md", "GRPOTrainer("): "rlhf_pipeline/exchange/test_trl.py::test_the_blocks_of_the_page",
@@ -64,6 +65,20 @@ SMALL = {
     "learn.steps": "1",
     "learn.checkpoint_every": "1",
 }
+CALLS = {
+    "start_anchor": "assistant\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+"""How the calls of the pages' model are read."""
 OWN_FUNCTIONS = {"advantage_only": "objective", "newest": "strategy", "longest": "metrics"}
 
 
@@ -111,6 +126,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parquet.write_table(pyarrow.Table.from_pylist(rows), root / f"{name}.parquet")
     sizes = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
     new_model(root / "model", text_file=root / "train.jsonl", **sizes)
+    tokenizer = root / "model" / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "response_template": CALLS}))
     return root
 
 
@@ -168,9 +185,9 @@ def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypa
 
 RUNS = {
     "README.md": 1,
-    "docs/coming_from.md": 2,
-    "docs/environments.md": 2,
-    "docs/evaluation.md": 1,
+    "docs/coming_from.md": 3,
+    "docs/environments.md": 4,
+    "docs/evaluation.md": 2,
     "docs/exchange.md": 0,
     "docs/learner.md": 1,
     "docs/offline.md": 1,

@@ -26,6 +26,9 @@ def test_the_site_builds_strictly(tmp_path: Path):
         [*command, str(ROOT / "docs"), str(site)], capture_output=True, text=True, check=False, timeout=280
     )
     assert built.returncode == 0, built.stderr
+    for page, said in (("readme", "See it work"), ("store", "pip install trajectory-store"), ("format", "The catalog")):
+        assert said in (site / f"{page}.html").read_text(encoding="utf-8")
+    assert 'href="security.html"' in (site / "readme.html").read_text(encoding="utf-8")
     api = (site / "api.html").read_text(encoding="utf-8")
     for package in (rlhf_pipeline, trajectory_store):
         missing = [name for name in package.__all__ if f"{package.__name__}.{name}" not in api]

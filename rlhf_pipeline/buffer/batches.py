@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.trajectory_schema import INTERNAL
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
@@ -105,10 +106,13 @@ def padded_columns(
     Returns:
         By key, token columns `[B, T]` and scalars `[B]` as tensors, text as lists, `row_id` int64 `[B]`. Log-probs are
         0 at padding, and where they are missing outside the assistant mask; inside it, missing log-probs stay NaN.
+
+    Raises:
+        CorruptionError: what is stored of these rows does not match its checksums.
     """
     pool = pool or BufferPool()
     plan = columns_for(store.schema, None if keys is None else tuple(keys), text=text)
-    raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of)
+    raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of, checked=True)
     flat: dict[Key, Any] = {}
     spare: set[Key] = set()
     for name, (key, asked) in plan.items():
@@ -146,6 +150,7 @@ def padded_columns(
 def scalar_batch(store: StoreReads, ids: np.ndarray, *, text: bool = False) -> TensorDict:
     """Read only the values that exist once per row, `[B]`: cheap for whole stores."""
     flat: dict[Key, Any] = {ROW_ID: np.array(ids, dtype=np.int64)}
+    check_rows(store, ids)
     for column in store.schema:
         if column.ragged or column.name in INTERNAL or (column.is_text and not text):
             continue
@@ -164,7 +169,7 @@ def single(store: StoreReads, row_id: int) -> TensorDict:
     """Read one trajectory with an empty batch size, not padded, with its text."""
     out: Any = padded_batch(store, np.array([row_id]))[0]
     names = [column.name for column in store.schema if column.is_text]
-    for name, value in store.read([row_id], names).items():
+    for name, value in store.read([row_id], names, checked=True).items():
         out.set_non_tensor(key_of(name), value[0])
     return out
 

@@ -19,6 +19,7 @@ from rlhf_pipeline.buffer._dumps import copy_rows, dump_store, find_dump
 from rlhf_pipeline.buffer._scalar_view import ScalarView
 from rlhf_pipeline.buffer._slot_map import UNBOUNDED, SlotMap
 from rlhf_pipeline.buffer.batches import padded_batch, padded_columns, single
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.trajectory_schema import (
     FAILED_MEMBERS,
     NEWEST_VERSION,
@@ -171,6 +172,7 @@ class TrajectoryStorage(Storage):
         self._pool = BufferPool()
         self.appended = np.empty(0, np.int64)
         """int64: the ids of the rows of the newest append."""
+        self._checked = 0
         self._slots, self._lock = SlotMap(self.max_size), threading.RLock()
         self._slots.sync(self.store)
 
@@ -472,6 +474,22 @@ class TrajectoryStorage(Storage):
             if before != (len(self._slots), self._slots.next_slot):
                 self._bump_mutation_revision()
         return mark
+
+    def check_new(self, since: int = 0) -> None:
+        """Compare the rows that have arrived since the last call with their checksums.
+
+        Args:
+            since: rows up to this watermark are not looked at: they are too old to be chosen.
+
+        Raises:
+            CorruptionError: names the rows and the segment.
+        """
+        store, since = self.store, max(since, self._checked)
+        before = store.watermark
+        if before > since:
+            every = store.ids()
+            check_rows(store, every[max(len(every) - (store.watermark - since), 0) :])
+            self._checked = before
 
     def flush(self) -> None:
         """Wait until all rows are on disk."""

@@ -36,7 +36,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both; or metrics"
     )
     command.add_argument(
-        "--markdown", action="store_true", help="print the reference page, docs/settings.md or docs/metrics.md"
+        "--markdown",
+        action="store_true",
+        help="print a reference page: docs/settings.md, and with `metrics`, `commands` or `errors` that of these",
     )
 
 
@@ -55,8 +57,17 @@ def execute(args: argparse.Namespace) -> int:
         else:
             say("\n".join(map(_figure, figures.figures().values())))
         return 0
+    if args.markdown and args.names in (["commands"], ["errors"]):
+        from rlhf_pipeline.cli import reference_pages
+
+        say_as_is(
+            "\n".join(reference_pages.commands_page() if args.names == ["commands"] else reference_pages.errors_page())
+        )
+        return 0
     if args.markdown and args.names:
-        raise DefinitionError("a reference page has all settings, or with `metrics` all figures; name nothing else.")
+        raise DefinitionError(
+            "a reference page has all settings, or `metrics`, `commands` or `errors` whole; name nothing else."
+        )
     if args.markdown:
         say_as_is("\n".join(page()))
         return 0

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
@@ -33,6 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="memmap: raw, for training; zarr: compressed, for archives (default: %(default)s)",
     )
     add_filter(command)
+    add_skip_damaged(command)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -44,8 +45,9 @@ def execute(args: argparse.Namespace) -> int:
     _, path = open_run_or_store(args.path)
     started = time.perf_counter()
     with Stored(path) as stored:
-        report = copy_store(stored.store, args.to, backend=args.backend, filters=args.filters, on_rows=Ticker())
-    chosen = f", {report.num_left_out:,} left out by the filter" if report.num_left_out else ""
+        options = {"filters": args.filters, "skip_damaged": args.skip_damaged, "on_rows": Ticker()}
+        report = copy_store(stored.store, args.to, backend=args.backend, **options)
+    chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
     sizes = f"{disk_usage(path) / 1e6:.1f} MB -> {disk_usage(report.path) / 1e6:.1f} MB"
     took = duration(time.perf_counter() - started)
     say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")

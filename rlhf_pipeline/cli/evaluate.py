@@ -68,23 +68,32 @@ def execute(args: argparse.Namespace) -> int:
     run, pipeline, where = _asked(args)
     view = view_of_stdout()
 
+    told: list[EvaluationDone] = []
+
     def hear(event: Event) -> None:
-        if not isinstance(event, EvaluationDone) and not args.json:
+        if isinstance(event, EvaluationDone):
+            told.append(event)
+        elif not args.json:
             view(event)
 
     import_torch(where["device"])
     from rlhf_pipeline.run.evaluate_once import evaluate_once
 
-    figures, step, evaluate = evaluate_once(pipeline, on_event=hear, **where), where["step"], pipeline.evaluate
-    assert evaluate is not None
-    store = evaluation_store(RunFolder(where["run_dir"]), pipeline, evaluate)
+    figures, step, sets = evaluate_once(pipeline, on_event=hear, **where), where["step"], pipeline.evaluations
+    folder = RunFolder(where["run_dir"])
+    stores = {name: evaluation_store(folder, pipeline, one, name) for name, one in sets.items()}
     if args.json:
-        say_json({"step": step, "store": str(store), **figures})
+        named = {name: str(store) for name, store in stores.items()}
+        say_json({"step": step, **({"store": named[""]} if "" in named else {"stores": named}), **figures})
         return 0
     what = args.path if run is None else f"{args.path}, step {step}"
-    each = f"{count(evaluate.group_size, 'completion')} per prompt at temperature {evaluate.temperature:g}"
-    say(f"{what}: {evaluation_words(figures)}\n  {each}\nstored: {store}\nnext:")
-    for command, meaning in _next_commands(args.path, run, step, store):
+    for event in told:
+        one = sets[event.name]
+        each = f"{count(one.group_size, 'completion')} per prompt at temperature {one.temperature:g}"
+        name = f", {event.name}" if event.name else ""
+        say(f"{what}{name}: {evaluation_words(event.figures)}\n  {each}\nstored: {stores[event.name]}")
+    say("next:")
+    for command, meaning in _next_commands(args.path, run, step, next(iter(stores.values()))):
         say(f"  {command}\n      {meaning}")
     return 0
 
@@ -106,9 +115,8 @@ def _asked(args: argparse.Namespace) -> Asked:
         raise not_found(address, "run or model folder")
     asked = _of_model(args) if is_model else _of_run(args, address)
     check_device(asked[2]["device"])
-    evaluate = asked[1].evaluate
-    assert evaluate is not None
-    check_evaluation(asked[1], evaluate, apart=not is_model)
+    for name in asked[1].evaluations:
+        check_evaluation(asked[1], name, apart=not is_model)
     return asked
 
 
@@ -162,12 +170,18 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
 
     names = ("num_prompts", "group_size", "temperature")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    sets = pipeline.evaluations
     if args.prompts is not None:
-        own = (pipeline.prompts if pipeline.evaluate is None else pipeline.evaluate.prompts, pipeline.prompts)
+        first = next(iter(sets.values()), None)
+        own = (pipeline.prompts if first is None else first.prompts, pipeline.prompts)
         like = next((source for source in own if isinstance(source, Prompts)), None)
         given["prompts"] = (
             Prompts(path=args.prompts) if like is None else replace(like, path=args.prompts, rows=None, limit=None)
         )
+    if args.prompts is not None and len(sets) > 1:  # others than those of any set
+        return replace(pipeline, evaluate=replace(sets[next(iter(sets))], **given))
+    if isinstance(pipeline.evaluate, dict):
+        return replace(pipeline, evaluate={name: replace(one, **given) for name, one in sets.items()})
     if pipeline.evaluate is not None:
         return replace(pipeline, evaluate=replace(pipeline.evaluate, **given))
     if args.prompts is None:
@@ -178,23 +192,27 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
 
 
 def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
-    """Return the kept step with the highest mean in the run's own evaluations."""
+    """Return the kept step with the highest figure `best` in the run's own evaluations."""
+    from rlhf_pipeline.config import deciding_set
     from rlhf_pipeline.run.checkpoint import step_of
-    from rlhf_pipeline.run.evaluation_rows import evaluation_store, stored_evaluations
+    from rlhf_pipeline.run.evaluation_rows import evaluation_store, figure_for_best, stored_evaluations
     from rlhf_pipeline.run.folder import is_store
     from trajectory_store import TrajectoryStore
 
-    if pipeline.evaluate is None:
+    sets = pipeline.evaluations
+    if not sets:
         raise DefinitionError("--best is what a run's own evaluations found, and its definition has no evaluate=.")
-    path = evaluation_store(run, pipeline, pipeline.evaluate)
+    name = deciding_set(sets)
+    name = next(iter(sets)) if name is None else name
+    path = evaluation_store(run, pipeline, sets[name], name)
     if not is_store(path):
         raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Leave --best out, or name a --step.")
     kept = {step_of(checkpoint) for checkpoint in run.saved()}
     with TrajectoryStore.open(path, mode="r") as store:
         found = [
             (-mean, one["step"])
-            for one in stored_evaluations(store, pipeline.evaluate.success_at)
-            if (mean := one["evaluation/reward"]) is not None and one["step"] in kept
+            for one in stored_evaluations(store, sets[name])
+            if (mean := figure_for_best(one, sets[name].best)) is not None and one["step"] in kept
         ]
     if not found:
         raise MissingPathError(f"none of the evaluated steps of {run.address} has a checkpoint. Leave --best out.")

@@ -6,11 +6,11 @@ import argparse
 import time
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.cli.parser import add_filter
+from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "write a store as Parquet, JSONL or a Hugging Face dataset"
+HELP = "write a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
 Writes every column, ragged columns as lists of numbers; `import` makes an equal store from it.
 A filter is a column (reward, version, date and group are short names; num_tokens and
@@ -19,6 +19,7 @@ num_completion_tokens, the policy's own, exist too), one of >= <= == != > <, and
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
   rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
+  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, a file each
   rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
 
 
@@ -26,9 +27,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument(
-        "--to", required=True, metavar="FILE.parquet|FILE.jsonl|FOLDER", help="must not exist; a folder is a dataset"
+        "--to",
+        required=True,
+        metavar="FILE.parquet|FILE.jsonl|FOLDER",
+        help="must not exist; a folder is a dataset, NAME.atif ATIF",
     )
     add_filter(command)
+    add_skip_damaged(command)
     command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
 
@@ -39,8 +44,10 @@ def execute(args: argparse.Namespace) -> int:
 
     _, store = open_run_or_store(args.path)
     started = time.perf_counter()
-    report = export_store(store, args.to, filters=args.filters, columns=args.columns, on_batch=Ticker())
-    chosen = f", {report.num_left_out:,} left out by the filter" if report.num_left_out else ""
+    report = export_store(
+        store, args.to, filters=args.filters, columns=args.columns, skip_damaged=args.skip_damaged, on_batch=Ticker()
+    )
+    chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
     say(
         f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, "
         f"{count(len(report.columns), 'column')}, {report.size_bytes / 1e6:.1f} MB, "
@@ -51,6 +58,7 @@ def execute(args: argparse.Namespace) -> int:
         "parquet": f"pyarrow.parquet.read_table({path!r})",
         "hf": f"datasets.load_from_disk({path!r})",
         "jsonl": f"head -n 1 {typed(path)} | jq .",
+        "atif": "any reader of ATIF 1.8 takes each document",
     }
     say(f"read it:   {readers[report.kind]}")
     say(f"and back:  rlhf-pipeline import {typed(path)} --into NEW_STORE")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, say
-from rlhf_pipeline.cli.parser import natural
+from rlhf_pipeline.cli.parser import above_zero, add_fields, natural
 from rlhf_pipeline.errors import DefinitionError, typed
 from rlhf_pipeline.report.formatting import count, duration, number
 
@@ -19,42 +19,36 @@ HELP = "bring other tools' rollouts into a store"
 DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers,
-skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; what `export`
-wrote; and any rows of a prompt, a completion and a reward. A dump is recognised by the fields that its tool's
-current writer writes, and each is believed for that alone.
+skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent
+trajectories in ATIF, logs of Inspect; what `export` wrote; and any rows of a prompt, a completion and a reward.
+A dump is recognised by the fields that its tool's current writer writes, and each is believed for that alone.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. What a file does not hold
 stays unknown, is said, or is asked for. An import that was stopped continues when the command is typed again;
-nothing is imported twice, and a broken line is named.
+nothing is imported twice, and a broken line is named. With --follow it goes on while a trainer writes.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
   rlhf-pipeline import outputs/completions --into runs/trl-store --tokenizer model --field reward=accuracy
+  rlhf-pipeline import --follow outputs --into runs/beside
   rlhf-pipeline import answers.parquet --into runs/mine --tokenizer model --field prompt=question"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("files", nargs="+", metavar="FILE", help="files, saved datasets, or folders of files")
+    command.add_argument(
+        "files", nargs="+", metavar="FILE", help="files, folders, patterns, .zip archives, saved datasets"
+    )
     command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
     command.add_argument(
         "--format",
         default="auto",
         metavar="NAME",
         help="auto, rows, jsonl, trl, verl, slime, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
-        "verifiers, tinker, gsm8k-solutions, store (default: auto)",
+        "verifiers, tinker, gsm8k-solutions, atif, inspect, store (default: auto)",
     )
     command.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
-    command.add_argument(
-        "--field",
-        dest="fields",
-        type=_field,
-        action="append",
-        default=[],
-        metavar="WHAT=NAME",
-        help="the field that holds the prompt, completion, reward, ..., as a dotted path into nested ones; none leaves "
-        "it out, and reward may be a sum: accuracy+0.5*format; may be given several times",
-    )
+    add_fields(command)
     command.add_argument(
         "--group",
         metavar="FIELD|N|none",
@@ -77,6 +71,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pass over up to N rows that cannot be read, and name them",
     )
+    command.add_argument(
+        "--follow", action="store_true", help="of one FOLDER: go on importing what a trainer writes there, until Ctrl-C"
+    )
+    command.add_argument(
+        "--until-quiet",
+        type=above_zero,
+        metavar="SECONDS",
+        help="with --follow: end when nothing is written for so long",
+    )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(
         "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
@@ -98,22 +101,49 @@ def execute(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         say("importing transformers for the tokenizer ...")
     started, ticker = time.perf_counter(), Ticker()
-    report = import_files(
-        args.files,
-        into,
-        format=args.format,
-        tokenizer=args.tokenizer,
-        fields=dict(args.fields),
-        group=args.group,
-        by_prompt=args.group_by == "prompt",
-        chat_template=not args.no_chat_template,
-        one_turn=args.one_turn,
-        skip_bad=args.skip_bad,
-        durability=args.durability,
-        on_file=_say_file,
-        on_commit=lambda report: ticker(report.num_imported),
-    )
+    options: dict[str, Any] = {
+        "format": args.format,
+        "tokenizer": args.tokenizer,
+        "fields": dict(args.fields),
+        "group": args.group,
+        "by_prompt": args.group_by == "prompt",
+        "chat_template": not args.no_chat_template,
+        "one_turn": args.one_turn,
+        "skip_bad": args.skip_bad,
+        "durability": args.durability,
+        "on_file": _say_file,
+    }
+    if args.follow:
+        return _follow(args, into, options)
+    report = import_files(args.files, into, **options, on_commit=lambda report: ticker(report.num_imported))
     say("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
+    return 0
+
+
+def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> int:
+    """Import what is written into a folder until a signal, or until nothing was for a while."""
+    from rlhf_pipeline.exchange import follow_folder
+    from rlhf_pipeline.run.signals import stop_on_signals
+
+    if len(args.files) != 1 or not Path(args.files[0]).expanduser().is_dir():
+        raise DefinitionError(
+            "--follow goes with one folder, which is there: rlhf-pipeline import --follow FOLDER --into STORE"
+        )
+    say(f"following {args.files[0]}; Ctrl-C ends it")
+    with stop_on_signals() as stop:
+        total = follow_folder(
+            args.files[0],
+            into,
+            stop=lambda: bool(stop),
+            until_quiet_s=args.until_quiet,
+            on_round=lambda report: say(
+                f"{report.store}: {count(report.num_imported, 'trajectory')} more, mean reward "
+                f"{number(report.mean_reward, 3)}"
+            ),
+            **options,
+        )
+    say(f"{into}: {count(total, 'trajectory')} imported")
+    say(f"look at them: rlhf-pipeline inspect {typed(into)}")
     return 0
 
 
@@ -128,6 +158,9 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     left_out = sum(file.num_left_out for file in report.files)
     reasons = "not the policy's, without sampled tokens, or in the table before already"
     passed_over = [f"  {left_out:,} left out: {reasons}"] if left_out else []
+    if report.other_files:
+        others = ", ".join(str(path) for path in report.other_files[:3])
+        passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {others}")
     passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [
@@ -170,10 +203,3 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         model += " --set collect.temperature=T"
     made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
     return made
-
-
-def _field(text: str) -> tuple[str, str]:
-    target, equals, name = text.partition("=")
-    if not equals or not target or not name:
-        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
-    return target.strip(), name.strip()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import say, say_json, warn
 from rlhf_pipeline.cli.parser import add_json
-from rlhf_pipeline.errors import typed
+from rlhf_pipeline.errors import PipelineError, typed
 
 HELP = "list the runs of a folder, one line each"
 DETAILS = """\
@@ -27,19 +28,24 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.formatting import aligned, number
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.run.folder import is_run, not_found
+    from trajectory_store import StoreError
 
     folder = Path(args.folder).expanduser()
     runs = [path for path in ([folder] if is_run(folder) else sorted(folder.glob("*/"))) if is_run(path)]
     if not runs:
         raise not_found(folder, "run")
-    found = []
+    found, broken = [], list[str]()
     for path in runs:
-        view = View(path)
-        found.append(view.about())
-        view.close()
+        try:
+            with closing(View(path)) as view:
+                found.append(view.about())
+        except (PipelineError, StoreError) as error:  # one that is damaged hides no other
+            broken.append(f"{typed(path)}: {error}")
+    if broken:
+        warn("\n".join(broken))
     if args.json:
         say_json(found)
-        return 0
+        return int(bool(broken))
     rows = [("run", "step", "of", "first", "reward", "evaluated", "stored", "failed", "definition")]
     for one in found:
         rewards = number(one["reward_first"]), number(one["reward_last"]), number(one["evaluation"])
@@ -47,4 +53,4 @@ def execute(args: argparse.Namespace) -> int:
         kept = f"{one['stored']:,}", str(one["failed"])
         rows.append((typed(one["address"]), *steps, *rewards, *kept, str(one["definition"])))
     say("\n".join(aligned(rows)))
-    return 0
+    return int(bool(broken))

@@ -154,8 +154,13 @@ def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
         command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
     name = typed.split("=", 1)[0]
-    known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    known = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
     command.error(f"there is no option {name}.{did_you_mean(name, known)}")
+
+
+def options_of(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the options and arguments of a command, in the order of its help."""
+    return command._actions
 
 
 # -- options that several commands take ------------------------------------------------------------------------------
@@ -171,6 +176,36 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         metavar="CONDITION",
         help="only matching trajectories; may be given several times",
     )
+
+
+def add_skip_damaged(command: argparse.ArgumentParser) -> None:
+    """Add `--skip-damaged`."""
+    command.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out, and count, trajectories that do not match their checksums (default: refuse them by name)",
+    )
+
+
+def add_fields(command: argparse.ArgumentParser) -> None:
+    """Add `--field`."""
+    command.add_argument(
+        "--field",
+        dest="fields",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="WHAT=NAME",
+        help="the field that holds the prompt, completion, messages, reward, ..., as a dotted path into nested ones; "
+        "none leaves it out, and reward may be a sum: accuracy+0.5*format; may be given several times",
+    )
+
+
+def _field(text: str) -> tuple[str, str]:
+    target, equals, name = text.partition("=")
+    if not equals or not target or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
+    return target.strip(), name.strip()
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

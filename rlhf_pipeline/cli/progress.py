@@ -113,7 +113,8 @@ class RunView:
     def _evaluated(self, event: EvaluationDone) -> None:
         """Print the figures of an evaluation."""
         best = "  best so far" if event.best else ""
-        self.say(f"evaluation of step {event.step}: {evaluation_words(event.figures)}{best}")
+        name = f", {event.name}" if event.name else ""
+        self.say(f"evaluation of step {event.step}{name}: {evaluation_words(event.figures)}{best}")
 
     def _rollout(self, event: RolloutDone) -> None:
         """Print a collector's stored rollout, at most one line a second."""

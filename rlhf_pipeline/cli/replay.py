@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.cli.parser import above_zero, add_filter, add_overrides, add_steps, add_trust, natural, positive
+from rlhf_pipeline.cli.parser import (
+    above_zero,
+    add_filter,
+    add_overrides,
+    add_skip_damaged,
+    add_steps,
+    add_trust,
+    natural,
+    positive,
+)
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.formatting import count
 
@@ -60,6 +69,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="share of each batch that comes from a store; one for each STORE, in order",
     )
     add_filter(command)
+    add_skip_damaged(command)
     command.add_argument("--seed", type=natural, metavar="N", help="seeds weights and batches (default: the run's)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     command.add_argument("--resume", action="store_true", help="continue a replay that stopped")

@@ -198,7 +198,7 @@ def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
     """Return a run's overrides, and its recorded order unless the command line asks for another."""
     overrides = [pair for pair in run.config.overrides if not pair[0].startswith("replay.")]
     collected = run.config.pipeline.get("replay") is None
-    if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs):
+    if collected and len(args.paths) == 1 and not (args.filters or args.weights or args.epochs or args.skip_damaged):
         overrides.append(("replay.recorded_order", "true"))
         if run.metrics:
             overrides.append(("learn.steps", str(run.metrics[-1]["step"])))
@@ -213,7 +213,8 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
         if "," in text:
             raise DefinitionError(f"'{text}' has a comma, which separates names in a definition's text. Rename it.")
     epochs = [] if args.epochs is None else [args.epochs]
-    lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs}
+    skip = ["true"] if args.skip_damaged else []
+    lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs, "skip_damaged": skip}
     named = [(f"replay.{name}", ",".join(map(str, values))) for name, values in lists.items() if values]
     return (*named, *_steps(args), *args.overrides)
 

@@ -74,7 +74,8 @@ def execute(args: argparse.Namespace) -> int:
     if learned > len(items):
         say(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
     for one in step.get("evaluations", ()):
-        say(f"evaluation of the weights after step {args.step}: {evaluation_words(one['figures'])}")
+        name = f", {one['name']}" if one["name"] else ""
+        say(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(one['figures'])}")
     say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
     return 0
 

@@ -68,7 +68,7 @@ def lines(found: Answer) -> Iterator[str]:
         yield _row("reward", f"{spread}, quartiles {shares}")
     for one in found.get("evaluations", ()):
         newest = {name: values[-1] for name, values in one["values"].items()}
-        yield _row("evaluation", f"{one['store']} of step {one['step'][-1]}: {evaluation_words(newest)}")
+        yield _row("evaluation", f"{one['name'] or one['store']} of step {one['step'][-1]}: {evaluation_words(newest)}")
     if found["lengths"]:
         yield "  completion lengths, in tokens"
         most, width = max(num for *_, num in found["lengths"]), len(str(found["lengths"][-1][1]))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import say
-from rlhf_pipeline.cli.parser import natural
+from rlhf_pipeline.cli.parser import add_fields, natural
 from rlhf_pipeline.errors import DefinitionError, typed
+from rlhf_pipeline.report.formatting import count
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.exchange import ImportReport
     from rlhf_pipeline.report.query import View
 
 HELP = "look at runs, stores or rollout files in a browser, live"
@@ -24,13 +26,16 @@ examples:
   rlhf-pipeline view runs/a runs/b                 compare runs: curves, differing settings
   rlhf-pipeline view runs/mine/store
   rlhf-pipeline view rollouts.jsonl                what `import` reads; nothing is kept
+  rlhf-pipeline view 'outputs/*.parquet' dump.zip  patterns, archives, folders of files
+  rlhf-pipeline view chats.jsonl --field prompt=question --field completion=answer
 
 The pages are served on this machine only. From elsewhere: ssh -L PORT:127.0.0.1:PORT this-machine"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE")
+    command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE|FOLDER")
+    add_fields(command)
     command.add_argument(
         "--tokenizer", metavar="FOLDER", help="of stores alone, and of files that hold text only (default: characters)"
     )
@@ -42,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.view.server import HOST, listen, serve
 
     with ExitStack() as stack:
-        views = [_opened(path, args.tokenizer, stack) for path in args.paths]
+        views = [_opened(path, args.tokenizer, dict(args.fields), stack) for path in args.paths]
         try:
             bound = stack.enter_context(listen(args.port))
         except OSError as error:
@@ -53,36 +58,53 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(path: str, tokenizer: str | None, stack: ExitStack) -> View:
-    """Open a run or a store; a file of rollouts is imported into a store that goes with this process."""
+def _opened(path: str, tokenizer: str | None, fields: Mapping[str, str], stack: ExitStack) -> View:
+    """Open a run or a store; files of rollouts are imported into a store that goes with this process."""
     from rlhf_pipeline.report.query import View
 
-    if not Path(path).expanduser().is_file():
+    if not _are_rollouts(path):
+        if fields:
+            raise DefinitionError(f"--field names fields of files, and {path} is none.")
         view = View(path, tokenizer=tokenizer)
     else:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
         spelling = (
             tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None
         )  # else the hub's
-        store = _imported(Path(path).expanduser(), folder, tokenizer)
+        store = _imported(Path(path).expanduser(), folder, tokenizer, fields)
         view = View(store, name=Path(path).name, tokenizer=spelling)
     stack.callback(view.close)
     return view
 
 
-def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
+def _are_rollouts(path: str) -> bool:
+    """Return True for a file, a folder of files or a pattern; False for what is a run or a store, or nothing."""
+    from rlhf_pipeline.run.address import address_of
+    from rlhf_pipeline.run.folder import is_run, is_store
+
+    place = Path(path).expanduser()
+    if place.is_file():
+        return True
+    if place.is_dir():
+        address = address_of(path)
+        return not (is_run(address) or is_store(address)) and any(place.iterdir())
+    return "://" not in path and any(mark in path for mark in "*?[") and not place.exists()
+
+
+def _imported(file: Path, folder: Path, tokenizer: str | None, fields: Mapping[str, str]) -> Path:
     """Import a file into a store; text without token ids is shown by its characters, unless a tokenizer is named."""
     from rlhf_pipeline.exchange import import_files
+    from rlhf_pipeline.report.tokens import Characters
 
-    kinds = ("ids", None), ("characters", _Characters())
+    kinds = ("ids", None), ("characters", Characters())
     for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
         try:
             report = import_files(
                 [file],
                 folder / name,
                 tokenizer=encoder,
-                group="none",
-                one_turn=True,
+                fields=fields,
+                shown=True,
                 chat_template=tokenizer is not None,
                 durability="process",
             )
@@ -91,25 +113,23 @@ def _imported(file: Path, folder: Path, tokenizer: str | None) -> Path:
                 raise
             continue
         if report.num_imported:
+            _say_notices(report)
             return folder / name
     raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
 
 
-class _Characters:
-    """Encodes text by its characters: each is shown as one token."""
-
-    name_or_path = "characters"
-    chat_template = "of messages only"
-    eos_token_id = None
-
-    def apply_chat_template(self, messages: Sequence[dict[str, object]], **_options: object) -> list[int]:
-        """Return the code points of messages, of each its role and its text."""
-        return self.encode("\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in messages))
-
-    def encode(self, text: str, **_options: object) -> list[int]:
-        """Return the code points."""
-        return list(map(ord, text))
-
-    def decode(self, ids: Sequence[int], **_options: object) -> str:
-        """Return the text of code points."""
-        return "".join(map(chr, ids))
+def _say_notices(report: ImportReport) -> None:
+    """Say what the files do not tell, which an import would ask for."""
+    if report.other_files:
+        shown = ", ".join(str(path) for path in report.other_files[:3])
+        say(f"{count(len(report.other_files), 'file')} without rollouts left out: {shown}")
+    for file in report.files:
+        if file.num_assumed_one_turn:
+            say(
+                f"NOTICE: {file.path}: of {count(file.num_assumed_one_turn, 'text')} the file does not tell which "
+                "words the policy sampled and which an environment said, so none is marked as sampled."
+            )
+        if "+" in file.about.partition("reward=")[2].partition(",")[0]:
+            say(
+                f"NOTICE: {file.path}: several rewards, shown as their sum: {file.about}. Name one: --field reward=NAME"
+            )

@@ -240,8 +240,12 @@ class Collector:
             self.observe(groups)
             figures, rewards = stored_figures(store, rows, self._names), store.read_scalars("task_reward", rows)
             if config.dynamic > 1 and CURSOR.name in store.schema:
+                by = config.dynamic_by
+                if by is not None and reward_column(by) in store.schema:
+                    rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), rows), np.nan)
                 figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, rows), rewards)
-            found = self._summary(rollout, rewards, 0, None, started, figures=figures, from_store=True)
+            given = store.read_scalars("task_reward", rows)
+            found = self._summary(rollout, given, 0, None, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
@@ -283,11 +287,11 @@ class Collector:
             turns=None if drawn.turns is None else drawn.turns[places],
         )
         if config.dynamic > 1:
-            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], rewards)
+            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], one.steered[places])
             if say is not None and len(one.spread) < len(groups):
                 say(
                     f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(one.spread)} of "
-                    f"{len(one.prompts)} groups have rewards that are not all equal; "
+                    f"{len(one.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
                     f"{len(groups) - len(one.spread)} without spread fill the rollout."
                 )
         num_tokens = int(drawn.assistant.sum())
@@ -324,7 +328,9 @@ class Collector:
             )
             drawn = replace(drawn, member=np.array([place % size]))
             at = cursors[[place // size]]
-            one = Round(prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade])
+            one = Round(
+                prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade], steered=self._steered([grade])
+            )
             self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
             num_tokens += int(drawn.assistant.sum())
@@ -420,7 +426,22 @@ class Collector:
                 drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
         check_all_failed(grades, self.grader.rewards)
-        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades)
+        steered, by = self._steered(grades), self.config.dynamic_by
+        if by is not None and say is not None and not np.isfinite(steered).any():
+            known = ", ".join(self._named(grades)) or "none"
+            say(
+                f"rollout {rollout}: collect.dynamic_by is {by!r}, and no trajectory has a reward or component of that "
+                f"name, so no group has spread; there are: {known}."
+            )
+        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades, steered=steered)
+
+    def _steered(self, grades: Sequence[Grade]) -> np.ndarray:
+        """Return what must differ within a group that dynamic sampling keeps, float32 [n]; NaN without a reward."""
+        rewards, by = np.array([item.reward for item in grades], np.float32), self.config.dynamic_by
+        if by is None:
+            return rewards
+        values = self._named(grades).get(by, [np.nan] * len(grades))
+        return np.where(np.isfinite(rewards), np.array(values, np.float32), np.nan).astype(np.float32)
 
     def _dynamic_figures(self, rollout: int, cursors: np.ndarray, rewards: np.ndarray) -> Figures:
         wanted, most = self.config.prompts_per_rollout, self.config.dynamic
@@ -608,6 +629,8 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
     why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
     if any(form.batched for form in grader.forms):
         raise DefinitionError(f"{why}; a reward function of a whole group cannot be used. Give one of a completion.")
+    if config.retries:
+        raise DefinitionError(f"{why}; collect.retries={config.retries} would repeat its effects. Set it to 0.")
     if config.dynamic > 1:
         raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} leaves out whole groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):

@@ -445,7 +445,7 @@ class Conversations:
             replies = self._cut(conversation, replies, self.config.max_reply_tokens)
         if room < 0 or sum(len(one["content"]) for one in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
             return None
-        if conversation.call_errors:  # it may quote what the policy wrote, in characters of its own
+        if self._kind_of(conversation.prompt).parser is not None:  # it may quote a call, in characters of its own
             replies = [{**one, "content": known_text(codec, one["content"])} for one in replies]
         if conversation.as_chat or any(one["role"] != "user" for one in replies):
             ids, replies = self._encoded(conversation, ended, replies)

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
+from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.data.prompts import Curriculum, Mix, Prompt, prompt_at, template_options, turn
 from trajectory_store import TrajectoryStore
 
@@ -66,8 +68,12 @@ class FollowedMix:
     def _success(self, first: int) -> np.ndarray:
         """Return the share of right members of each group of the interval from a group on; NaN of none graded."""
         rows = self._stored.rows(first, first + self._size - 1)
-        rewards = self._store.read_scalars("task_reward", rows)
+        check_rows(self._store, rows)
+        rewards, by = self._store.read_scalars("task_reward", rows), self._curriculum.by
         graded, groups = np.isfinite(rewards), self._store.read_scalars("group_id", rows) - first
+        if by is not None:
+            known = reward_column(by) in self._store.schema
+            rewards = self._store.read_scalars(reward_column(by), rows) if known else np.full(len(rows), np.nan)
         right = np.bincount(groups, graded & (rewards >= self._curriculum.success_at), minlength=self._size)
         counts = np.bincount(groups, graded, minlength=self._size)
         return np.divide(right, counts, out=np.full(self._size, np.nan), where=counts > 0)

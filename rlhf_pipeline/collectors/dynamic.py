@@ -30,18 +30,19 @@ class Round:
         cursors: int64 [P], which prompts of the source they are.
         drawn: the sampled rows, [n].
         grades: their rewards, [n].
+        steered: what must differ within a group, [n]: the rewards, or the one of them that `collect.dynamic_by` names.
     """
 
     prompts: Sequence[Prompt]
     cursors: Ints
     drawn: SampledRows
     grades: Sequence[Grade]
+    steered: npt.NDArray[np.float32]
 
     @property
     def spread(self) -> Ints:
         """The prompts whose group has rewards that are not all equal, ascending, int64 [k]."""
-        rewards = np.array([item.reward for item in self.grades], np.float32)
-        return spread_groups(rewards, self.drawn.prompt_index)
+        return spread_groups(self.steered, self.drawn.prompt_index)
 
 
 def as_one(rounds: Sequence[Round]) -> Round:
@@ -51,6 +52,7 @@ def as_one(rounds: Sequence[Round]) -> Round:
         cursors=np.concatenate([one.cursors for one in rounds]),
         drawn=joined([one.drawn for one in rounds]),
         grades=[grade for one in rounds for grade in one.grades],
+        steered=np.concatenate([one.steered for one in rounds]),
     )
 
 

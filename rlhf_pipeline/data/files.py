@@ -1,8 +1,9 @@
 r"""Rows of other people's files, the one reader of prompts and of other tools' rollouts.
 
-Read are JSON lines, JSON arrays, CSV, TSV, Parquet, Arrow (Feather), each of these in gzip, folders of them, and data
-sets saved by Hugging Face `datasets`. A file's content decides where it says what it is; else its name does. JSON and
-CSV need the standard library only; the rest needs pyarrow, and a saved data set `datasets` (extra `exchange`).
+Read are JSON lines, JSON arrays and objects, CSV, TSV, Parquet, Arrow (Feather), each of these in gzip, folders of
+them, and data sets saved by Hugging Face `datasets`. A file's content decides where it says what it is; else its name
+does. JSON and CSV need the standard library only; the rest needs pyarrow, and a saved data set `datasets` (extra
+`exchange`).
 
 >>> import tempfile
 >>> folder = Path(tempfile.mkdtemp())
@@ -73,11 +74,14 @@ class SourceFile:
     container: Container
 
     def rows(
-        self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
+        self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0."""
+        """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0.
+
+        Of a `growing` file a last line that its writer has not ended yet is left for later.
+        """
         if self.container == "jsonl":
-            yield from _json_rows(self, on_bad)
+            yield from _json_rows(self, on_bad, growing)
         elif self.container == "csv":
             yield from _csv_rows(self)
         else:
@@ -248,10 +252,12 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _json_rows(source: SourceFile, on_bad: Callable[[DataError], None] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(
+    source: SourceFile, on_bad: Callable[[DataError], None] | None, growing: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
     path = source.path
     array = _is_array(path)
-    for number, value in _array_items(path) if array else _json_lines(path):
+    for number, value in _array_items(path) if array else _document(path) or _json_lines(path, growing):
         error = value if isinstance(value, DataError) else None
         if error is None and not isinstance(value, dict):
             place = f"{path}, row {number}" if array else f"{path}:{number}"
@@ -264,6 +270,22 @@ def _json_rows(source: SourceFile, on_bad: Callable[[DataError], None] | None) -
             on_bad(error)
 
 
+def _document(path: Path) -> list[tuple[int, Any]]:
+    """Return the one object that a `.json` file of several lines is; nothing for lines of JSON."""
+    if ".json" not in (suffix.lower() for suffix in path.suffixes):
+        return []
+    with _readable(path) as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        try:
+            return [(1, json.loads(_bytes_of(path)))]
+        except (ValueError, RecursionError):
+            pass
+    return []
+
+
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(cast("list[Any]", json.loads(_bytes_of(path))))
@@ -271,7 +293,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} begins as a JSON array and cannot be read as one: {error}.") from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
     """Yield what each line holds, or the error of one that holds no JSON."""
     with _readable(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -282,6 +304,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             except RecursionError:
                 yield number, DataError(f"{path}:{number}: this line is nested too deeply to be read.")
             except ValueError as error:
+                if growing and not line.endswith(b"\n"):
+                    return
                 torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
                 shown = line.strip()[:60].decode("utf-8", "replace")
                 show = f"sed -n {number}p {typed(path)}"

@@ -378,7 +378,11 @@ class Curriculum(Settings):
     """
 
     every: int = setting(min=1, help="Rollouts between two changes of the weights.")
-    success_at: float = setting(1.0, help="The reward from which on a completion counts as right.")
+    by: str | None = setting(
+        None,
+        help="The reward or component, by name, that says whether a completion is right; None is the whole reward.",
+    )
+    success_at: float = setting(1.0, help="Its value from which on a completion counts as right.")
     least: float = setting(
         0.1, above=0, max=1, help="The share of its weight that a source keeps whose prompts are all solved, or none."
     )
@@ -593,9 +597,13 @@ def _prompt_of(
 ) -> tuple[str, Prompt | None]:
     """Return a row's prompt; None, and the rule of `skip`, if it is left out."""
     value = _field(row, reading.prompt_field, where)
-    absent = value is None or (isinstance(value, (str, list)) and not len(cast("str | list[Any]", value)))
-    if "empty" in reading.skip and (absent or (isinstance(value, str) and not value.strip())):
+    blank = _is_blank(value)
+    if "empty" in reading.skip and (blank or value is None or value == []):
         return "empty", None
+    if blank and value not in ("", []):
+        raise DataError(
+            f"{where}: field '{reading.prompt_field}': the prompt is only space. Leave such rows out: skip=\"empty\"."
+        )
     answer = None
     if reading.answer_field is not None:
         try:
@@ -621,6 +629,14 @@ def _prompt_of(
         return "", Prompt(text=text, messages=messages, answer=answer, meta={**provenance, **meta})
     except DataError as error:
         raise DataError(f"{where}: {_sentence(str(error), reading)}") from error
+
+
+def _is_blank(value: object) -> bool:
+    """Return whether a prompt says nothing: text without a letter, or messages without one in any of them."""
+    if isinstance(value, str):
+        return not value.strip()
+    said = [one.get("content") for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return bool(said) and all(isinstance(one, str) and not one.strip() for one in said)
 
 
 def _sentence(error: str, reading: _Reading) -> str:

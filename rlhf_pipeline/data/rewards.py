@@ -42,17 +42,18 @@ def environment_reward(rewards: Mapping[str, float]) -> float | tuple[float, Map
     return (sum(rewards.values()), rewards) if rewards else 0.0
 
 
-def answer_text(answer: JsonValue) -> str:
-    """Return a reference answer as text, as rewards of the text compare it; an answer may be any JSON value.
+def answer_texts(answer: JsonValue) -> list[str]:
+    """Return reference answers as texts, as rewards of the text compare them: of a list each, one of which is enough.
 
-    >>> answer_text(18), answer_text(None)
-    ('18', '')
+    >>> answer_texts(18), answer_texts(["Paris", None, 3]), answer_texts(None)
+    (['18'], ['Paris', '3'], [''])
     """
-    return "" if answer is None else str(answer)
+    given = [str(one) for one in (answer if isinstance(answer, list) else [answer]) if one is not None]
+    return given or [""]
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that are in the right place, in [0, 1].
+    """Return the share of the answer's characters that are in the right place, in [0, 1]; of several, the largest.
 
     Characters beyond the answer's length count as wrong, so running on is not rewarded.
 
@@ -61,11 +62,12 @@ def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[s
     >>> token_match("12=", "1299", "12", {})
     0.5
     """
-    expected = answer_text(answer)
+    return max(_in_place(expected, completion) for expected in answer_texts(answer))
+
+
+def _in_place(expected: str, completion: str) -> float:
     longest = max(len(expected), len(completion))
-    if longest == 0:
-        return 1.0
-    return sum(a == b for a, b in zip(expected, completion, strict=False)) / longest
+    return sum(a == b for a, b in zip(expected, completion, strict=False)) / longest if longest else 1.0
 
 
 def final_number(text: str) -> str | None:
@@ -95,17 +97,16 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
     1.0
     """
     given = final_number(completion)
-    answers = answer if isinstance(answer, list) else [answer]
-    return float(given is not None and given in [final_number(str(item)) for item in answers if item is not None])
+    return float(given is not None and given in map(final_number, answer_texts(answer)))
 
 
 def exact_match(completion: str, answer: JsonValue) -> float:
-    r"""Return 1.0 if the completion is the answer, without the space around both, else 0.0.
+    r"""Return 1.0 if the completion is the answer, or one of several, without the space around both, else 0.0.
 
-    >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris")
-    (1.0, 0.0)
+    >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris"), exact_match("Paris", ["Lutetia", "Paris"])
+    (1.0, 0.0, 1.0)
     """
-    return float(completion.strip() == answer_text(answer).strip())
+    return float(completion.strip() in [one.strip() for one in answer_texts(answer)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +195,7 @@ def mask_truncated(finish_reason: str) -> None:
 
 
 def math_verify_match(completion: str, answer: JsonValue) -> float | None:
-    """Return 1.0 if math-verify finds the completion equal to the answer, else 0.0; None if the answer is no maths.
+    """Return 1.0 if math-verify finds the completion equal to the answer, or one of several; None if none is maths.
 
     Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its own time limits, which need signals, are off:
     `collect.reward_timeout_s` takes their place.
@@ -206,10 +207,11 @@ def math_verify_match(completion: str, answer: JsonValue) -> float | None:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise DefinitionError('math_verify_match needs math-verify: pip install "rlhf-pipeline[math]"') from error
-    gold = parse(answer_text(answer), parsing_timeout=None)
-    if not gold:
+    golds = [gold for one in answer_texts(answer) if (gold := parse(one, parsing_timeout=None))]
+    if not golds:
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    given = parse(completion, parsing_timeout=None)
+    return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
 
 
 def describe_error(error: BaseException) -> str:
@@ -388,6 +390,12 @@ def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
         return None
     name = own if len(rewards) == 1 or one.function is environment_reward else f"{one.label}_{own}"
     return None if name in [other.label for other in rewards] else name
+
+
+def may_have_parts(function: object) -> bool:
+    """Return whether a function's results may have components: those of this package are plain numbers."""
+    named: Any = function if hasattr(function, "__module__") else type(function)
+    return function is environment_reward or not str(named.__module__).startswith("rlhf_pipeline.")
 
 
 TOTALS: Final = ("score", "reward", "rewards")

@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from rlhf_pipeline.data.keys import ATTENTION_MASK, DONE, TOKENS, Key
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, ATTENTION_MASK, DONE, LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.data.padding import length_mask, under_mask
 from rlhf_pipeline.data.trajectories import (
     NUMPY_DTYPES,
@@ -47,10 +47,20 @@ def rows_of(td: Any) -> list[TensorDictBase]:
 
 
 def along_one_dimension(td: TensorDictBase) -> TensorDictBase:
-    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension."""
+    """Return the trajectories, or steps, of a TensorDict of any batch size along one dimension.
+
+    Where the containers of a TensorDict `[n]` are stacks of ragged rows, as TorchRL's wrappers leave them in a step of
+    an environment, it becomes a stack of rows as a whole.
+    """
     if td.batch_dims == 0:
         return lazy_stack([td])  # pyright: ignore[reportReturnType]
-    return td if td.batch_dims == 1 else _flattened(td)
+    if td.batch_dims > 1:
+        return _flattened(td)
+    if not is_stack(td):
+        containers = [inner_of(entries_of(td).get(key[0])) for key in (TOKENS, LOG_PROBS)]
+        if any(isinstance(container, LazyStackedTensorDict) for container in containers):
+            return lazy_stack(list(td.unbind(0)))  # pyright: ignore[reportReturnType]
+    return td
 
 
 def steps_of(td: TensorDictBase) -> Trajectories:
@@ -206,6 +216,49 @@ def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
 def holds(td: TensorDictBase, key: Key) -> bool:
     """Return whether all trajectories of a TensorDict `[n]` have a key."""
     return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
+
+
+def with_whole_log_probs(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
+    """Place log-probs of responses alone, as TorchRL's wrappers return them, in rows of whole tokens.
+
+    A step of an environment that such a wrapper samples for has prompt, response and whole tokens, and log-probs of the
+    response; from these follow the assistant's mask and the log-probs per token, NaN over the prompt. The wrapper
+    reports 0 for the first sampled token, whatever its log-prob: that one is unknown, and NaN as well.
+
+    Args:
+        td: `[n]`, returned as it is unless it lacks what can be placed.
+        log_probs: the key of log-probs per token, whose sibling `response` is read.
+    """
+    if isinstance(log_probs, str) or td.batch_dims != 1:
+        return td
+    if not is_stack(td):
+        return _placed(td, log_probs)
+    rows = [_placed(row, log_probs) for row in rows_of(td)]
+    return td if all(new is old for new, old in zip(rows, rows_of(td), strict=True)) else lazy_stack(rows)  # pyright: ignore[reportReturnType]
+
+
+def inner_of(entry: Any) -> Any:
+    """Return the TensorDict of a tensorclass; anything else as it is."""
+    return getattr(entry, "_tensordict", entry) if is_tensor_collection(entry) else entry
+
+
+def _placed(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
+    """Return `with_whole_log_probs` of one row, or of a batch of padded ones."""
+    prompt, response = (td.get((TOKENS[0], name), None) for name in ("prompt", "response"))
+    scores = td.get((*log_probs[:-1], "response"), None)
+    if prompt is None or response is None or td.get(TOKENS, None) is None:
+        return td
+    new: dict[Key, Tensor] = {}
+    if td.get(ASSISTANT_MASK, None) is None:
+        said = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), torch.ones_like(response, dtype=torch.bool)], -1)
+        real = td.get(ATTENTION_MASK, None)
+        new[ASSISTANT_MASK] = said if real is None or real.shape != said.shape else said & real.bool()
+    if td.get(log_probs, None) is None and scores is not None and scores.shape == response.shape:
+        first = torch.arange(response.shape[-1], device=scores.device) == 0
+        known = torch.where(first & (scores == 0), torch.nan, scores)
+        unknown = torch.full(prompt.shape, torch.nan, dtype=known.dtype, device=known.device)
+        new[log_probs] = torch.cat([unknown, known], -1)
+    return with_leaves(td, new) if new else td
 
 
 def entries_of(row: Any) -> dict[str, Any]:

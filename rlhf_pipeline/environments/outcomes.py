@@ -75,11 +75,11 @@ OUTCOMES: Final = (
     ),
     Outcome(name="malformed call", what="nobody can read it", then=_TOLD, finish_reason=CALLS),
     Outcome(name="unknown call", what="there is no such tool", then=_TOLD, finish_reason=CALLS),
+    Outcome(name="bad arguments", what="a tool does not take them", then=_TOLD, finish_reason=CALLS),
     Outcome(
-        name="bad arguments",
-        what="a tool does not take them, or raises an error of `tools.TOLD` on them",
-        then=_TOLD,
-        finish_reason=CALLS,
+        name="tool refused",
+        what="a tool raises an error that arguments cause (`ValueError`, `KeyError`, ...)",
+        then="told",
     ),
     Outcome(
         name="tool raised",
@@ -151,10 +151,8 @@ OUTCOMES: Final = (
     Outcome(
         name="engine aborted",
         what="another client, or a restart, ended it",
-        then="begins again (`collect.retries`); the rollout is not stored otherwise",
-        reward="none",
-        learned=False,
-        evaluated=False,
+        then="begins again (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
+        reward="of the next try",
     ),
 )
 """The table."""

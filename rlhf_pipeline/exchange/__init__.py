@@ -2,7 +2,8 @@
 
 - `import_files`: JSONL, Parquet, Hugging Face datasets; dumps of TRL, verl, open-instruct, prime-rl, tinker-cookbook.
 - `copy_store`: a store, whole or in part, into a new one of either backend.
-- `export_store`: Parquet, JSONL, Hugging Face datasets; an export is imported again without loss.
+- `follow_folder`: the same of what a running trainer writes.
+- `export_store`: Parquet, JSONL, Hugging Face datasets, which are imported again without loss; ATIF.
 - `TrajectoryRecorder`: inside TRL's trainers, or any loop that has token ids and rewards.
 - `select`: conditions such as `reward>=0.5`.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.exchange.copier import copy_store
 from rlhf_pipeline.exchange.exporter import ExportReport, export_store
+from rlhf_pipeline.exchange.follow import follow_folder
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
 from trajectory_store.recorder import TrajectoryRecorder
 
@@ -24,6 +26,7 @@ __all__ = [
     "TrajectoryRecorder",
     "copy_store",
     "export_store",
+    "follow_folder",
     "import_files",
     "select",
 ]

@@ -18,6 +18,7 @@ def copy_store(
     backend: Backend = "memmap",
     filters: Sequence[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
+    skip_damaged: bool = False,
 ) -> ExportReport:
     """Make a store that holds the trajectories of another one, in the order of arrival, later values folded in.
 
@@ -30,8 +31,10 @@ def copy_store(
         backend: of the new store.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         on_rows: called with the number of trajectories copied and to copy.
+        skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
 
     Raises:
+        DataError: some trajectories are damaged.
         RunExistsError: the target is there already.
         DefinitionError: a filter cannot be read, or names no column, or nothing meets the filters.
         StoreError: the store cannot be read, its trajectories were evicted meanwhile, or the disk is full.
@@ -40,7 +43,7 @@ def copy_store(
         raise DefinitionError(f"a copy goes into a folder, and {to} is none: it could not appear whole. --to FOLDER")
     target = Path(to).expanduser()
     check_absent(target)
-    with chosen(store, filters) as (opened, ids, left_out):
+    with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         schema = opened.schema
         with appearing_whole(target) as part, TrajectoryStore.create(part, schema, backend=backend) as made:
             copy_rows(opened, made, ids, on_rows=on_rows)

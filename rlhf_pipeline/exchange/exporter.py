@@ -1,4 +1,7 @@
-"""A store, or a part of it, as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss."""
+"""A store, or a part of it, as a Parquet file, a JSONL file or a Hugging Face dataset, streamed and without loss.
+
+Or as agent trajectories in ATIF, for tools that read those.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.data.files import Container, need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import arrow_schema, schema_beside, to_json
+from rlhf_pipeline.exchange.atif_documents import READ, atif_documents
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 
@@ -22,6 +27,8 @@ ROW_GROUP_BYTES = 16 << 20
 """A Parquet file is written in groups of about this size, which are in memory whole while they are written."""
 Backend = Literal["memmap", "zarr"]
 _KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", "": "hf"}
+_ATIF = (".atif.jsonl", ".atif")
+"""Endings of a file with one ATIF document a line, and of a folder with one file for each."""
 
 
 @dataclass(kw_only=True)
@@ -29,10 +36,10 @@ class ExportReport:
     """What an export or a copy wrote."""
 
     path: Path
-    kind: Container | Backend
+    kind: Container | Backend | Literal["atif"]
     num_trajectories: int
     num_left_out: int
-    """Trajectories that a filter left out."""
+    """Trajectories that a filter left out, or that are damaged."""
     columns: tuple[str, ...]
 
     @property
@@ -50,6 +57,7 @@ def export_store(
     columns: Sequence[str] | None = None,
     batch_rows: int = BATCH_ROWS,
     on_batch: Callable[[int, int], None] | None = None,
+    skip_damaged: bool = False,
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
@@ -59,26 +67,32 @@ def export_store(
 
     Args:
         store: an open store, or its folder.
-        to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; must not exist.
+        to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; `FILE.atif.jsonl` or a folder
+            `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and in `extra`
+            reward, group, version, temperature and advantage. It must not exist.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         columns: only these columns; then an import gives them alone.
         batch_rows: trajectories that are in memory at once.
         on_batch: called with the number written and the number to write.
+        skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
 
     Raises:
+        DataError: some trajectories are damaged.
         RunExistsError: the target is there already.
         DefinitionError: a filter or a column is not known, nothing meets the filters, or pyarrow or datasets is not
             installed.
         StoreError: the store cannot be read.
     """
     target = Path(to).expanduser()
+    if target.name.endswith(_ATIF):
+        return _export_atif(store, target, filters, columns, batch_rows, on_batch)
     found = _KINDS.get(target.suffix.lower())
     if found is None:
-        endings = ", ".join(ending for ending in _KINDS if ending)
+        endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
         raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
     beside = schema_beside(target, found)
     check_absent(target, *([beside] if found == "jsonl" else []))
-    with chosen(store, filters) as (opened, ids, left_out):
+    with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
         with appearing_whole(target) as part:
             _WRITERS[found](part, opened, schema, _parts(ids, batch_rows, on_batch))
@@ -88,12 +102,44 @@ def export_store(
     return ExportReport(path=target, kind=found, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names)
 
 
+def _export_atif(
+    store: str | Path | TrajectoryStore,
+    target: Path,
+    filters: Sequence[str],
+    columns: Sequence[str] | None,
+    batch_rows: int,
+    on_batch: Callable[[int, int], None] | None,
+) -> ExportReport:
+    if columns is not None:
+        raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
+    check_absent(target)
+    with chosen(store, filters) as (opened, ids, left_out), appearing_whole(target) as part:
+        documents = (
+            document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
+        )
+        if target.name.endswith(".jsonl"):
+            with part.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(one, ensure_ascii=False, allow_nan=False) + "\n" for one in documents)
+        else:
+            part.mkdir()
+            for one in documents:
+                text = json.dumps(one, ensure_ascii=False, allow_nan=False, indent=2)
+                (part / f"trajectory-{one['trajectory_id']}.json").write_text(text, encoding="utf-8")
+        used = tuple(name for name in READ if name in opened.schema)
+    return ExportReport(path=target, kind="atif", num_trajectories=len(ids), num_left_out=left_out, columns=used)
+
+
 @contextmanager
-def chosen(store: str | Path | TrajectoryStore, filters: Sequence[str]) -> Iterator[tuple[TrajectoryStore, Ids, int]]:
-    """Give an open store, the ids of the trajectories that meet all conditions, and the number of the others."""
+def chosen(
+    store: str | Path | TrajectoryStore, filters: Sequence[str], *, skip_damaged: bool = False
+) -> Iterator[tuple[TrajectoryStore, Ids, int]]:
+    """Give an open store, the ids of the trajectories that meet all conditions, and the number of the others.
+
+    Damaged ones are an error, or among the others.
+    """
     if isinstance(store, TrajectoryStore):
         there = store.ids()  # a store that others write to may change while it is read
-        ids = select(store, filters, there)
+        ids = select(store, filters, sound_rows(store, there, skip=skip_damaged))
         if len(there) and not len(ids):
             raise DefinitionError(
                 f"none of the {len(there):,} trajectories in {store.path} meets {' and '.join(filters)}."
@@ -101,7 +147,7 @@ def chosen(store: str | Path | TrajectoryStore, filters: Sequence[str]) -> Itera
         yield store, ids, len(there) - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()
-    with TrajectoryStore.open(address, mode="r") as opened, chosen(opened, filters) as found:
+    with TrajectoryStore.open(address, mode="r") as opened, chosen(opened, filters, skip_damaged=skip_damaged) as found:
         yield found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -16,11 +17,12 @@ from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange._values import from_row, schema_of
+from rlhf_pipeline.exchange.dump_files import ArchiveMember, Dump, Found, find_dumps
 from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
+from rlhf_pipeline.exchange.stored_names import StoredNames, digest
 from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
-from rlhf_pipeline.exchange.tools import Tool, add_summary, check_format, find_tool, is_metadata, is_summary
-from rlhf_pipeline.exchange.torch_dumps import Dump, find_dumps
+from rlhf_pipeline.exchange.tools import ROWS, Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from trajectory_store import Schema
 from trajectory_store.batch import batch_of
 from trajectory_store.raw_rollout import RawRollout, Row
@@ -49,6 +51,8 @@ class FileReport:
     """Trajectories that the store had already."""
     num_left_out: int = 0
     """Rows without anything that a policy sampled, or that repeat an earlier file."""
+    num_assumed_one_turn: int = 0
+    """Trajectories of text that the file does not tell to be of one turn: the user says so, or looks all the same."""
     bad: list[str] = field(default_factory=list[str])
     """Rows that could not be read, each with its place and the reason (`skip_bad`)."""
 
@@ -60,6 +64,7 @@ class ImportReport:
     Attributes:
         store: the folder.
         files: one report per file, in order.
+        other_files: files of the folders and archives that hold no rollouts.
         num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
         num_failed: trajectories whose rows say that they failed; they have no reward.
@@ -75,6 +80,7 @@ class ImportReport:
 
     store: Path
     files: list[FileReport] = field(default_factory=list[FileReport])
+    other_files: list[Path] = field(default_factory=list[Path])
     num_tokens: int = 0
     num_encoded: int = 0
     num_failed: int = 0
@@ -145,6 +151,8 @@ def import_files(
     chat_template: bool = True,
     one_turn: bool = False,
     skip_bad: int = 0,
+    shown: bool = False,
+    growing: bool = False,
     durability: Literal["process", "power", "group"] | None = None,
     batch_rows: int = BATCH_ROWS,
     on_file: Callable[[FileReport], None] | None = None,
@@ -172,6 +180,9 @@ def import_files(
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
         one_turn: completions without token ids hold no words of an environment, where the file does not say so.
         skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
+        shown: the rows are only looked at: what would be asked for is left open, and out of the loss.
+        growing: a tool is still writing the files: a last line that it has not ended is left for the next import, and
+            so is a file that cannot be read yet.
         durability: of the store; see `TrajectoryStore.create`.
         batch_rows: at most so many trajectories per commit.
         on_file: called when a file's format is known.
@@ -191,11 +202,28 @@ def import_files(
     if by_prompt and group is not None:
         raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
     how = _How(given=given, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
-    sources = find_dumps(files, "jsonl" if format == "jsonl" else None)
+    how = replace(how, shown=shown, growing=growing)
     with as_ours():
         encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
-    plan = _recognise(sources, format, how)
+    with tempfile.TemporaryDirectory(prefix="rlhf-import-") as scratch:
+        sources = find_dumps(files, "jsonl" if format == "jsonl" else None, scratch=Path(scratch))
+        plan = _recognise(sources, format, how, report)
+        if plan:
+            _import(plan, report, encoder, durability, batch_rows, on_file, on_commit)
+    return report
+
+
+def _import(
+    plan: Sequence[_Item],
+    report: ImportReport,
+    encoder: Encoder,
+    durability: Literal["process", "power", "group"] | None,
+    batch_rows: int,
+    on_file: Callable[[FileReport], None] | None,
+    on_commit: Callable[[ImportReport], None] | None,
+) -> None:
+    """Write the rows of files into the report's store, and count them."""
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
     if exported and len(exported) != len(plan):
         raise DefinitionError("exports of a store and other files cannot be imported in one command.")
@@ -207,7 +235,7 @@ def import_files(
     schema = Schema(columns.values()) if exported else trajectory_schema([*COLUMNS, *[EVALUATION][: any(evaluates)]])
     _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
-        there, seen = ExistingRows(store), set[Any]()
+        there, names = ExistingRows(store), StoredNames(store)
         for item, repeated in zip(plan, repeats, strict=True):
             report.files.append(item.report)
             if on_file is not None:
@@ -220,7 +248,7 @@ def import_files(
                     there = ExistingRows(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
-                rows = _converted(item, item.reader, there.begin(item.source.path), encoder, seen)
+                rows = _converted(item, item.reader, there.begin(item.source.path), encoder, names)
             for batch in _batches(rows, batch_rows):
                 found = there.find([where for where, _, _ in batch], [row for _, row, _ in batch])
                 new = [(row, encoded) for (_, row, encoded), old in zip(batch, found, strict=True) if not old]
@@ -233,7 +261,6 @@ def import_files(
                     report.tally(row, encoded=encoded)
                 if on_commit is not None:
                     on_commit(report)
-    return report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +272,21 @@ class _How:
     by_prompt: bool
     one_turn: bool
     skip_bad: int
+    shown: bool = False
+    growing: bool = False
     beside: dict[Any, dict[Any, float]] = field(default_factory=dict[Any, "dict[Any, float]"])
     """What rows of other files say of these."""
 
     def fields(self, source: Dump, number: int, row: Row) -> Fields:
-        return Fields(row, self.given, path=source.path, number=number, one_turn=self.one_turn, beside=self.beside)
+        return Fields(
+            row,
+            self.given,
+            path=source.path,
+            number=number,
+            one_turn=self.one_turn,
+            shown=self.shown,
+            beside=self.beside,
+        )
 
     def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         """Yield the records of a row, in the group that the user names."""
@@ -261,11 +298,15 @@ class _How:
         if isinstance(self.group, str) and self.group != NONE and not self.group.isdecimal():
             key = ("group", str(fields.value(self.group)))
         for record in tool.read(fields):
-            yield record if record is None or key is None else replace(record, group=key, one_prompt=False)
+            yield (
+                record
+                if record is None or key is None
+                else replace(record, group=key, one_prompt=False, across_files=False)
+            )
 
     def groups(self) -> FileGroups:
         in_turn = int(self.group) if self.group is not None and str(self.group).isdecimal() else None
-        checked = self.group is None or (self.group != NONE and in_turn is None)
+        checked = not self.shown and (self.group is None or (self.group != NONE and in_turn is None))
         return FileGroups(in_turn, by_prompt=self.by_prompt, checked=checked)
 
 
@@ -299,46 +340,66 @@ class _Item:
     how: _How
 
 
-def _recognise(sources: Sequence[Dump], format: str, how: _How) -> list[_Item]:
+def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportReport) -> list[_Item]:
+    """Return which tool reads each file; the files that hold no rollouts are in the report."""
     plan: list[_Item] = []
     summaries: list[Dump] = []
-    for source in sources:
-        with contextlib.closing(source.rows()) as rows:
-            number, row = next(rows, (0, None))
-        if row is None or is_metadata(row):
-            continue
-        if is_summary(row):
-            summaries.append(source)
-            continue
-        schema, mine = schema_of(source), how
+    refusals: list[DataError | DefinitionError] = []
+    for found in sources:
         try:
-            tool = find_tool(format, row, is_export=schema is not None)
-            if tool is None and how.given:
-                raise DefinitionError("an export of a store names its own fields; leave out --field.")
-            if tool is not None:
-                mine = replace(how, given={**tool.first_row_tells(Fields(row, how.given)), **how.given})
-        except DefinitionError as error:
-            raise DefinitionError(f"{source.path}: {error}") from None
-        if tool is None:
-            about = "all columns as they were exported"
-            if schema is None:
-                about = "the columns that this version knows; the export's own list of columns is not beside it"
-            report = FileReport(path=source.path, format="store", about=about)
-            plan.append(_Item(source=source, report=report, reader=schema or trajectory_schema(COLUMNS), how=how))
+            item = _item(found, format, how, summaries)
+        except (DataError, DefinitionError) as error:
+            if found.named and not how.growing:
+                raise
+            refusals.append(error)
+            report.other_files.append(found.dump.path)
             continue
-        report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
-        plan.append(_Item(source=source, report=report, reader=tool, how=mine))
+        if item is not None:
+            plan.append(item)
     for source in summaries:
-        for number, row in source.rows():
+        for number, row in source.rows(growing=how.growing):
             with _naming(source, number):
                 add_summary(how.beside, row)
-    if not plan:
+    if not plan and not how.growing:
+        if refusals:
+            raise refusals[0]
         if summaries:
             raise DefinitionError(
                 f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
             )
-        raise DataError(f"{', '.join(str(source.path) for source in sources)}: there are no rows to import.")
+        raise DataError(f"{', '.join(str(found.dump.path) for found in sources)}: there are no rows to import.")
     return plan
+
+
+def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item | None:
+    """Return how a file is read, from its first row; nothing for one without rows, or of rewards alone."""
+    source = found.dump
+    with contextlib.closing(source.rows(growing=how.growing)) as rows:
+        number, row = next(rows, (0, None))
+    if row is None or is_metadata(row):
+        return None
+    if is_summary(row):
+        summaries.append(source)
+        return None
+    schema, mine = schema_of(source.unpacked if isinstance(source, ArchiveMember) else source), how
+    try:
+        tool = find_tool(format, row, is_export=schema is not None)
+        if tool is None and how.given:
+            raise DefinitionError("an export of a store names its own fields; leave out --field.")
+        if tool is not None:
+            mine = replace(how, given={**tool.first_row_tells(how.fields(source, number, row)), **how.given})
+        if tool is ROWS and (how.growing or not found.named):
+            next(ROWS.read(mine.fields(source, number, row)), None)  # is it a row at all?
+    except DefinitionError as error:
+        raise DefinitionError(f"{source.path}: {error}") from None
+    if tool is None:
+        about = "all columns as they were exported"
+        if schema is None:
+            about = "the columns that this version knows; the export's own list of columns is not beside it"
+        report = FileReport(path=source.path, format="store", about=about)
+        return _Item(source=source, report=report, reader=schema or trajectory_schema(COLUMNS), how=how)
+    report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
+    return _Item(source=source, report=report, reader=tool, how=mine)
 
 
 def _repeats(item: _Item, before: _Item) -> bool:
@@ -363,7 +424,10 @@ def _decide(item: _Item) -> bool:
     source, tool, how = item.source, item.reader, item.how
     assert isinstance(tool, Tool)
     groups, about, evaluates = how.groups(), {}, False
-    with contextlib.closing(source.rows(on_bad=lambda error: None)) as rows, contextlib.suppress(DataError):
+    with (
+        contextlib.closing(source.rows(growing=how.growing, on_bad=lambda error: None)) as rows,
+        contextlib.suppress(DataError),
+    ):
         for number, row in rows:
             fields = how.fields(source, number, row)
             try:
@@ -378,7 +442,8 @@ def _decide(item: _Item) -> bool:
                 where = source.where(number) if groups.num_members else source.path
                 raise DefinitionError(f"{where}: {error}") from None
     try:
-        groups.check()
+        if not how.growing:  # else the others may be still to come
+            groups.check()
     except DefinitionError as error:
         raise DefinitionError(f"{source.path}: {error}") from None
     about = {**about, **how.given} | ({} if how.group is None else {"group": str(how.group)})
@@ -408,7 +473,7 @@ def _exported(source: Dump, schema: Schema) -> Rows:
         yield source.where(number), made, False
 
 
-def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, seen: set[Any]) -> Rows:
+def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, names: StoredNames) -> Rows:
     """Yield the rows of another tool's file; their ids follow from their places in it, counted from `base`."""
     source, report, how = item.source, item.report, item.how
     groups, place = how.groups(), base
@@ -418,7 +483,7 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, seen: set[A
             raise error
         report.bad.append(str(error))
 
-    for number, given in source.rows(on_bad=bad):
+    for number, given in source.rows(growing=how.growing, on_bad=bad):
         rows: list[tuple[Mapping[str, Any], bool]] = []
         left_out, before = 0, place
         try:
@@ -428,13 +493,19 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, seen: set[A
                         left_out += 1
                         continue
                     said = {"file": str(source.path), "row": number, "format": report.format}
+                    if record.identity is not None:
+                        said["identity"] = digest(record.identity)
+                    if record.across_files:
+                        said["group"] = digest(record.group)
                     encoded = record.prompt_ids is None or record.completion_ids is None
-                    row = encoder.row(record, said) | {NAME: place, "group_id": base + groups.number(record, number)}
+                    row = encoder.row(record, said)
+                    group = base + groups.number(record, number)
+                    row |= {NAME: place, "group_id": names.group(said["group"], group) if "group" in said else group}
                     place += 1
-                    if record.identity is not None and record.identity in seen:
-                        left_out += 1  # the tool wrote it to an earlier file, too
+                    report.num_assumed_one_turn += not record.one_turn
+                    if record.identity is not None and names.of(said["identity"], row[NAME]) != row[NAME]:
+                        left_out += 1  # the tool wrote it to another file, too
                         continue
-                    seen.add(record.identity)
                     rows.append((row, encoded))
         except DataError as error:
             bad(error)
@@ -449,4 +520,4 @@ def _check_first(item: _Item, encoder: Encoder) -> None:
     """Raise what is wrong with the first rows, such as a field that none has, before a store is made for them."""
     if isinstance(item.reader, Tool):
         first = replace(item, report=replace(item.report, bad=[]))
-        next(_converted(first, item.reader, 0, encoder, set()), None)
+        next(_converted(first, item.reader, 0, encoder, StoredNames(None)), None)

@@ -1,13 +1,12 @@
-"""The files of an import: those that `rlhf_pipeline.data.files` reads, and dumps of `torch.save`."""
+"""Dumps of `torch.save`, as files of an import."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.data.files import Container, SourceFile, find_sources, natural
 from rlhf_pipeline.errors import DataError
 
 
@@ -22,7 +21,7 @@ class TorchDump:
     container: str = "pt"
 
     def rows(
-        self, *, arrays: bool = False, on_bad: Callable[[DataError], None] | None = None
+        self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield `(number, row)`, counted from 0, tensors as lists; the arguments are those of `SourceFile.rows`."""
         import torch
@@ -46,19 +45,3 @@ class TorchDump:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-Dump = SourceFile | TorchDump
-
-
-def find_dumps(paths: Sequence[str | Path], container: Container | None = None) -> list[Dump]:
-    """Return what is to be read, in order; see `find_sources`. A folder that holds `.pt` files is those."""
-    found: list[Dump] = []
-    for given in paths:
-        path = Path(given).expanduser()
-        torch_files = sorted(path.glob("*.pt"), key=natural) if path.is_dir() else [path] * (path.suffix == ".pt")
-        if torch_files and all(file.is_file() for file in torch_files):
-            found += [TorchDump(file.resolve()) for file in torch_files]
-        else:
-            found += find_sources([path], container)
-    return list(dict.fromkeys(found))

@@ -403,6 +403,8 @@ class Learner:
     def _fresh(self, version: int, watermark: int | None) -> ChosenRows:
         """Return the graded trajectories with an advantage that are young enough for the weights of a version."""
         store = self.buffer.store
+        if watermark is None:
+            self.buffer.trajectories.check_new()
         oldest = math.inf if self.max_staleness is None else self.max_staleness
         every = store.ids()
         if watermark is not None:
@@ -461,7 +463,8 @@ class Learner:
         Args:
             step: its number, from 1.
             keep: returns which trajectories are allowed, bool [n]; None allows all.
-            watermark: read the store as of this watermark; None means now.
+            watermark: read the store as of this watermark; None means now, with all that is new compared with its
+                checksums.
 
         Returns:
             The trajectories, in the order of their ids; none if the strategy rejects all.

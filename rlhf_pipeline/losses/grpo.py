@@ -9,7 +9,7 @@ from operator import add
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
 from torch import nn
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
@@ -367,6 +367,27 @@ class GRPOLoss(LossModule):
         check_arguments(self, token_level=self._is_token_level())
         self._adapter: tuple[Any, Actor] | None = None
         self._set_in_keys()
+
+    @property
+    def clip_epsilon(self) -> torch.Tensor:
+        """How far below and above 1 the ratio is clipped: one number if both are equal, else `[2]`."""
+        bounds = sorted({self.clip_epsilon_low, self.clip_epsilon_high})
+        return (
+            torch.tensor(bounds[0])
+            if len(bounds) == 1
+            else torch.tensor([self.clip_epsilon_low, self.clip_epsilon_high])
+        )
+
+    @property
+    def actor_network_params(self) -> TensorDictParams | None:
+        """The actor's parameters, those that are trained; the loss has no copy of them."""
+        actor = self.actor_network
+        return None if actor is None else TensorDictParams(TensorDict.from_module(actor), no_convert=True)
+
+    target_actor_network_params = actor_network_params
+    """The same: nothing here is delayed behind the actor."""
+    critic_network = critic_network_params = target_critic_network_params = None
+    """GRPO has no critic."""
 
     @property
     def functional(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -62,12 +62,21 @@ def _listing(folder: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
+    weights = [file for pattern in _WEIGHTS for file in path.glob(pattern)]
+    if (path / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model") for file in weights):
+        step = re.fullmatch(r"step-0*(\d+)", path.name)
+        run = f"{typed(path.parent.parent)}@{step[1]}" if step and path.parent.name == "checkpoints" else "RUN@STEP"
+        raise DataError(
+            f"{path} holds the adapters of a LoRA run and no whole model. To go on with them: rlhf-pipeline run "
+            f"DEFINITION --from {run}. To begin with the model that they make, merge them into theirs with peft "
+            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and name the merged folder.'
+        )
     if not (path / "config.json").is_file():
         raise DataError(
             f"{path} holds no config.json, so it is not a model folder as save_pretrained writes it (it holds: "
             f"{_listing(path)})."
         )
-    if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
+    if not weights:
         raise DataError(
             f"{path} holds no weights ({', '.join(_WEIGHTS)}); it holds: {_listing(path)}. Is a download incomplete?"
         )

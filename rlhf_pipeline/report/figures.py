@@ -66,12 +66,13 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         ),
     ),
     (
-        "Evaluations, of the weights after the step",
+        "Evaluations, of the weights after the step; of a set with a name: evaluation/SET/...",
         (
             Figure("evaluation/reward", "reward", "mean over prompts of the mean reward of their completions"),
             Figure("evaluation/reward_low", "reward", "lower end of its 95 % normal interval over prompts"),
             Figure("evaluation/reward_high", "reward", "upper end"),
             Figure("evaluation/pass@K", "share", "unbiased estimate of the prompts that one of K completions solves"),
+            Figure("evaluation/reward/NAME", "reward", "mean over prompts of the reward or component NAME, unweighted"),
             Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
             Figure("evaluation/failed", "trajectories", "completions without a reward"),
@@ -152,9 +153,14 @@ def figure_of(name: str) -> Figure | None:
 
     >>> figure_of("reward/format").meaning, figure_of("evaluation/pass@4").unit, figure_of("mine")
     ('mean result of the reward NAME where it applies, without its weight', 'share', None)
+    >>> [figure_of(f"evaluation/{name}").unit for name in ("hard/pass@4", "hard/reward/format", "reward/format")]
+    ['share', 'reward', 'reward']
     """
     known = figures()
-    head, mark, _ = name.partition("/") if "@" not in name else name.partition("@")
+    parts = name.split("/")
+    if parts[0] == "evaluation" and name not in known and len(parts) > 2 and parts[1] != "reward":
+        return figure_of("/".join(["evaluation", *parts[2:]]))  # of a set with a name
+    head, mark, _ = name.rpartition("/") if "@" not in name else name.partition("@")
     tails = ("NAME", "KIND", "N", "K")
     return known.get(name) or next((known[key] for tail in tails if (key := f"{head}{mark}{tail}") in known), None)
 

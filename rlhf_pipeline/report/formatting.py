@@ -90,13 +90,15 @@ def number(value: float | None, digits: int = 2) -> str:
 def evaluation_words(figures: Mapping[str, float | int | None]) -> str:
     """Return the figures of an evaluation on one line.
 
-    >>> evaluation_words({"evaluation/reward": 0.5, "evaluation/pass@1": 0.25, "evaluation/completion_length": 9.0})
-    'reward 0.50  pass@1 0.25  length 9.00'
+    >>> evaluation_words({"evaluation/reward": 0.5, "evaluation/reward/acc": 1.0, "evaluation/completion_length": 9.0})
+    'reward 0.50  acc 1.00  length 9.00'
     """
     found = {name.removeprefix("evaluation/"): value for name, value in figures.items()}
     low, high = found.get("reward_low"), found.get("reward_high")
     interval = f" ({number(low)} to {number(high)})" if low is not None and high is not None else ""
     passes = [f"{name} {number(value)}" for name, value in found.items() if name.startswith("pass@")]
     failed = [f"{count(int(found['failed'] or 0), 'completion')} without a reward"] if found.get("failed") else []
-    parts = [f"reward {number(found['reward'])}{interval}", *passes, f"length {number(found['completion_length'])}"]
+    named = [f"{name[7:]} {number(value)}" for name, value in found.items() if name.startswith("reward/")]
+    parts = [f"reward {number(found['reward'])}{interval}", *passes, *named]
+    parts.append(f"length {number(found['completion_length'])}")
     return "  ".join([*parts, *failed])

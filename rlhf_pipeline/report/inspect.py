@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.prompts import Prompt
@@ -35,6 +36,9 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
     Args:
         view: the run or store.
         bind: returns the rewards, bound to the columns of the stored rows among others.
+
+    Raises:
+        CorruptionError: some rows do not match their checksums, so that other rewards would say nothing.
     """
     stored = view.stored
     grader = Grader(bind(sorted({name for context in _contexts(stored) for name in context.prompt_meta})))
@@ -44,6 +48,7 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
     before, again, examples = before.astype(np.float64), np.full(len(before), np.nan), list[Answer]()
     different, at = 0, 0
     for ids in stored.blocks():
+        check_rows(stored.store, ids)
         part = slice(at, at := at + len(ids))
         found, errors = grade_again(grader, stored, ids)
         again[part], old = found, before[part]

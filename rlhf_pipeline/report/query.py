@@ -29,7 +29,7 @@ from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.address import Address, address_of, below
-from rlhf_pipeline.run.evaluation_rows import evaluation_stores, stored_evaluations
+from rlhf_pipeline.run.evaluation_rows import evaluation_stores, recorded_sets, set_of_store, stored_evaluations
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
 
 Answer = dict[str, Any]
@@ -167,9 +167,10 @@ class View:
 
     def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
         """Return the mean reward of the newest evaluation that a step has in its line."""
-        rows, every = self.metrics_rows(), (pipeline.get("evaluate") or {}).get("every")
+        rows, (name, one) = self.metrics_rows(), next(iter(recorded_sets(pipeline).items()), ("", {}))
+        every = one.get("every")
         row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
-        return (row or {}).get("evaluation/reward")
+        return (row or {}).get(f"evaluation/{name}/reward" if name else "evaluation/reward")
 
     def processes(self) -> list[Answer]:
         """Return the processes of a run of several, as each last said of itself."""
@@ -580,14 +581,15 @@ class View:
         view = self.evaluation(name)
         watermark = view.refresh()
         if name not in self._evaluated or self._evaluated[name][0] != watermark:
-            success_at = float(self._fields().get("evaluate.success_at", 1.0))
-            found = stored_evaluations(view.stored.store, success_at)
+            recorded = {} if self.run is None else recorded_sets(self.run.config.pipeline)
+            found = stored_evaluations(view.stored.store, recorded.get(set_of_store(name), {}))
             versions, times = view.stored.scalars("policy_version"), view._floats("created_at")
             names = list(dict.fromkeys(key for one in found for key in one if key != "step"))
             self._evaluated[name] = (
                 watermark,
                 {
                     "store": name,
+                    "name": set_of_store(name) or None,
                     "address": str(view.address),
                     "num": len(view.stored.ids()),
                     "step": [one["step"] for one in found],
@@ -605,7 +607,13 @@ class View:
                 ids = view.stored.ids()[view.stored.scalars("policy_version") == step]
                 rows = [self._cut(row) for row in view.rows(ids[:_MOST_EVALUATED])]
                 figures = {name: values[at] for name, values in found["values"].items()}
-                yield {"store": found["store"], "figures": figures, "num": len(ids), "rows": rows}
+                yield {
+                    "store": found["store"],
+                    "name": found["name"],
+                    "figures": figures,
+                    "num": len(ids),
+                    "rows": rows,
+                }
 
     def ledger(self, *, last: int = 20) -> list[Answer]:
         """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""

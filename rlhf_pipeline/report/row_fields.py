@@ -20,7 +20,10 @@ _FIRST: Final = (
 )
 _NO_FIELDS: Final = INTERNAL | {"prompt", "completion", "meta", "trajectory_id", "use_count"}
 _ALWAYS: Final = ("task_reward", "advantage", "policy_version", "group_id", "num_completion_tokens", "finish_reason")
-_LABELS: Final = {column: short for short, column in SHORT.items()} | {"num_completion_tokens": "tokens"}
+_LABELS: Final = {column: short for short, column in SHORT.items()} | {
+    "num_completion_tokens": "tokens",
+    "finish_reason": "finish",
+}
 
 
 def is_named_reward(name: str) -> bool:

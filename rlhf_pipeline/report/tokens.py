@@ -49,6 +49,8 @@ class TokenTexts:
             completion: the completion's text.
             encoded_by: the tokenizer that an import encoded the text with, as it was named.
         """
+        if encoded_by == Characters.name_or_path:
+            return [chr(token) for token in ids]
         if (tokenizer := self._tokenizer(encoded_by)) is not None:
             return [_piece(tokenizer, token) for token in ids]
         head = _by_character(prompt, num_prompt_tokens, at_end=True)
@@ -104,3 +106,23 @@ def _tokenizer_file(run: RunFolder) -> Path | None:
 def _file_in(folder: Path) -> Path | None:
     file = folder.expanduser() / "tokenizer.json"
     return file if file.is_file() else None
+
+
+class Characters:
+    """Stands for a tokenizer where a text has no token ids: each character is shown as one token, its code point."""
+
+    name_or_path = "characters"
+    chat_template = "of messages only"
+    eos_token_id = None
+
+    def apply_chat_template(self, messages: Sequence[dict[str, object]], **_options: object) -> list[int]:
+        """Return the code points of messages, of each its role and its text."""
+        return self.encode("\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in messages))
+
+    def encode(self, text: str, **_options: object) -> list[int]:
+        """Return the code points."""
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int], **_options: object) -> str:
+        """Return the text of code points."""
+        return "".join(map(chr, ids))

@@ -42,7 +42,16 @@ def bound_to_stored(pipeline: Pipeline, stored: Iterable[str]) -> BoundRewards:
 def prompt_sources(pipeline: Pipeline) -> list[tuple[str, PromptSource]]:
     """Return what a definition samples from, by the field that names it; a replay samples held-out prompts alone."""
     found = [] if pipeline.replay is not None else [("prompts", pipeline.prompts)]
-    return found + ([] if pipeline.evaluate is None else [("evaluate.prompts", pipeline.evaluate.prompts)])
+    return found + [(prompts_field(name), one.prompts) for name, one in pipeline.evaluations.items()]
+
+
+def prompts_field(name: str) -> str:
+    """Return the field that has the prompts of a set for evaluations.
+
+    >>> prompts_field("hard"), prompts_field("")
+    ('evaluate.hard.prompts', 'evaluate.prompts')
+    """
+    return f"evaluate.{name}.prompts" if name else "evaluate.prompts"
 
 
 def check_columns(bound: BoundRewards, field: str, source: PromptSource) -> None:

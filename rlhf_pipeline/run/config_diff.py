@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.config_text import override_all, to_json
@@ -68,9 +68,19 @@ class Change:
 
 
 _OTHER_EVALUATIONS: Final = frozenset(
-    f"evaluate.{name}" for name in ("num_prompts", "group_size", "temperature", "max_new_tokens")
+    ("num_prompts", "group_size", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "prompts")
 )
-"""Fields whose change makes evaluations that are not compared with the earlier ones; so does any of its prompts."""
+"""Fields of `evaluate`, or of a set of it, after whose change evaluations are not compared with the earlier ones."""
+
+
+def _makes_others(field: str) -> bool:
+    """Return whether evaluations are others after a change of this field.
+
+    >>> [_makes_others(field) for field in ("evaluate.prompts.path", "evaluate.hard.top_p", "evaluate.every")]
+    [True, True, False]
+    """
+    first, *rest = field.split(".")
+    return first == "evaluate" and not _OTHER_EVALUATIONS.isdisjoint(rest[:2])
 
 
 def is_allowed(field: str) -> bool:
@@ -118,7 +128,7 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
         return None
     if change.field in _WITH_CONSEQUENCE:
         return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
-    if change.field in _OTHER_EVALUATIONS or change.field.startswith("evaluate.prompts"):
+    if _makes_others(change.field):
         return f"{change}: evaluations from step {step} on are others; {APART}."
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
@@ -161,11 +171,19 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
     elif isinstance(old, dict) and isinstance(new, dict) and old.get("type") == new.get("type") is not None:
         for name in sorted({**old, **new}):  # an object of a class of one's own
             yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
+    elif config and _has_groups(config) and isinstance(old, dict):
+        for name in sorted({**old, **config}):  # several groups of fields, each by its name
+            yield from _differences(f"{prefix}.{name}", old.get(name), config.get(name))
     elif isinstance(config, tuple) and len(old or ()) == len(config) and all(map(dataclasses.is_dataclass, config)):
         for place, (before, after) in enumerate(zip(old, config, strict=True)):
             yield from _differences(f"{prefix}.{place}", before, after)
     elif old != new:
         yield Change(field=prefix, was=old, now=new)
+
+
+def _has_groups(config: Any) -> bool:
+    """Return whether a value is a dict of groups of fields."""
+    return isinstance(config, dict) and all(map(dataclasses.is_dataclass, cast("dict[str, Any]", config).values()))
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

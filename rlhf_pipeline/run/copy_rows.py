@@ -49,7 +49,7 @@ from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_s
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLReward
-from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
+from trajectory_store import Column, CorruptionError, MissingRowError, Schema, TrajectoryStore
 
 if TYPE_CHECKING:
     from trajectory_store.batch import Batch
@@ -233,11 +233,16 @@ class Gatherer:
         choice, schema = self.choice, self.target.schema
         rows = choice.row[start:end]
         try:
-            batch = source.read_batch(rows, schema).fitted(schema)
+            batch = source.read_batch(rows, schema, checked=True).fitted(schema)
         except MissingRowError as error:
             raise DataError(
                 f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "
                 "start a new run with --out OTHER_FOLDER to learn from what is there now."
+            ) from error
+        except CorruptionError as error:
+            raise DataError(
+                f"{source.path} has been damaged since this run has chosen from it: {error} Restore the store from a "
+                "copy, or start a new run with --skip-damaged and --out OTHER_FOLDER."
             ) from error
         values = batch.values
         check_vocabulary(values["input_ids"], self.limits, str(source.path))

@@ -1,10 +1,10 @@
 """Evaluation on prompts that are never learned from.
 
-The completions of an evaluation are rows of a store of their own, `evaluations/DIGEST` in the run folder, marked by the
-column `evaluation`. They are not in the run's store because its rows are numbered: the ledger, the watermark of each
-step and the ring of `buffer.max_trajectories` count them, so a run with evaluations would name other rows, and evict
-others, than the same run without. The digest is that of what is evaluated; other prompts or another temperature begin
-another store, see `run.evaluation_rows`.
+The completions of an evaluation are rows of a store of their own, `evaluations/DIGEST` in the run folder, or
+`evaluations/NAME-DIGEST` for a set of prompts with a name, marked by the column `evaluation`. They are not in the run's
+store because its rows are numbered: the ledger, the watermark of each step and the ring of `buffer.max_trajectories`
+count them, so a run with evaluations would name other rows, and evict others, than the same run without. The digest is
+that of what is evaluated; other prompts or another temperature begin another store, see `run.evaluation_rows`.
 
 An evaluation is one rollout of a `Collector`, number `step`, in one commit: one that a kill interrupted is done again
 token for token, and one that is stored is read and not sampled again. Beside a learner, a collector does it; the
@@ -15,21 +15,29 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Final
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
-from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, TURNS, named_reward
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SUPPORT, TURNS, named_reward
 from rlhf_pipeline.collectors.collector import Collector
-from rlhf_pipeline.config import Evaluate, Pipeline
+from rlhf_pipeline.config import EVALUATION_FIGURES, Evaluate, Pipeline, deciding_set
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.engines import HandOver
-from rlhf_pipeline.run.evaluation_rows import Figures, evaluation_figures, evaluation_store, stored_evaluations
+from rlhf_pipeline.run.evaluation_rows import (
+    Figures,
+    evaluation_figures,
+    evaluation_store,
+    figure_for_best,
+    names_in,
+    of_set,
+    stored_evaluations,
+)
 from rlhf_pipeline.run.events import EvaluationDone, EventHandler
 from rlhf_pipeline.run.folder import RunFolder, tell
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
@@ -80,9 +88,9 @@ def _num_prompts(evaluate: Evaluate, source: PromptSource) -> int:
     return min(evaluate.num_prompts, known)
 
 
-def evaluation_storage(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> TrajectoryStorage:
-    """Open the store of a run's evaluations for appending; it is made if absent."""
-    path = evaluation_store(run, pipeline, evaluate)
+def evaluation_storage(run: RunFolder, pipeline: Pipeline, name: str) -> TrajectoryStorage:
+    """Open the store of the evaluations of one of a run's sets for appending; it is made if absent."""
+    path = evaluation_store(run, pipeline, pipeline.evaluations[name], name)
     return TrajectoryStorage(
         path if isinstance(path, str) else str(path),
         backend="zarr" if is_url(path) else pipeline.buffer.backend,
@@ -91,6 +99,7 @@ def evaluation_storage(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -
             *FAILURES,
             EVALUATION,
             *([] if pipeline.environment is None else [TURNS]),
+            *([SUPPORT] if pipeline.evaluations[name].sampling(pipeline.collect).is_truncated else []),
             *map(named_reward, pipeline.reward_names),
         ],
     )
@@ -107,50 +116,99 @@ def open_evaluator(
     hand_over: HandOver | None = None,
 ) -> Iterator[Evaluator | None]:
     """Open what evaluates a run's policy, or None if the definition does not ask for it."""
-    evaluate = pipeline.evaluate
-    if evaluate is None:
+    if pipeline.evaluate is None:
         yield None
         return
-    prompts = FirstPrompts.of(pipeline, evaluate, policy, on_event)
-    with closing(evaluation_storage(run, pipeline, evaluate)) as storage:
-        config = dataclasses.replace(
-            pipeline.collect,
-            prompts_per_rollout=prompts.count,
-            group_size=evaluate.group_size,
-            dynamic=1,
-            max_new_tokens=evaluate.max_new_tokens or pipeline.collect.max_new_tokens,
-            **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} if not evaluate.temperature else {}),
-        )
-        collector = Collector(
-            policy=policy,
-            prompts=prompts,
-            reward=bound_rewards(pipeline),
-            buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
-            config=config,
-            seed=seed + _STREAMS,
-            hand_over=hand_over,
-            temperature=evaluate.temperature,
-            marks={EVALUATION.name: True},
-            environment=pipeline.environment,
-        )
-        yield Evaluator(evaluate, collector, on_event)
+    bound = bound_rewards(pipeline)
+    with ExitStack() as held:
+        sets: list[EvaluationSet] = []
+        collectors: list[Collector] = []
+        for name, evaluate in pipeline.evaluations.items():
+            prompts = FirstPrompts.of(pipeline, evaluate, policy, on_event)
+            storage = held.enter_context(closing(evaluation_storage(run, pipeline, name)))
+            config = dataclasses.replace(evaluate.sampling(pipeline.collect), prompts_per_rollout=prompts.count)
+            sets.append(EvaluationSet(name, evaluate, storage.store, size=config.rollout_size))
+            collectors.append(
+                Collector(
+                    policy=policy,
+                    prompts=prompts,
+                    reward=bound,
+                    buffer=TrajectoryReplayBuffer(storage=storage, seed=seed),
+                    config=config,
+                    seed=seed + _STREAMS,
+                    hand_over=hand_over,
+                    temperature=evaluate.temperature,
+                    marks={EVALUATION.name: True},
+                    environment=pipeline.environment,
+                )
+            )
+        yield Evaluator(sets, collectors, on_event)
 
 
-class Evaluations(ABC):
-    """The evaluations of a run, and which weights are the best."""
+class EvaluationSet:
+    """The evaluations on one set of prompts, as far as they are stored.
 
-    def __init__(self, evaluate: Evaluate, store: TrajectoryStore, *, size: int, on_event: EventHandler) -> None:
-        self.store = store
-        self._evaluate = evaluate
-        self._size = size
-        self._on_event = on_event
-        self._means: dict[int, float | None] = {}
+    Attributes:
+        name: of the set; empty for a definition's only one.
+        evaluate: how it is evaluated.
+        store: has the rows.
+        size: rows of one evaluation.
+        values: the figure for the best weights, by step; None where there is none.
+    """
+
+    def __init__(self, name: str, evaluate: Evaluate, store: TrajectoryStore, *, size: int) -> None:
+        self.name, self.evaluate, self.store, self.size = name, evaluate, store, size
+        self.values: dict[int, float | None] = {}
         self._num_rows = 0
-        self._new()
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated."""
-        return self._evaluate.at_start if step == 0 else step % self._evaluate.every == 0
+        return self.evaluate.at_start if step == 0 else step % self.evaluate.every == 0
+
+    def new(self) -> list[tuple[int, Figures]]:
+        """Return step and figures of the evaluations that have been stored since the last call."""
+        before, self._num_rows = self._num_rows, len(self.store)
+        if before == self._num_rows:  # asked at every step: not to read the rows of all evaluations each time
+            return []
+        found = stored_evaluations(self.store, self.evaluate, size=self.size, besides=self.values)
+        return [(step, self.note(step, one)) for one in found for step in (one.pop("step"),)]
+
+    def note(self, step: int, figures: Figures) -> Figures:
+        """Note the figures of a step, and return them."""
+        self.values[step] = figure_for_best(figures, self.evaluate.best)
+        return figures
+
+    def best(self, step: int) -> int | None:
+        """Return the best evaluated step up to this one, of equal ones the earliest."""
+        known = [(-value, at) for at, value in self.values.items() if at <= step and value is not None]
+        return min(known)[1] if known else None
+
+
+class Evaluations(ABC):
+    """The evaluations of a run, on one set of prompts or several, and which weights are the best."""
+
+    def __init__(self, sets: Sequence[EvaluationSet], on_event: EventHandler) -> None:
+        self.sets = sets
+        self._on_event = on_event
+        named = {one.name: one for one in sets}
+        decides = deciding_set({name: one.evaluate for name, one in named.items()})
+        self._deciding = None if decides is None else named[decides]
+        """The set by which the best weights are chosen; None if none are kept."""
+        for one in sets:
+            one.new()
+
+    @property
+    def store(self) -> TrajectoryStore:
+        """The store of the first set."""
+        return self.sets[0].store
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights of a step are to be evaluated on any set."""
+        return any(one.is_due(step) for one in self.sets)
+
+    def has(self, step: int) -> bool:
+        """Return whether every evaluation that is due at a step is stored, as far as was looked."""
+        return all(step in one.values for one in self.sets if one.is_due(step))
 
     @abstractmethod
     def after(self, step: int, stop: StopRequest) -> Figures:
@@ -158,7 +216,7 @@ class Evaluations(ABC):
 
     def kept(self, step: int) -> set[int]:
         """Return the steps up to this one whose checkpoints are kept beside the newest; see `Evaluate.keep_best`."""
-        best = self._best(step)
+        best = None if self._deciding is None else self._deciding.best(step)
         return set() if best is None else {best}
 
     def wait(self, stop: StopRequest) -> bool:
@@ -167,59 +225,61 @@ class Evaluations(ABC):
 
     def flush(self) -> None:
         """Wait until every row is on the disk."""
-        self.store.flush()
+        for one in self.sets:
+            one.store.flush()
 
-    def _best(self, step: int) -> int | None:
-        """Return the best evaluated step up to this one, if its checkpoint is kept."""
-        known = [(-mean, at) for at, mean in self._means.items() if at <= step and mean is not None]
-        return min(known)[1] if known and self._evaluate.keep_best else None
-
-    def _new(self) -> list[dict[str, Any]]:
-        """Return step and figures of the evaluations that have been stored since the last call."""
-        before, self._num_rows = self._num_rows, len(self.store)
-        if before == self._num_rows:  # asked at every step: not to read the rows of all evaluations each time
-            return []
-        found = stored_evaluations(self.store, self._evaluate.success_at, size=self._size, besides=self._means)
-        self._means |= {one["step"]: one["evaluation/reward"] for one in found}
-        return found
-
-    def _tell(self, step: int, figures: Figures, *, newest: int) -> None:
+    def _tell(self, one: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
         """Report an evaluation; it may be the best of those up to the newest step."""
-        best = self._best(newest) == step
-        self._on_event(EvaluationDone(step=step, best=best, figures=figures))
+        best = one is self._deciding and one.best(newest) == step
+        self._on_event(EvaluationDone(name=one.name, step=step, best=best, figures=figures))
+        for field, name in (("success", one.evaluate.success), ("best", one.evaluate.best)):
+            own = name in EVALUATION_FIGURES or f"evaluation/{name}" in figures
+            if name is not None and not own and f"evaluation/reward/{name}" not in figures:
+                known = ", ".join(names_in(one.store)) or "none"
+                tell(
+                    self._on_event,
+                    f"evaluate.{f'{one.name}.' if one.name else ''}{field} is {name!r}, and no completion of the "
+                    f"evaluation of step {step} has a reward or component of that name; there are: {known}.",
+                )
 
 
 class Evaluator(Evaluations):
     """Evaluates the weights of steps; made by `open_evaluator`."""
 
-    def __init__(self, evaluate: Evaluate, collector: Collector, on_event: EventHandler) -> None:
-        size = collector.config.rollout_size
-        super().__init__(evaluate, collector.buffer.store, size=size, on_event=on_event)
-        self._collector = collector
+    def __init__(self, sets: Sequence[EvaluationSet], collectors: Sequence[Collector], on_event: EventHandler) -> None:
+        super().__init__(sets, on_event)
+        self._collectors = collectors
 
     def after(self, step: int, stop: StopRequest) -> Figures:
-        """Evaluate the policy's weights if that is due."""
-        return self.evaluate(step, stop) if self.is_due(step) else {}
+        """Evaluate the policy's weights on the sets for which that is due."""
+        return self.evaluate(step, stop, due=True) if self.is_due(step) else {}
 
     def stored(self) -> Container[int]:
-        """Return the steps whose evaluations are stored by now, by any process."""
-        self._collector.buffer.refresh()
-        self._new()
-        return self._means
+        """Return the steps all of whose evaluations are stored by now, by any process."""
+        for one, collector in zip(self.sets, self._collectors, strict=True):
+            collector.buffer.refresh()
+            one.new()
+        return {step for one in self.sets for step in one.values if self.has(step)}
 
-    def evaluate(self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None) -> Figures:
-        """Evaluate the policy's weights, or read what was stored of them."""
-        done = self._collector.collect(
-            step,
-            policy_version=step,
-            digests=digests,
-            stop=lambda: bool(stop),
-            say=lambda sentence: tell(self._on_event, sentence),
-        )
-        size = self._collector.config.prompts_per_rollout
-        rows = self._collector.stored.rows(step * size, (step + 1) * size - 1)
-        figures = evaluation_figures(self.store, rows, self._evaluate.success_at)
-        self._means[step] = figures["evaluation/reward"]
-        figures["evaluation/seconds"] = done.seconds
-        self._tell(step, figures, newest=step if digests is None else max(self._means))
-        return figures
+    def evaluate(
+        self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None, due: bool = False
+    ) -> Figures:
+        """Evaluate the policy's weights, or read what was stored of them; with `due`, on the sets that are due."""
+        found: Figures = {}
+        for one, collector in zip(self.sets, self._collectors, strict=True):
+            if due and not one.is_due(step):
+                continue
+            done = collector.collect(
+                step,
+                policy_version=step,
+                digests=digests,
+                stop=lambda: bool(stop),
+                say=lambda sentence: tell(self._on_event, sentence),
+            )
+            size = collector.config.prompts_per_rollout
+            rows = collector.stored.rows(step * size, (step + 1) * size - 1)
+            figures = one.note(step, evaluation_figures(one.store, rows, one.evaluate))
+            figures["evaluation/seconds"] = done.seconds
+            self._tell(one, step, figures, newest=step if digests is None else max(one.values))
+            found |= of_set(one.name, figures)
+        return found

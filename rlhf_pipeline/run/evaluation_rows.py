@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_pipeline.buffer.checked_rows import check_rows
+from rlhf_pipeline.buffer.trajectory_schema import reward_names
 from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
@@ -22,21 +25,24 @@ from trajectory_store import TrajectoryStore
 Figures = dict[str, float | int | None]
 
 
-def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate) -> Address:
+def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate, name: str = "") -> Address:
     """Return where the evaluations of a run are stored: a name for all that decides their completions and rewards.
+
+    The name of a set of prompts, if there is one, is before it.
 
     The weights of a run are named by their step; those of a model folder, outside a run, are part of the name.
     """
-    what = {name: getattr(evaluate, name) for name in ("num_prompts", "group_size", "temperature")}
-    what |= {name: getattr(pipeline.collect, name) for name in ("top_k", "top_p", "min_p", "stop", "max_turns")}
-    what |= {"max_new_tokens": evaluate.max_new_tokens or pipeline.collect.max_new_tokens}
+    collect, limits = evaluate.sampling(pipeline.collect), ("top_k", "top_p", "min_p", "stop", "max_turns")
+    what = {field: getattr(evaluate, field) for field in ("num_prompts", "group_size", "temperature")}
+    what |= {field: getattr(collect, field) for field in (*limits, "max_new_tokens")}
     what |= {"reward": pipeline.reward, "environment": pipeline.environment}
     what |= {"inputs": (inputs := evaluation_inputs(pipeline, evaluate))}
     what |= {"prompts": _by_content(to_json(evaluate.prompts), inputs, "evaluate.prompts")}
     if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
         what |= {"policy": pipeline.policy, "weights": model_files(Path(pipeline.policy.path).expanduser())}
-    text = json.dumps({name: to_json(value) for name, value in what.items()}, sort_keys=True, default=str)
-    return below(run.address, f"{filenames.EVALUATIONS}/{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    text = json.dumps({field: to_json(value) for field, value in what.items()}, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return below(run.address, f"{filenames.EVALUATIONS}/{f'{name}-' if name else ''}{digest}")
 
 
 def _by_content(value: Any, inputs: Mapping[str, Any], field: str) -> Any:
@@ -49,34 +55,101 @@ def _by_content(value: Any, inputs: Mapping[str, Any], field: str) -> Any:
     return value
 
 
-def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, success_at: float) -> Figures:
-    """Return the figures of one evaluation.
+def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evaluate | Mapping[str, Any]) -> Figures:
+    """Return the figures of one evaluation, without the name of its set.
 
     Args:
         store: where its rows are.
         rows: int64 [n], their ids.
-        success_at: the reward from which on a completion counts as right.
+        evaluate: says what counts as right: `success` and `success_at`, of the definition or as a run recorded it.
+
+    Raises:
+        CorruptionError: some of the rows do not match their checksums.
     """
+    check_rows(store, rows)
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
     graded = np.isfinite(rewards)
+    named = {name: store.read_scalars(reward_column(name), rows).astype(np.float64) for name in names_in(store)}
+    success, success_at = _field(evaluate, "success", None), float(_field(evaluate, "success_at", 1.0))
+    # What does not apply to a completion, such as a component of an answer that cannot be read, is not right.
+    values = rewards if success is None else named.get(success, np.full(len(rows), np.nan))
     counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
-    sums = np.bincount(prompt[graded], rewards[graded], minlength=len(counts))
-    right = np.bincount(prompt[graded], rewards[graded] >= success_at, minlength=len(counts)).astype(np.int64)
-    means = sums[counts > 0] / counts[counts > 0]
-    mean, low, high = mean_interval(means) if len(means) else (None, None, None)
+    right = np.bincount(prompt[graded], values[graded] >= success_at, minlength=len(counts)).astype(np.int64)
     lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
     reasons = store.read(rows, ["finish_reason"])["finish_reason"]
     most = int(np.bincount(prompt).max())
+    means = _means(rewards, prompt)
+    mean, low, high = mean_interval(means) if len(means) else (None, None, None)
+    known = success is None or success in named
+    passes = {2**i: pass_at_k(counts, right, 2**i) if known else None for i in range(most.bit_length())}
     return {
         "evaluation/reward": mean,
         "evaluation/reward_low": low,
         "evaluation/reward_high": high,
-        **{f"evaluation/pass@{2**i}": pass_at_k(counts, right, 2**i) for i in range(most.bit_length())},
+        **{f"evaluation/pass@{k}": value for k, value in passes.items()},
+        **{
+            f"evaluation/reward/{name}": float(found.mean())
+            for name, of_one in named.items()
+            if len(found := _means(np.where(graded, of_one, np.nan), prompt))
+        },
         "evaluation/completion_length": float(lengths.mean()),
         "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
         "evaluation/failed": int((~graded).sum()),
     }
+
+
+def _means(values: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """Return the mean value of each prompt's completions, without those that have none, float64 [k]."""
+    given = np.isfinite(values)
+    counts = np.bincount(prompt[given])
+    sums = np.bincount(prompt[given], values[given])
+    return sums[counts > 0] / counts[counts > 0]
+
+
+def names_in(store: TrajectoryStore) -> list[str]:
+    """Return the names of the rewards and components that a store has, sorted."""
+    return sorted(reward_names(store.schema))
+
+
+def _field(evaluate: Evaluate | Mapping[str, Any], name: str, default: Any) -> Any:
+    return evaluate.get(name, default) if isinstance(evaluate, Mapping) else getattr(evaluate, name)
+
+
+def figure_for_best(figures: Mapping[str, float | int | None], best: str | None) -> float | None:
+    """Return the figure by which the best weights are chosen; None if this evaluation has none.
+
+    >>> figures = {"evaluation/reward": 0.5, "evaluation/pass@4": 0.75, "evaluation/reward/format": 1.0}
+    >>> [figure_for_best(figures, best) for best in (None, "pass@4", "format", "other")]
+    [0.5, 0.75, 1.0, None]
+    """
+    name = best or "reward"
+    return figures.get(f"evaluation/{name}", figures.get(f"evaluation/reward/{name}"))
+
+
+def of_set(name: str, figures: Mapping[str, float | int | None]) -> Figures:
+    """Return figures as the line of a step has them: with the name of the set, if it has one.
+
+    >>> of_set("hard", {"evaluation/pass@4": 0.75}), of_set("", {"evaluation/reward": 1.0})
+    ({'evaluation/hard/pass@4': 0.75}, {'evaluation/reward': 1.0})
+    """
+    prefix = f"evaluation/{name}/" if name else "evaluation/"
+    return {prefix + key.removeprefix("evaluation/"): value for key, value in figures.items()}
+
+
+def recorded_sets(pipeline: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the evaluations of a recorded definition by the name of their set, as `Pipeline.evaluations` does."""
+    evaluate = pipeline.get("evaluate") or {}
+    return {"": evaluate} if isinstance(evaluate.get("type"), str) else evaluate
+
+
+def set_of_store(name: str) -> str:
+    """Return the name of the set of prompts whose evaluations a store has; empty if it has none.
+
+    >>> set_of_store("hard-1a2b3c4d"), set_of_store("1a2b3c4d")
+    ('hard', '')
+    """
+    return name.rpartition("-")[0]
 
 
 def evaluation_stores(run: RunFolder) -> dict[str, Address]:
@@ -86,13 +159,13 @@ def evaluation_stores(run: RunFolder) -> dict[str, Address]:
 
 
 def stored_evaluations(
-    store: TrajectoryStore, success_at: float, *, size: int = 1, besides: Container[int] = ()
+    store: TrajectoryStore, evaluate: Evaluate | Mapping[str, Any], *, size: int = 1, besides: Container[int] = ()
 ) -> list[dict[str, Any]]:
     """Return the step and the figures of each evaluation in a store, by step."""
     ids, steps = store.ids(), store.read_scalars("policy_version")
     found = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
     return [
-        {"step": step, **evaluation_figures(store, ids[steps == step], success_at)}
+        {"step": step, **evaluation_figures(store, ids[steps == step], evaluate)}
         for step, count in found
         if count >= size and step not in besides
     ]

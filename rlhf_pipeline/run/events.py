@@ -34,7 +34,9 @@ class EvaluationDone:
 
     step: int
     best: bool
-    """Whether their mean reward is the highest so far."""
+    """Whether the figure that decides is the highest so far."""
+    name: str = ""
+    """Of the set of prompts; empty for a definition's only one."""
     figures: Mapping[str, float | int | None]
 
 

@@ -29,7 +29,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -472,6 +472,7 @@ class RunFolder:
                 self.address,
                 by_content if not own else by_content | {"policy.path": {}},
                 pipeline,
+                definition=before["pipeline"],
                 otherwise=self._with_its_weights(options),
             )
 
@@ -833,8 +834,14 @@ class _PlainFormatter(logging.Formatter):
 
 
 def is_run(path: Address) -> bool:
-    """Return True if a run was started in this folder, or at this URL."""
-    return RunFolder(path).is_recorded
+    """Return True if a run was started in this folder, or at this URL; a model's folder has a `config.json` too."""
+    run = RunFolder(path)
+    if not run.is_recorded:
+        return False
+    with suppress(ValueError):  # one that is damaged is a run's: who opens it says so
+        recorded = json.loads(run.config_file.read_bytes())
+        return isinstance(recorded, dict) and ("pipeline" in recorded or "format" in recorded)
+    return True
 
 
 def is_store(path: Address) -> bool:

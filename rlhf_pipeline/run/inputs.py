@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 
 from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
 from rlhf_pipeline.config_text import name_of
-from rlhf_pipeline.data.files import find_sources
+from rlhf_pipeline.data.files import field_of, find_sources
 from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
@@ -141,7 +141,7 @@ def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -
         before = recorded.get(f"{name}{more}")
         if before is not None and before != now:
             yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
-    held_out = () if pipeline.evaluate is None else tuple(_prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts"))
+    held_out = tuple(_held_out_paths(pipeline))
     now = _contents(held_out)
     for field, path in held_out:
         before = recorded.get(field)
@@ -157,6 +157,7 @@ def check_inputs(
     recorded: Mapping[str, Mapping[str, Any]],
     pipeline: Pipeline,
     *,
+    definition: Mapping[str, Any] | None = None,
     otherwise: str | None = None,
 ) -> None:
     """Refuse to continue with other prompts or another starting model than the run began with.
@@ -167,6 +168,7 @@ def check_inputs(
         run_dir: the run.
         recorded: what `describe_inputs` returned when it was started.
         pipeline: the definition now.
+        definition: as it was recorded, to tell another path from another content.
         otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
@@ -177,10 +179,23 @@ def check_inputs(
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
         what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
         instead = None if field == "policy.path" else otherwise
+        was = _recorded_path(definition or {}, field)
+        if was not in (None, paths[field]):
+            said = f"{field} was {was}, is {paths[field]}, whose content is another: {what}. Name the recorded one"
+        else:
+            said = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back"
         raise RunMismatchError(
-            f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back to go on "
-            f"with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
+            f"{said} to go on with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
+
+
+def _recorded_path(definition: Mapping[str, Any], field: str) -> str | None:
+    """Return the path that a recorded definition has in a field, or None."""
+    try:
+        found = field_of(definition, field)
+    except KeyError:
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
@@ -190,7 +205,7 @@ def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any
         ("reward", rewards),
         ("environment", [*code_of(pipeline.environment)]),
         *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
-        ("evaluate.prompts", [] if pipeline.evaluate is None else [pipeline.evaluate.prompts]),
+        ("evaluate.prompts", [one.prompts for one in pipeline.evaluations.values()]),
     ):
         for number, part in enumerate(parts):
             if (code := _code(part)) is not None:
@@ -209,8 +224,12 @@ def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
 def _all_prompt_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
     """Yield the paths of prompts and of held-out prompts, with the fields that name them."""
     yield from _prompt_paths(pipeline.prompts, "prompts")
-    if pipeline.evaluate is not None:
-        yield from _prompt_paths(pipeline.evaluate.prompts, "evaluate.prompts")
+    yield from _held_out_paths(pipeline)
+
+
+def _held_out_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    for name, one in pipeline.evaluations.items():
+        yield from _prompt_paths(one.prompts, f"evaluate.{name}.prompts" if name else "evaluate.prompts")
 
 
 def _contents(paths: Iterable[tuple[str, str]]) -> Inputs:

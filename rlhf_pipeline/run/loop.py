@@ -29,7 +29,7 @@ from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import with_logger
-from rlhf_pipeline.run.repeated_rows import check_repeated
+from rlhf_pipeline.run.repeated_rows import check_repeated, named_damage
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -172,7 +172,9 @@ class Loop:
         self._saved = self.progress.step
         if not is_url(self.folder.address):  # an object is checked as it is read
             self.folder.ledger.recheck()
-        check_repeated(self.folder, self.learner.buffer.store, self.progress.step)
+        storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
+        with named_damage(self.folder, self.progress.step, self._saved):
+            check_repeated(self.folder, storage, self.progress.step, max_staleness=oldest)
 
     def run(self) -> Reason:
         """Take steps until the end, the target or a signal."""
@@ -192,7 +194,8 @@ class Loop:
             if progress.step == 0:
                 self._evaluate(0)
             while (reason := self._ended()) is None:
-                batch = self.source.next(progress.step + 1, self.stop)
+                with named_damage(self.folder, progress.step, self._saved):
+                    batch = self.source.next(progress.step + 1, self.stop)
                 if batch is None:
                     reason = "interrupted"
                     break
@@ -238,13 +241,14 @@ class Loop:
         if batch.task_reward is not None:
             progress.note(batch.task_reward, self.learn.stop_window)
         number = progress.step + 1
-        figures = learner.step(
-            number,
-            row_ids=batch.row_ids,
-            ages=batch.ages,
-            admitted=batch.admitted,
-            ledger_fields=batch.ledger_fields,
-        )
+        with named_damage(self.folder, progress.step, self._saved):
+            figures = learner.step(
+                number,
+                row_ids=batch.row_ids,
+                ages=batch.ages,
+                admitted=batch.admitted,
+                ledger_fields=batch.ledger_fields,
+            )
         if self._unrecorded is not None:
             self._settle(self._unrecorded, number)
         for notice in learner.take_notices():

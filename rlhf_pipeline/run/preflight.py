@@ -9,15 +9,14 @@ import fcntl
 import re
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.buffer.filters import select
-from rlhf_pipeline.config import Evaluate, Pipeline, Replay, TinyPolicy
+from rlhf_pipeline.config import Pipeline, Replay, TinyPolicy
 from rlhf_pipeline.data.prompts import prompt_at
 from rlhf_pipeline.errors import DataError, DefinitionError, RunStorageError, did_you_mean
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.bound_rewards import bound_rewards, check_columns
+from rlhf_pipeline.run.bound_rewards import bound_rewards, check_columns, prompts_field
 from rlhf_pipeline.run.selection import open_sources, stores_of
 
 _DEVICES = ("cpu", "cuda", "mps")
@@ -86,9 +85,11 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
             )
 
 
-def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = True) -> None:
-    """Refuse an evaluation on prompts that are learned from, or whose prompts the reward cannot grade."""
-    check_columns(bound_rewards(replace(pipeline, evaluate=evaluate)), "evaluate.prompts", evaluate.prompts)
+def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> None:
+    """Refuse a set for evaluations with prompts that are learned from, or that the reward cannot grade."""
+    evaluate, field = pipeline.evaluations[name], prompts_field(name)
+    evaluate.sampling(pipeline.collect)  # refuses what the engine cannot do
+    check_columns(bound_rewards(pipeline), field, evaluate.prompts)
     both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
     if not apart or both[0] is None or both[1] is None:
         return  # one of them makes its prompts, or does not tell them
@@ -96,7 +97,7 @@ def check_evaluation(pipeline: Pipeline, evaluate: Evaluate, *, apart: bool = Tr
     shared = [prompt.text for prompt in both[1]() if prompt.text in learned]
     if shared:
         raise DefinitionError(
-            f"evaluate.prompts has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "
+            f"{field} has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "
             "Take them out of one of the two files: an evaluation is on prompts that are never learned from."
         )
 

@@ -112,6 +112,7 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
     num = len(choice.sources)
     said = [f"gathered {counts.trajectories:,} trajectories of {num} store{'s' if num > 1 else ''}"]
     ungraded = sum(source.num_ungraded for source in choice.sources)
+    damaged = sum(source.num_damaged for source in choice.sources)
     repeated = sum(source.num_repeated for source in choice.sources)
     for figure, what in (
         (counts.behaviour_scored, "got behaviour log-probs, of the initial policy"),
@@ -119,6 +120,7 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
         (counts.advantages, "got an advantage"),
         (counts.dropped, "of groups without spread were dropped"),
         (ungraded, "have no reward and were left out"),
+        (damaged, "are damaged and were left out"),
         (repeated, "are stored again later and were left out"),
     ):
         if figure:

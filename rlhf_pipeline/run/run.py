@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ class Run(Setup):
             yield lambda: check_logger(pipeline.learn.logger)
         if isinstance(policy := pipeline.policy, PretrainedPolicy):
             yield lambda: resolve_source(policy.path)
-        if (evaluate := pipeline.evaluate) is not None:
-            yield lambda: check_evaluation(pipeline, evaluate)
+        for name in pipeline.evaluations:
+            yield functools.partial(check_evaluation, pipeline, name)
         if (replay := pipeline.replay) is None:
             yield lambda: check_prompts_and_reward(pipeline, self.seed)
         elif not (self.resume and RunFolder(self.run_dir).has_chosen):

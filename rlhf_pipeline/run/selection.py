@@ -13,6 +13,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, WAITING
 from rlhf_pipeline.config import Replay
@@ -50,6 +51,7 @@ class ChosenStore:
     num_chosen: int
     num_ungraded: int
     num_repeated: int
+    num_damaged: int = 0
     trajectory_shift: int = 0
     group_shift: int = 0
 
@@ -148,7 +150,7 @@ def choose(replay: Replay, limits: Limits) -> Choice:
     """Choose the trajectories to learn from."""
     folders = stores_of(replay)
     with open_sources(folders) as stores:
-        parts = [_choose_from(store, replay.filters, limits) for store in stores]
+        parts = [_choose_from(store, replay, limits) for store in stores]
     found = [part for part in parts if len(part.row)]
     if not found or (replay.weights and len(found) < len(parts)):
         empty = [part for part in parts if not len(part.row)]
@@ -181,10 +183,11 @@ class _Part:
     why_empty: str
 
 
-def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits) -> _Part:
+def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Part:
     _check_columns(store)
-    everything, watermark = np.asarray(store.ids()), store.watermark
-    ids, counts = everything, [len(everything)]
+    everything, watermark, filters = np.asarray(store.ids()), store.watermark, replay.filters
+    ids = sound_rows(store, everything, skip=replay.skip_damaged)
+    num_damaged, counts = len(everything) - len(ids), [len(ids)]
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
@@ -214,6 +217,7 @@ def _choose_from(store: TrajectoryStore, filters: Sequence[str], limits: Limits)
         num_chosen=len(ids),
         num_ungraded=num_ungraded,
         num_repeated=num_repeated,
+        num_damaged=num_damaged,
     )
     part = _Part(
         row=ids,

@@ -203,6 +203,7 @@ class Arrivals(_Collected):
 
     def _arrived(self, index: int) -> tuple[StoredRollout, Ints, int]:
         self._parts.buffer.refresh()  # after its record was read: its trajectories were stored before that
+        self._parts.buffer.trajectories.check_new()
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
@@ -424,6 +425,7 @@ class RecordedLedger(Source):
 
 def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:
     """Return the source that the definition of a run over stores asks for."""
+    learner.buffer.trajectories.check_new()  # all of them: any may be drawn
     if not replay.recorded_order:
         return SampledBatches(pipeline, replay, learner)
     if run.bring(run.recorded_ledger).is_file():

@@ -78,9 +78,12 @@ class ColumnTransform(Transform):
     def _fill(self, td: TensorDictBase, *, writing: bool) -> TensorDictBase:
         if td.batch_dims == 0:
             return self._fill(lazy_stack([td]), writing=writing)[0]  # pyright: ignore[reportReturnType,reportArgumentType]
-        if 0 in td.batch_size or self.is_done(td):
+        if 0 in td.batch_size:
             return td
-        td = along_one_dimension(self.prepared(td))
+        rows = along_one_dimension(td)
+        if self.is_done(rows):
+            return td
+        td = self.prepared(rows)
         return attach(td, self.new_columns(steps_of(td), writing=writing))
 
 

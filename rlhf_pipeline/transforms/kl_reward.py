@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -20,7 +20,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.tensordicts import holds
+from rlhf_pipeline.data.tensordicts import holds, with_whole_log_probs
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, last_position, per_token, segment_sum
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
@@ -79,6 +79,8 @@ class KLReward(ColumnTransform):
         DefinitionError: `coef` is a controller, or the reference cannot score tokens.
     """
 
+    DEFAULT_IN_KEYS: ClassVar[list[str]] = ["reward"]
+    """The reward's key inside `next`, where none is given."""
     on_write_path = True
     """The transform runs on the write path already, so `rb.append_transform(..., invert=True)` changes nothing."""
 
@@ -103,22 +105,44 @@ class KLReward(ColumnTransform):
         self.add_to_reward = add_to_reward
         self.assistant_only = assistant_only
         self.controller: KLController = controller or constant_controller(coef)
+        self.hold_coef(coef)
         self.token_budget = int(token_budget)
         self.device = None if device is None else torch.device(device)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
+        self.__dict__["actor"] = reference
         self.__dict__["ref_model"] = None if reference is None else as_scorer(reference, "KLRewardTransform")
         if self.device is not None and isinstance(reference, torch.nn.Module):
             reference.to(self.device)
         self.stats: dict[str, float] = {}
 
-    @property
-    def coef(self) -> float:
-        """The coefficient for the next batch."""
-        return self.controller.coef
+    def hold_coef(self, coef: Any) -> None:
+        """Register the buffer of the coefficient, in the dtype and on the device of `coef`."""
+        value = coef if isinstance(coef, Tensor) else torch.tensor(0.0)
+        self._buffers["coef"] = torch.full_like(value.detach(), self.controller.coef)
 
-    @coef.setter
-    def coef(self, value: float) -> None:
-        self.controller.load_state_dict({"coef": float(value)})
+    @property
+    def coef(self) -> Tensor:
+        """The coefficient for the next batch, a scalar buffer; the controller decides it, this shows it."""
+        held = self._buffers["coef"]
+        assert held is not None
+        return held.fill_(self.controller.coef)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `coef`, a number or a tensor, in the controller."""
+        if name == "coef":
+            self.controller.load_state_dict({"coef": float(value)})
+            self.hold_coef(self._buffers["coef"])
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def sample_log_prob_key(self) -> Key:
+        """Where the behaviour log-probs are read."""
+        return self.keys.log_probs
+
+    def prepared(self, td: TensorDictBase) -> TensorDictBase:
+        """Place the log-probs of a wrapper that returns those of responses alone."""
+        return with_whole_log_probs(td, self.keys.log_probs)
 
     def is_done(self, td: TensorDictBase) -> bool:
         """Return whether a batch has been through the transform: it has the penalty, or was read from a store."""
@@ -156,7 +180,7 @@ class KLReward(ColumnTransform):
         out[KL_COEF] = Flat(torch.full((lengths.numel(),), coef if self.add_to_reward else 0.0))
         self._measure(lp[valid], lr[valid], kl, coef)
         if writing:
-            self.controller.update(kl)
+            self._advance(kl)
         return out
 
     @torch.no_grad()
@@ -173,8 +197,12 @@ class KLReward(ColumnTransform):
         """
         lp, lr, valid, k1 = _k1(log_probs, ref_log_probs, mask)
         kl = torch.segment_reduce(k1, "sum", lengths=lengths)
-        self._measure(lp[valid], lr[valid], kl, self.coef)
+        self._measure(lp[valid], lr[valid], kl, self.controller.coef)
+        self._advance(kl)
+
+    def _advance(self, kl: Tensor) -> None:
         self.controller.update(kl)
+        self.hold_coef(self._buffers["coef"])
 
     def _reference(self, batch: Trajectories, like: Flat, mask: Tensor, *, fill: float) -> Flat:
         model: Any = self.ref_model
@@ -222,6 +250,7 @@ class KLReward(ColumnTransform):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_extra_state` returned."""
         self.controller.load_state_dict(state["controller"])
+        self.hold_coef(self._buffers["coef"])
         self.stats = dict(state["stats"])
 
 

@@ -29,7 +29,6 @@ from rlhf_pipeline.data.keys import (
     PRIORITY,
     PROMPT,
     REWARD,
-    ROW_ID,
     TASK_REWARD,
     TRAJECTORY_ID,
     TURN_REWARDS,
@@ -39,7 +38,6 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.tensordicts import (
     ROWS,
-    along_one_dimension,
     attach,
     holds,
     in_form_of,
@@ -50,7 +48,14 @@ from rlhf_pipeline.data.tensordicts import (
     with_all_columns,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, columns_from_state, columns_state, ends
-from rlhf_pipeline.errors import DataError, DefinitionError, IncompleteError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.errors import (
+    DataError,
+    DefinitionError,
+    IncompleteError,
+    MissingKeyError,
+    PromptTypeError,
+    refuse_unknown,
+)
 from rlhf_pipeline.functional.advantage import (
     BATCH_ESTIMATORS,
     EstimatorFunction,
@@ -64,9 +69,7 @@ from rlhf_pipeline.transforms.groups import (
     GroupQueue,
     GroupRules,
     Member,
-    MemberScores,
     gather,
-    graded_groups,
     group_ids,
     hashable,
     hold,
@@ -78,6 +81,9 @@ from rlhf_pipeline.transforms.waiting_rows import RowUpdate, WaitingRows
 from trajectory_store import BufferPool
 
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
+
+_TEXT_KEYS: tuple[Key, ...] = _PROMPT_KEYS[:3]
+"""Those that hold text."""
 
 _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
@@ -131,8 +137,8 @@ class MCAdvantage(Transform):
 
     Args:
         grpo_size: trajectories of a complete group.
-        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor. None tries
-            the usual names.
+        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor; under
+            `prompt`, `query` and `text` a string. None tries these and `("tokens", "prompt")`.
         rewards_key: key of the rewards. If missing, `task_reward` is used.
         advantage_key: key of the advantage.
         done_key: True at the last step of a trajectory. If missing, every row is a whole trajectory.
@@ -351,33 +357,8 @@ class MCAdvantage(Transform):
         return list(dict.fromkeys(named))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the advantages of the groups in the batch; a batch that has advantages passes unchanged.
-
-        Args:
-            tensordict: whole trajectories, in one of the forms of the write path.
-
-        Returns:
-            The same batch with the advantage set.
-        """
-        if tensordict is None or 0 in tensordict.batch_size:  # pyright: ignore[reportUnnecessaryComparison]
-            return tensordict
-        if any(tensordict.get(key, None) is not None for key in (self.advantage_key, ROW_ID)):
-            return tensordict  # done already, or a sample of a store, in which the groups are not whole
-        batch = some_steps_of(tensordict, self._needed(tensordict))
-        members, seen = self._members(batch, 0.0), dict[Hashable, int]()
-        codes = torch.tensor([seen.setdefault(member.group, len(seen)) for member in members])
-        turns = [member.turns for member in members] if self.by_turn else None
-        graded = graded_groups(
-            MemberScores.of(members),
-            codes,
-            self.estimator,
-            None,
-            turns=turns,
-            turn_discount=self.turn_discount,
-            named=self._rules.named(members),
-        )
-        bounds = [*(member.first for member in members), batch.n]
-        return attach(along_one_dimension(tensordict), self._new_columns(batch, bounds, graded))
+        """Return the batch unchanged: advantages are those of whole groups, which only the write path sees."""
+        return tensordict
 
     def _members(self, batch: Trajectories, now: float) -> list[Member]:
         """Return the trajectories of a batch, which arrive now."""
@@ -395,6 +376,14 @@ class MCAdvantage(Transform):
             raise MissingKeyError(
                 f"no trajectory says which group it belongs to: looked for {self._identities}. Set group_id, or pass "
                 "group_key=."
+            )
+        if key in _TEXT_KEYS and not (
+            isinstance(texts := batch[key], Text) and all(isinstance(text, str) for text in texts.plain())
+        ):
+            kinds = {type(text).__name__ for text in texts.plain()} - {"str"} if isinstance(texts, Text) else {"Tensor"}
+            raise PromptTypeError(
+                f"the prompt under {key!r} is a {min(kinds)}; it must be a string. A number or token ids as the "
+                "identity of a group go under another key: pass prompt_key= or group_key=."
             )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID

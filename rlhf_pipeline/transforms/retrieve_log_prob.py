@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite
 
 from rlhf_pipeline.data.keys import LOG_PROBS, NUM_PROMPT_TOKENS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.data.padding import Side
-from rlhf_pipeline.data.tensordicts import holds
+from rlhf_pipeline.data.tensordicts import holds, is_stack, with_whole_log_probs
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DefinitionError, EngineError, MissingKeyError
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
@@ -29,6 +29,12 @@ from rlhf_pipeline.transforms.base import (
     scored_positions,
     start_passes,
 )
+
+_ENCODING: dict[str, Any] = {
+    **{"return_assistant_tokens_mask": True, "tokenize": True, "return_tensors": "pt"},
+    **{"padding": False, "add_generation_prompt": False},
+}
+"""How conversations are encoded, in the words of a tokenizer's chat template."""
 
 
 class RetrieveLogProb(ColumnTransform):
@@ -104,6 +110,8 @@ class RetrieveLogProb(ColumnTransform):
         given = model if model is not None else actor
         pads = getattr(given, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
+        self.__dict__["actor"] = given
+        self.tokenizer_kwargs = {**_ENCODING, **(tokenizer_kwargs or {})}
         self.__dict__["model"] = as_scorer(given, "RetrieveLogProb")
         self.__dict__["behaviour_model"] = (
             None if behaviour_model is None else as_scorer(behaviour_model, "RetrieveLogProb")
@@ -124,11 +132,21 @@ class RetrieveLogProb(ColumnTransform):
             self.model.to(self.device)
         self.token_budget = int(token_budget)
 
+    @property
+    def log_prob_key(self) -> Key:
+        """The older name of `log_probs_full_key`."""
+        return self.log_probs_full_key
+
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = next_tensordict if TOKENS in next_tensordict.keys(True) else tensordict
         key = self.log_probs_full_key
         filled = self._fill(whole.exclude("next"), writing=False)
-        return next_tensordict.set(in_next(key), filled.get(key))
+        if not is_stack(filled):
+            return next_tensordict.set(in_next(key), filled.get(key))
+        rows = next_tensordict.unbind(0)  # the log-probs of a step are ragged
+        return lazy_stack(
+            [row.set(in_next(key), done.get(key)) for row, done in zip(rows, filled.unbind(0), strict=True)]
+        )  # pyright: ignore[reportReturnType]
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         key = in_next(self.log_probs_full_key)
@@ -149,7 +167,7 @@ class RetrieveLogProb(ColumnTransform):
         """Encode trajectories that exist as histories or text only."""
         if not holds(td, TOKENS) and not self.is_done(td):
             return with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
-        return td
+        return with_whole_log_probs(td, LOG_PROBS)
 
     def _key(self, has_next: bool) -> Key:
         """Return the key of the log-probs: in `next` if the batch has one, unless the key begins with `next`."""

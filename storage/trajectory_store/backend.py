@@ -92,8 +92,6 @@ class Segment(ABC):
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
         self._span: tuple[int, int] | None = None
-        self.arrays_of: dict[tuple[Column, ...], list[str]] = {}
-        """The arrays that reading some columns takes."""
 
     @functools.cached_property
     def specs(self) -> dict[str, ArraySpec]:
@@ -134,8 +132,8 @@ class Segment(ABC):
     def _open(self, name: str) -> memoryview | PreadBytes:
         """Open the bytes of an array."""
 
-    def has_changed(self, names: Iterable[str]) -> bool:
-        """Return whether files of these arrays are others than those that were compared with their checksums.
+    def has_changed(self) -> bool:
+        """Return whether files of arrays are others than those that were compared with their checksums.
 
         If so, or if none were compared yet, nothing that was read before is believed: arrays are opened again.
         """

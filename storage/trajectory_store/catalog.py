@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ _NOWHERE = _UNKNOWN = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
-STAT_S, LOOK_RARELY = 3e-6, 300
+STAT_S, LOOK_RARELY = 3e-6, 600
 """What it takes to ask for the state of one file, and how many times longer checked reads go on without asking."""
 
 _NAMED = 8
@@ -76,6 +76,8 @@ class Catalog:
         self._unsynced = False
         self._stamps: dict[int, object] = {}
         self._look_at = 0.0
+        self._looked_at: set[int] = set()
+        """The segments of which checked reads have read."""
         self._checked = -1
         self._take_state(opening=True)
 
@@ -265,24 +267,42 @@ class Catalog:
         """Whether checked reads shall ask again if the files are still the same."""
         return time.perf_counter() >= self._look_at
 
-    def check(self, wanted: Sequence[tuple[Segment, Rows, Sequence[str]]], *, look: bool) -> bool:
+    def check(self, wanted: Sequence[tuple[Segment, Rows]]) -> bool:
         """Compare the commits of rows with their checksums, once per state of the files; return whether some fail.
 
-        Those are in `gaps` from then on. With `look`, the files are asked whether they are still the same.
+        Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
         """
-        if look:
-            for segment, _, names in wanted:
-                if segment.has_changed(names):
-                    self._read_anew(segment)
-            self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * sum(len(names) for *_, names in wanted)
         failed = False
-        for segment, rows, _ in wanted:
+        with self.lock:
+            new = {segment.ordinal for segment, _ in wanted} - self._looked_at
+            self._looked_at |= new
+            self._look(self._looked_at if self.look_is_due else new)
+        for segment, rows in wanted:
             failed |= segment.check_rows(rows)
         if failed:
-            self.note_damage()
+            with self.lock:
+                warn, self._warn = self._warn, False  # the error that follows says it
+                try:
+                    self.note_damage()
+                finally:
+                    self._warn = warn
         every = (*self.segments.values(), *self.updates.values())
         self._checked = self.generation if all(segment.is_checked for segment in every) else -1
         return failed
+
+    def _look(self, ordinals: Collection[int]) -> None:
+        """Ask whether the files of segments are still the same; the time until all are asked again is far longer."""
+        count = 0
+        for ordinal in [*ordinals]:
+            segment = self.segments.get(ordinal) or self.updates.get(ordinal)
+            if segment is None:
+                self._looked_at.discard(ordinal)
+                continue
+            count += len(segment.specs)
+            if segment.has_changed():
+                self._read_anew(segment)
+        if self.look_is_due:
+            self._look_at = time.perf_counter() + LOOK_RARELY * STAT_S * count
 
     @property
     def is_checked(self) -> bool:

@@ -229,16 +229,15 @@ class ColumnReader:
             CorruptionError: some do not match; it names the rows and the segment.
         """
         catalog, places = self._catalog, [self._base]
-        look = catalog.look_is_due
         if catalog.updates:
             updates = [u for u in catalog.updates.values() if any(c.name in u.schema for c in columns)]
-            catalog.check([(u, slice(0, u.rows), (TARGET, *_arrays_of(u, columns))) for u in updates], look=look)
+            catalog.check([(update, slice(0, update.rows)) for update in updates])
             for update, gap in ((u, gap) for u in updates for gap in u.gaps):
                 if gap.why and not update.is_lost(gap.seq):
                     raise catalog.unreadable(update, gap, update.gap_ids(gap))
             places = [*{id(found): found for found in (self._base, *map(self._places, columns))}.values()]
         runs = [(catalog.any_segment(ordinal), rows) for found in places for ordinal, rows in found.runs]
-        if catalog.check([(segment, rows, _arrays_of(segment, columns)) for segment, rows in runs], look=look):
+        if catalog.check(runs):
             catalog.locate(self.ids)
 
     def _later(self, column: Column) -> Later | None:
@@ -436,17 +435,6 @@ class ColumnReader:
             return array
         np.copyto(target, array)
         return target
-
-
-def _arrays_of(segment: Segment, columns: tuple[Column, ...]) -> list[str]:
-    """Return the arrays of a segment that reading some columns takes."""
-    found = segment.arrays_of.get(columns)
-    if found is None:
-        schema = segment.schema
-        names = [column.name for column in columns if column.name in schema]
-        found = [*names, *{offsets_name(c.axis) for c in columns if c.axis in schema.axes}]
-        segment.arrays_of[columns] = found
-    return found
 
 
 def _full(count: int, pad: Any, column: Column) -> npt.NDArray[Any]:

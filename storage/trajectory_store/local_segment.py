@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,13 +177,14 @@ class LocalSegment(Segment):
             self.gaps.sort()
         return None
 
-    def has_changed(self, names: Iterable[str]) -> bool:
+    def has_changed(self) -> bool:
         """Compare the state of files with that in which they were checked."""
-        if self._states and all(self._states.get(name) == (s := self._state(name)) and s for name in names):
+        now = {name: self._state(name) for name in self.specs}
+        if self._states == now and all(now.values()):
             return False
         self.release()
         self._sound, self._clean = np.zeros(0, np.bool_), False
-        self._states = {name: self._state(name) for name in self.specs}
+        self._states = now
         return True
 
     def stamp(self) -> object:

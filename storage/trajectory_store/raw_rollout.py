@@ -61,6 +61,8 @@ class RawRollout:
     """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
     one_prompt: bool = True
     """The members of a named group have one prompt."""
+    across_files: bool = False
+    """Members of the group may stand in other files, too."""
     identity: Hashable | None = None
     """The same in every file that the tool wrote this completion to."""
     one_turn: bool = True

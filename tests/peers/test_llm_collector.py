@@ -314,6 +314,40 @@ def test_the_penalty_in_the_environment(tiny):
         assert bool((shaped[~said] == 0).all())
 
 
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("apart", [False, True], ids=["one transform", "RetrieveLogProb first"])
+def test_the_penalty_with_torchrls_own_wrapper(tiny, batch, pad_output, apart):
+    """Sampled by `TransformersWrapper` as it is: each token but a turn's first has its penalty; that one has none."""
+    tokenizer = tiny.tokenizer(pad="<|endoftext|>")
+    model, reference = tiny.model(tokenizer), tiny.model(tokenizer, seed=1)
+    wrapper = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="history", generate=True, return_log_probs=True, pad_output=pad_output,
+        generate_kwargs={"max_new_tokens": 5, "do_sample": True, "temperature": 1.0},
+    )  # fmt: skip
+    scorer = TransformersWrapper(
+        reference, tokenizer=tokenizer, input_mode="history", generate=False, return_log_probs=True
+    )
+    env = ChatEnv(batch_size=(batch,), input_mode="history", tokenizer=tokenizer).append_transform(LengthReward())
+    if apart:
+        env = env.append_transform(RetrieveLogProb(scorer)).append_transform(KLRewardTransform(coef=0.5))
+    else:
+        env = env.append_transform(KLRewardTransform(scorer, coef=0.5))
+    torch.manual_seed(0)
+    start = env.reset(TensorDict({"query": [f"say {'so ' * n}" for n in range(batch)]}, [batch]))
+    for turn in env.step(wrapper(start)).unbind(0):
+        real = turn["masks", "all_attention_mask"].bool()
+        prompt, full = turn["tokens", "prompt"], turn["tokens", "full"][real]
+        said = torch.arange(len(real)) > len(prompt)
+        said = said[real]
+        k1 = tiny.naive(model, full)[said] - tiny.naive(reference, full)[said]
+        found = turn["next", "kl_penalty"][real]
+        torch.testing.assert_close(found[said].double(), k1, rtol=0, atol=1e-4)
+        assert not found[~said].any()
+        length = float(len(turn["history"].full[-1].content))
+        assert float(turn["next", "reward"].sum()) == pytest.approx(length - 0.5 * float(k1.sum()), abs=1e-3)
+
+
 def test_transforms_are_appended_before_the_turns(tiny, tmp_path):
     """`append_transform`, inverted or not, as TorchRL's recipe has it: the chat's turns become rows before it runs."""
     tokenizer = tiny.tokenizer()

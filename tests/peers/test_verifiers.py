@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline import Collect, Turn
+from rlhf_pipeline import Collect, Learn, TinyPolicy, Turn
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.sampled_rows import drawn_conversations
 from rlhf_pipeline.environments.verifiers import Verifiers
 from rlhf_pipeline.errors import DefinitionError
-from tests.rlhf_pipeline.small import talker
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, talker
+from trajectory_store import TrajectoryStore
 
 pytestmark = pytest.mark.timeout(600)  # an agent of verifiers is a process of its own, a new one for each turn
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
@@ -178,3 +182,29 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(DefinitionError, match=r'pip install "rlhf-pipeline\[verifiers\]"'):
         _ = Verifiers("guess_digit").env
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_the_port_of_an_environment(tasksets, tmp_path):
+    """The definition of docs/coming_from.md learns from verifiers' own rewards, of task and environment, by name."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "Verifiers(" in code)
+    space: dict[str, Any] = {}
+    exec(block, space)
+    ported = space["guess"]()
+    policy = TinyPolicy(alphabet="0123456789+UAT:\n", hidden_size=32, num_heads=2, chat_template=CHAT_TEMPLATE)
+    small = {"prompts": space["port"].prompts(limit=2), "learn": Learn(steps=1), "policy": policy}
+    collect = replace(ported.collect, max_turns=2, max_new_tokens=4, step_timeout_s=300.0)
+    run(replace(ported, collect=collect, **small), run_dir=tmp_path / "run")
+    space["port"].close()
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        rows = store.read(store.ids())
+    assert len(rows["meta"]) == 4
+    for number, meta in enumerate(map(json.loads, rows["meta"])):
+        turns = int((rows["turn_spans"][number][:, 1] == 1).sum())
+        right = float(str(meta["prompt"]["number"]) in meta["messages"][-1]["content"])
+        assert rows["reward_right"][number] == right
+        assert rows["reward_short"][number] == pytest.approx(0.25 / turns)
+        assert rows["task_reward"][number] == pytest.approx(right + 0.25 / turns)
+        assert rows["turn_rewards"][number].sum() == pytest.approx(rows["task_reward"][number])

@@ -75,16 +75,16 @@ def rows(first, last):
                     {"role": "system", "content": "Answer in digits."},
                     {"role": "user", "content": f"{n} + {n}?"},
                 ],
-                "solution": str(2 * n),
+                "answer": str(2 * n),
             }
             for n in range(first, last)
         ]
     )
 
 
-def digits(completions, solution, **kwargs):
+def digits(completions, answer, **kwargs):
     texts = [completion[0]["content"] for completion in completions]
-    return [float(any(digit in text for digit in right)) for text, right in zip(texts, solution)]
+    return [float(any(digit in text for digit in right)) for text, right in zip(texts, answer)]
 
 
 def brief(completions, **kwargs):
@@ -115,16 +115,16 @@ def rows(first, last):
                     {"role": "system", "content": "Answer in digits."},
                     {"role": "user", "content": f"{n} + {n}?"},
                 ],
-                "solution": str(2 * n),
+                "answer": str(2 * n),
             }
             for n in range(first, last)
         ]
     )
 
 
-def digits(completions, solution, **kwargs):
+def digits(completions, answer, **kwargs):
     texts = [completion[0]["content"] for completion in completions]
-    return [float(any(digit in text for digit in right)) for text, right in zip(texts, solution)]
+    return [float(any(digit in text for digit in right)) for text, right in zip(texts, answer)]
 
 
 def brief(completions, **kwargs):
@@ -173,7 +173,7 @@ def test_a_script_of_trl_is_ported_in_fifteen_lines(
     assert sorted(found["group_id"].tolist()) == [group for group in range(6) for _ in range(4)]
     for number in range(24):
         text, meta = found["completion"][number], json.loads(found["meta"][number])
-        right = float(any(digit in text for digit in meta["prompt"]["solution"]))
+        right = float(any(digit in text for digit in meta["prompt"]["answer"]))
         assert found["reward_digits"][number] == right
         assert found["reward_brief"][number] == pytest.approx(-len(text) / 10)
         assert found["task_reward"][number] == pytest.approx(right - len(text) / 20)
@@ -187,10 +187,82 @@ def test_a_script_of_trl_is_ported_in_fifteen_lines(
         rows = store.read(store.ids(), names)
     assert rows["policy_version"].tolist() == [step for step in range(3) for _ in range(12)]
     for number in range(36):
-        text, solution = rows["completion"][number], json.loads(rows["meta"][number])["prompt"]["solution"]
+        text, solution = rows["completion"][number], json.loads(rows["meta"][number])["prompt"]["answer"]
         assert solution in ("12", "14", "16")
         right = float(any(digit in text for digit in solution))
         assert rows["task_reward"][number] == pytest.approx(right - len(text) / 20)
     for line in lines:
         mean = rows["task_reward"][rows["policy_version"] == line["step"]].mean()
         assert line["evaluation/reward"] == pytest.approx(float(mean), abs=1e-6)
+
+
+VERL_ROWS = [
+    {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{n} + {n}?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+        "extra_info": {"split": "train", "index": n},
+    }
+    for n in range(4)
+]
+"""As verl's preprocessing scripts write it."""
+
+VERL_CONFIG = """\
+data.train_files=data/train.parquet data.prompt_key=prompt data.train_batch_size=2 data.max_response_length=5
+actor_rollout_ref.model.path=model actor_rollout_ref.rollout.n=3 actor_rollout_ref.actor.optim.lr=1e-3
+custom_reward_function.path=score.py custom_reward_function.name=compute_score trainer.total_training_steps=2
+"""
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+    """Score as a user of verl does; what it gets is checked, too."""
+    assert (data_source, extra_info["split"]) == ("sums", "train")
+    assert ground_truth == str(2 * extra_info["index"])
+    digits = sum(map(str.isdigit, solution_str))
+    return {"score": float(any(one in solution_str for one in ground_truth)) + digits / 10, "digits": digits}
+
+
+def test_a_configuration_of_verl_learns_from_the_same_rewards(tmp_path: Path) -> None:
+    """Each line of it by the page's table: scores of what verl would have decoded, components as columns."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    from transformers import AutoTokenizer
+
+    asked = dict(pair.split("=") for pair in VERL_CONFIG.split())
+    parquet.write_table(pyarrow.Table.from_pylist(VERL_ROWS), tmp_path / "train.parquet")
+    (tmp_path / "text.txt").write_text("0 + 1 + 2 = 3? 4 5 6 7 8 9\n" * 20, encoding="utf-8")
+    new_model(
+        tmp_path / "m", text_file=tmp_path / "text.txt", vocab_size=300, hidden_size=16, num_layers=1, num_heads=2
+    )
+    port = Pipeline(
+        name="verl",
+        policy=PretrainedPolicy(path=str(tmp_path / "m")),
+        prompts=Prompts(
+            str(tmp_path / "*.parquet"),
+            prompt_field=asked["data.prompt_key"],
+            answer_field="reward_model.ground_truth",
+        ),
+        reward=compute_score,
+        collect=Collect(
+            prompts_per_rollout=int(asked["data.train_batch_size"]),
+            group_size=int(asked["actor_rollout_ref.rollout.n"]),
+            max_new_tokens=int(asked["data.max_response_length"]),
+            skip_special_tokens=True,
+        ),
+        learn=Learn(
+            steps=int(asked["trainer.total_training_steps"]), lr=float(asked["actor_rollout_ref.actor.optim.lr"])
+        ),
+    )
+    run(port, run_dir=tmp_path / "run")
+    codec = AutoTokenizer.from_pretrained(tmp_path / "m")
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        found = store.read(store.ids())
+    assert len(found["task_reward"]) == 2 * 2 * 3
+    for number, meta in enumerate(map(json.loads, found["meta"])):
+        row = VERL_ROWS[meta["prompt"]["extra_info"]["index"]]
+        response = found["input_ids"][number][int(found["num_prompt_tokens"][number]) :]
+        text = codec.decode(response.tolist(), skip_special_tokens=True)  # as verl's reward manager `naive` does
+        score = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+        assert found["task_reward"][number] == pytest.approx(score["score"])
+        assert found["reward_digits"][number] == score["digits"]

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
+from rlhf_pipeline.exchange.tools import atif as _atif  # noqa: F401 - registers its tool
+from rlhf_pipeline.exchange.tools import inspect_logs as _inspect_logs  # noqa: F401 - registers its tool
+from rlhf_pipeline.exchange.tools.registry import (
+    NO_END,
+    NO_SCORES,
+    NO_TOKENS,
+    REGISTERED,
+    RawRollouts,
+    Tool,
+    or_unknown,
+    tool,
+)
 from trajectory_store.raw_rollout import (
     CUT,
     UNKNOWN_VERSION,
@@ -32,53 +43,6 @@ from trajectory_store.raw_rollout import (
     shown,
 )
 
-RawRollouts = Iterator[RawRollout | None]
-"""None for a part of a row that has nothing that a policy sampled."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tool:
-    """One kind of file that one writer of a tool makes, from the tool's own source.
-
-    >>> find_tool("auto", dict.fromkeys(["input", "output", "gts", "score", "step"], 1)).name
-    'verl'
-    """
-
-    name: str
-    summary: str
-    """What it is, in a few words."""
-    signature: frozenset[str]
-    """Fields that the writer puts into every row, and all of which must be there."""
-    lacks: tuple[str, ...] = ()
-    """What the file does not hold."""
-    read: Callable[[Fields], RawRollouts]
-    also: Callable[[Row], bool] = lambda row: True
-    """A further condition on a row."""
-    first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
-    """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
-    repeated_but: str = ""
-    """The tool may write the rows of one file again into the next, and then only this field differs."""
-
-    def matches(self, row: Row) -> bool:
-        """Return True if a row is of this kind."""
-        return self.signature <= row.keys() and self.also(row)
-
-
-_TOOLS: list[Tool] = []
-NO_TOKENS = "token ids (the text is encoded by --tokenizer, and may have other tokens than were sampled)"
-NO_END = "the end token and why a completion ended"
-NO_SCORES = "log-probs"
-
-
-def tool(name: str, summary: str, fields: str, *lacks: str, **more: Any) -> Callable[[Any], Any]:
-    def add(read: Callable[[Fields], RawRollouts]) -> Callable[[Fields], RawRollouts]:
-        made = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
-        _TOOLS.append(made)
-        return read
-
-    return add
-
-
 # -- TRL, verl, slime --------------------------------------------------------------------------------------------------
 
 _TRL = ("step", "prompt", "completion", "advantage")
@@ -90,6 +54,8 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
         return {}
     values = {name: value for name, value in row.row.items() if name not in _TRL}
     numbers = [name for name, value in values.items() if value is None or isinstance(value, (bool, int, float))]
+    if len(numbers) > 1 and row.shown:
+        return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
             f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Name one or a sum, "
@@ -174,10 +140,6 @@ def verl(row: Fields) -> RawRollouts:
     )
 
 
-def _or_unknown(version: Any) -> Any:
-    return UNKNOWN_VERSION if version is None else version
-
-
 _SLIME = {"completed": ("stop", ""), "truncated": ("length", ""), "aborted": ("abort", "engine")}
 _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
 """By status: why the response ended, and the kind of failure. `failed` is slime's word for a tool or an API."""
@@ -225,7 +187,7 @@ def slime(row: Fields) -> RawRollouts:
         answer="label",
         finish_reason=Made("status", reason),
         failure=Made("status", failure),
-        policy_version=Made("rollout_id of the file's name", _or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))),
+        policy_version=Made("rollout_id of the file's name", or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))),
         group=None if values["group_index"] is None else Made("group_index", values["group_index"]),
         meta=("index", "status", "metadata", "weight_versions", "remove_sample"),
         flags={"mask_known": not values["remove_sample"]},
@@ -292,7 +254,7 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
         finish_reason=Made("the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")),
         failure=Made("ok, errors", _failure(row.row, trace)),
         answer=Made("task.data.answer", part_of(task, "data").get("answer")),
-        policy_version=Made("run.work.policy.start", _or_unknown(version)),
+        policy_version=Made("run.work.policy.start", or_unknown(version)),
         temperature=Made("calls[].sampling.temperature", _temperature(made)),
         group=Made("group.id or task.key", (key, agent.get("name"))),
         meta=meta | {"stop_condition": trace.get("stop_condition")},
@@ -477,7 +439,7 @@ def skyrl(row: Fields) -> RawRollouts:
         completion="output_response",
         reward="score",
         finish_reason="stop_reason",
-        policy_version=Made("global_step_N of the folder", _or_unknown(row.number_in(r"global_step_(\d+)"))),
+        policy_version=Made("global_step_N of the folder", or_unknown(row.number_in(r"global_step_(\d+)"))),
         group=Made("input_prompt", str(row.row["input_prompt"])),
         one_turn=row.row["env_class"] in ("aime", "gsm8k", "lcb"),
         flags={"as_chat": False},
@@ -519,6 +481,32 @@ def nemo_rl(row: Fields) -> RawRollouts:
         group=Made("prompt tokens", (step, repr(made["prompt_ids"].value))),
         meta=meta | ({} if learned else {"learned": False}),
         flags={"mask_known": learned},
+    )
+
+
+@tool("nemo-rl", "NeMo-RL's val_data_step*.jsonl", "content rewards idx", NO_TOKENS, NO_END, NO_SCORES,
+      also=lambda row: len(row) == 3)  # fmt: skip
+def nemo_rl_validation(row: Fields) -> RawRollouts:
+    """NeMo-RL 0.6.0 (commit 7ea279a): `val_data_stepN.jsonl` of its validations.
+
+    Writer: `validate` in `nemo_rl/algorithms/grpo.py`, by `Logger.log_batched_dict_as_jsonl`. Fields: `content`, the
+    messages of a conversation, and `rewards`, each in a list of one; `idx`, the row. They are marked as evaluations.
+    """
+    values = {
+        name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in row.row.items()
+    }
+    talk, step = values["content"], row.number_in(r"val_data_step(\d+)")
+    if not is_messages(talk):
+        raise DataError(f"field 'content' must hold chat messages, got {shown(talk)}.")
+    first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
+    yield row.of(values).record(
+        prompt=Made("content", talk[:first]),
+        completion=Made("content", talk[first:]),
+        reward="rewards",
+        policy_version=Made("N of stepN", or_unknown(step)),
+        group=Made("content", (step, repr(talk[:first]))),
+        meta=("idx",),
+        flags={"evaluation": True},
     )
 
 
@@ -572,7 +560,7 @@ def tinker(row: Fields) -> RawRollouts:
             finish_reason=Made("samples[].stop_reason", sample.get("stop_reason")),
             reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries",
                         rewards.pop() if len(rewards) == 1 else None),
-            policy_version=Made("scope.iteration", _or_unknown(iteration)),
+            policy_version=Made("scope.iteration", or_unknown(iteration)),
             temperature=Made("sampling_params.temperature", part_of(values, "sampling_params").get("temperature")),
             created_at=Made("created_at", values.get("created_at")),
             group=Made("iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)),
@@ -716,7 +704,7 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
 
 # -- which tool --------------------------------------------------------------------------------------------------------
 
-TOOLS: tuple[Tool, ...] = tuple(_TOOLS)
+TOOLS: tuple[Tool, ...] = tuple(REGISTERED)
 ROWS = Tool(name="rows", summary="rows with a prompt, a completion and a reward", signature=frozenset(), read=rows)
 NAMES: tuple[str, ...] = ("auto", "jsonl", "rows", *dict.fromkeys(tool.name for tool in TOOLS), "store")
 """What `--format` takes; `jsonl` is `rows` of a file whose name tells nothing; `store` is what `export` writes."""

@@ -116,12 +116,12 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         tensordict_out: TensorDictBase | None = None,
         logits_key: Key = "logits",
         mask_key: Key | None = None,
-        *,
-        padding_side: Side = "left",
         as_padded_tensor: bool | None = None,
         as_nested_tensor: bool | None = None,
         padding_value: float | None = None,
+        padding_side: Side = "left",
         layout: torch.layout | None = None,
+        **further: Any,
     ) -> D.Distribution:
         """Return the distribution of every token, or of the tokens of the mask under `mask_key`.
 
@@ -135,13 +135,14 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             as_nested_tensor: True is refused.
             padding_value: no effect: masks distinguish padding from tokens, values do not.
             layout: `torch.jagged` is refused.
+            **further: no effect, as in TorchRL.
 
         Raises:
             DataError: tokens or mask are missing or do not match.
             DefinitionError: the policy is set to generate, or a nested distribution is requested.
         """
         self._must_score("get_dist")
-        del as_padded_tensor, padding_value
+        del as_padded_tensor, padding_value, further
         if as_nested_tensor or layout == torch.jagged:
             raise UnsupportedError(
                 "A distribution over nested tensors has no log_prob that works. Leave as_nested_tensor and layout out: "
@@ -159,24 +160,25 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     def get_generic_dist(
         self,
         tensordict: TensorDictBase,
-        *,
         attention_mask_key: Key | None = None,
         logits_key: Key = "logits",
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
         """Return the distribution of the tokens of the attention mask, or of the mask under `attention_mask_key`."""
+        del logits_key
         return self.get_dist(tensordict, mask_key=attention_mask_key, padding_side=padding_side, **options)
 
     def get_rlhf_dist(
         self,
         tensordict: TensorDictBase,
-        *,
         assistant_mask_key: Key | None = None,
+        logits_key: Key = "logits",
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
         """Return the distribution of the assistant's tokens: those that a policy produced, over all turns."""
+        del logits_key
         key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
         return self.get_dist(tensordict, mask_key=key, padding_side=padding_side, **options)
 
@@ -184,11 +186,11 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         self,
         tensordict: TensorDictBase,
         tokens_key: Key | None = None,
-        *,
+        logits_key: Key = "logits",
         assistant_mask_key: Key | None = None,
         attention_mask_key: Key | None = None,
-        logits_key: Key = "logits",
         padding_side: Side = "left",
+        **further: Any,
     ) -> D.Distribution:
         """Return the distribution of everything after the prompt.
 
@@ -202,12 +204,13 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             attention_mask_key: of a mask that excludes further tokens.
             logits_key: no effect: nothing is written.
             padding_side: the side on which ragged rows are padded.
+            **further: no effect, as in TorchRL.
 
         Raises:
             DataError: the prompts' lengths are unknown.
         """
         self._must_score("get_sft_dist")
-        del logits_key
+        del logits_key, further
         batch = self.read_batch(tensordict, padding_side)
         prompt_key = _sub(self.tokens_key, "prompt") if tokens_key is None else tokens_key
         assistant_key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
@@ -224,7 +227,12 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         return self.token_distribution(batch.input_ids, batch.attention_mask, mask)
 
     def get_dist_with_custom_mask(
-        self, tensordict: TensorDictBase, mask: Tensor, *, logits_key: Key = "logits", padding_side: Side = "left"
+        self,
+        tensordict: TensorDictBase,
+        mask: Tensor,
+        logits_key: Key = "logits",
+        padding_side: Side = "left",
+        **further: Any,
     ) -> D.Distribution:
         """Return the distribution of the tokens of a mask.
 
@@ -233,12 +241,13 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             mask: bool `[B, T]`, aligned with the padded tokens.
             logits_key: no effect: nothing is written.
             padding_side: the side on which ragged rows are padded.
+            **further: no effect, as in TorchRL.
 
         Raises:
             DataError: the mask's shape differs from the tokens'.
         """
         self._must_score("get_dist_with_custom_mask")
-        del logits_key
+        del logits_key, further
         batch = self.read_batch(tensordict, padding_side)
         wanted = pad_like(mask, batch, "mask").bool()
         return self.token_distribution(batch.input_ids, batch.attention_mask, wanted & batch.attention_mask)

@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any, Self, cast
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase, TensorDictParams, unravel_key
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
@@ -18,6 +18,7 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.interop.torchrl.flat_responses import is_flat, whole_rows, with_responses
 from rlhf_pipeline.transforms.base import declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import KLController
 from rlhf_pipeline.transforms.kl_reward import KLKeys, KLReward, constant_controller
@@ -48,13 +49,14 @@ class KLRewardTransform(KLReward):
         out_keys: the reward, and optionally the penalty and the reference log-probs.
         actor: the older name of `ref_model`.
         ref_model_factory: a function that returns the reference.
-        log_prob_key: behaviour log-probs.
+        log_prob_key: behaviour log-probs. A flat key, such as `"log_probs"`, also reads batches of older versions of
+            TorchRL: the response's log-probs, with `tokens`, `tokens_response`; the result is the response's as well.
         ref_log_prob_key: reference log-probs, used if present.
         add_to_reward: False leaves the reward as it is and only measures.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
-        action_key: for the general form; ignored here, where the actions are the token ids.
+        action_key: for the general form; nothing reads it here, where the actions are the token ids.
         tokenizer: no effect, as in TorchRL: token ids are scored as they are.
         padding_side: no effect: the result has the form of the batch.
         requires_grad: for the general form; here the reference is scored without gradient, so True is refused.
@@ -111,7 +113,7 @@ class KLRewardTransform(KLReward):
         token_budget: int = 16_384,
         **unknown: Any,
     ) -> None:
-        del action_key, tokenizer, padding_side
+        del tokenizer, padding_side
         refuse_arguments(KLRewardTransform, unknown)
         if requires_grad:
             raise DefinitionError(
@@ -146,6 +148,25 @@ class KLRewardTransform(KLReward):
             token_budget=token_budget,
             device=device,
         )
+        self._action_key = action_key
+
+    def _fill(self, td: TensorDictBase, *, writing: bool) -> TensorDictBase:
+        log_probs, keys = self.keys.log_probs, self.keys
+        if not isinstance(log_probs, str) or not is_flat(td, log_probs):
+            return super()._fill(td, writing=writing)
+        whole = super()._fill(whole_rows(td, log_probs, (keys.reward, keys.ref_log_probs)), writing=writing)
+        return with_responses(td, whole, log_probs, (keys.shaped, keys.penalty, keys.scored))
+
+    @property
+    def action_key(self) -> Key | None:
+        """The key of the action: as given, or the environment's only one."""
+        if self._action_key is None and self.parent is not None and len(self.parent.action_keys) == 1:
+            self._action_key = cast(Key, self.parent.action_keys[0])
+        return self._action_key
+
+    @action_key.setter
+    def action_key(self, value: Key | None) -> None:
+        self._action_key = value
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         whole = tensordict.clone(recurse=False).set("next", next_tensordict)
@@ -255,11 +276,28 @@ class ActorKLRewardTransform(KLRewardTransform):
             parameter.requires_grad_(requires_grad)
         self.frozen_actor = frozen
         self.requires_grad = requires_grad
-        self.action_key = action_key
+        self._action_key = action_key
         self.log_prob_key = log_prob_key if log_prob_key is not None else _log_prob_key(model)
         self.add_to_reward = add_to_reward
         self.controller = controller or constant_controller(coef)
+        self.hold_coef(coef)
+        self.__dict__["actor"] = model
         self.stats = {}
+
+    @property
+    def functional_actor(self) -> nn.Module:
+        """The frozen copy of the actor; `frozen_params.to_module(functional_actor)` changes nothing."""
+        return self.frozen_actor
+
+    @property
+    def frozen_params(self) -> TensorDictParams:
+        """The parameters and buffers of the frozen copy."""
+        return TensorDictParams(TensorDict.from_module(self.frozen_actor), no_convert=True)
+
+    @property
+    def sample_log_prob_key(self) -> Key:
+        """Where the log-prob of the action is read."""
+        return self.log_prob_key
 
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
         """Return no columns: on the write path the steps have been through the environment already."""
@@ -296,12 +334,12 @@ class ActorKLRewardTransform(KLRewardTransform):
             reference = dist.log_prob(action if self.device is None else action.to(self.device)).to(log_prob.device)
             reward = next_tensordict.get(self.reward_key)
             kl = (log_prob - reference).reshape(reward.shape)
-            shaped = reward - self.coef * kl if self.add_to_reward else reward
+            shaped = reward - self.controller.coef * kl if self.add_to_reward else reward
         out = next_tensordict.clone(recurse=False)
         out.set(self.reward_out_key, shaped)
         if self.kl_key is not None:
             out.set(self.kl_key, kl)
-        self.stats = {"k1": float(kl.detach().mean()), "coef": self.coef}
+        self.stats = {"k1": float(kl.detach().mean()), "coef": self.controller.coef}
         return out
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -313,14 +351,14 @@ class ActorKLRewardTransform(KLRewardTransform):
         return tensordict_reset
 
     def _action(self) -> Any:
-        if self.action_key is None:
+        if self._action_key is None:
             parent = self.parent
             keys = parent.action_keys if parent is not None else self.frozen_actor.out_keys
             outputs = [k for k in keys if k in ("action", ("action",))] or _sampled(self.frozen_actor) or list(keys)
             if len(outputs) != 1:
                 raise DefinitionError(f"which of {outputs} is the action? Pass action_key=.")
-            self.action_key = outputs[0]
-        return self.action_key
+            self._action_key = outputs[0]
+        return self._action_key
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Declare the keys added to the environment: the reward under another name, and the penalty."""

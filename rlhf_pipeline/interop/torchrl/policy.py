@@ -386,18 +386,24 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         return batch
 
     def get_rlhf_dist(
-        self, tensordict: TensorDictBase, *, padding_side: Side = "left", **options: Any
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: Key | None = None,
+        logits_key: Key = "logits",
+        padding_side: Side = "left",
+        **options: Any,
     ) -> D.Distribution:
         """Return the distribution of the assistant's tokens: those that a policy produced, over all turns.
 
         For histories the mask comes from the chat template's generation markers.
         """
-        if self.input_mode == "history" and leaf(tensordict, self._assistant_key) is None:
+        key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
+        if self.input_mode == "history" and leaf(tensordict, key) is None:
             self._must_score("get_rlhf_dist")
             batch, assistant = self._read_full(tensordict)
             if assistant is not None:
                 return self.token_distribution(batch.input_ids, batch.attention_mask, assistant)
-        return super().get_rlhf_dist(tensordict, padding_side=padding_side, **options)
+        return super().get_rlhf_dist(tensordict, key, logits_key, padding_side, **options)
 
     def _score_td(self, td: TensorDictBase, logits_only: bool) -> TensorDictBase:
         batch, assistant = self._read_full(td)

@@ -192,7 +192,7 @@ class _Worker:
                 raise
             if not apart:
                 self.version, self.digests[step] = step, wanted.digest
-            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest})
+            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest}, due=True)
         self.freed.give_back()
 
     def _one(self, rollout: int, published: Published) -> None:

@@ -7,36 +7,28 @@ kept, and its checkpoint as well, which may turn out to be the best.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 
-from rlhf_pipeline.config import Evaluate, Pipeline
+from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.evaluation import Evaluations, FirstPrompts, evaluation_storage
-from rlhf_pipeline.run.evaluation_rows import Figures
+from rlhf_pipeline.run.evaluation import Evaluations, EvaluationSet, FirstPrompts, evaluation_storage
+from rlhf_pipeline.run.evaluation_rows import Figures, of_set
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.run_files import ALONE_S, say_if_alone
 from rlhf_pipeline.run.processes.weights import read_published
 from rlhf_pipeline.run.signals import StopRequest
-from trajectory_store import TrajectoryStore
 
 
 class RemoteEvaluations(Evaluations):
     """What the learner knows of a run's evaluations; made by `open_awaited`."""
 
     def __init__(
-        self,
-        evaluate: Evaluate,
-        store: TrajectoryStore,
-        *,
-        size: int,
-        run: RunFolder,
-        heartbeat: Heartbeat,
-        on_event: EventHandler,
+        self, sets: Sequence[EvaluationSet], *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler
     ) -> None:
-        super().__init__(evaluate, store, size=size, on_event=on_event)
+        super().__init__(sets, on_event)
         self._run = run
         self._heartbeat = heartbeat
         before = read_published(run)
@@ -45,18 +37,17 @@ class RemoteEvaluations(Evaluations):
     def ask(self, step: int, digest: int) -> dict[int, int]:
         """Return what to ask for with the newest weights, those of a step: digests by version."""
         self.asked = {version: known for version, known in self.asked.items() if version < step}
-        if self.is_due(step) and step not in self._means:
+        if self.is_due(step) and not self.has(step):
             self.asked[step] = digest
         return dict(self.asked)
 
     def after(self, step: int, stop: StopRequest) -> Figures:
-        """Return the figures of the newest evaluation that has arrived, with its step; empty if none has."""
-        arrived = self._arrived() if step else []
-        return arrived[-1] if arrived else {}
+        """Return the figures of the newest evaluation that has arrived of each set, with its step."""
+        return self._arrived() if step else {}
 
     def kept(self, step: int) -> set[int]:
         """Return the best step, and those that may turn out to be."""
-        return super().kept(step) | ({*self.asked} if self._evaluate.keep_best else set())
+        return super().kept(step) | (set() if self._deciding is None else {*self.asked})
 
     def wait(self, stop: StopRequest) -> bool:
         """Wait for all that was asked for."""
@@ -71,17 +62,15 @@ class RemoteEvaluations(Evaluations):
             self._arrived()
         return not self.asked
 
-    def _arrived(self) -> list[Figures]:
-        """Report the evaluations that have been stored since the last call; return their figures, by step."""
-        if not self.asked:
-            return []
-        self.store.refresh()
-        found: list[Figures] = []
-        for one in self._new():
-            step = one.pop("step")
-            self.asked.pop(step, None)
-            self._tell(step, one, newest=max(self._means))
-            found.append({"evaluation/step": step, **one})
+    def _arrived(self) -> Figures:
+        """Report the evaluations stored since the last call; return the figures of each set's newest one."""
+        found: Figures = {}
+        for one in self.sets if self.asked else ():
+            one.store.refresh()
+            for step, figures in one.new():
+                self._tell(one, step, figures, newest=max(one.values))
+                found |= of_set(one.name, {"evaluation/step": step, **figures})
+        self.asked = {step: digest for step, digest in self.asked.items() if not self.has(step)}
         return found
 
 
@@ -90,10 +79,13 @@ def open_awaited(
     pipeline: Pipeline, policy: TokenPolicy, *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler
 ) -> Iterator[RemoteEvaluations | None]:
     """Open what a learner knows of evaluations, or None if the definition does not ask for any."""
-    evaluate = pipeline.evaluate
-    if evaluate is None:
+    if pipeline.evaluate is None:
         yield None
         return
-    size = FirstPrompts.of(pipeline, evaluate, policy, on_event).count * evaluate.group_size
-    with closing(evaluation_storage(run, pipeline, evaluate)) as storage:
-        yield RemoteEvaluations(evaluate, storage.store, size=size, run=run, heartbeat=heartbeat, on_event=on_event)
+    with ExitStack() as held:
+        sets: list[EvaluationSet] = []
+        for name, evaluate in pipeline.evaluations.items():
+            size = FirstPrompts.of(pipeline, evaluate, policy, on_event).count * evaluate.group_size
+            storage = held.enter_context(closing(evaluation_storage(run, pipeline, name)))
+            sets.append(EvaluationSet(name, evaluate, storage.store, size=size))
+        yield RemoteEvaluations(sets, run=run, heartbeat=heartbeat, on_event=on_event)

@@ -110,8 +110,8 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
         BucketRollouts.begin(folder.mirror.bucket)
-    if pipeline.evaluate is not None:
-        evaluation_storage(folder, pipeline, pipeline.evaluate).close()
+    for name in pipeline.evaluations:
+        evaluation_storage(folder, pipeline, name).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
 

@@ -50,3 +50,34 @@ def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with TrajectoryStore.create(tmp_path / "b", Schema([tokens])) as store:
         store.append({"input_ids": [[1, 2]]})
         assert select(store, ["num_completion_tokens==2"]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        ("reward==null", [1]),
+        ("reward!=null", [0, 2, 3]),
+        ("group==null", [3]),
+        ("finish_reason==null", [2]),
+        ("reward==0.25..0.75", [0]),
+        ("reward!=0.25..0.75", [1, 2, 3]),
+        ("reward==..0.5", [0, 2]),
+        ("group==1..", [1, 2]),
+        ("finish_reason=='a, b'", [0]),
+        ("finish_reason~STOP", [1, 3]),
+        ('finish_reason~"a,"', [0]),
+    ],
+)
+def test_missing_values_ranges_and_texts(tmp_path: Path, condition: str, wanted: list[int]):
+    """`null` is what was left out, NaN or empty; a range has both its ends; `~` finds a text within another."""
+    columns = [Column("task_reward", "float32"), Column("group_id", "int64", fill=-1), Column("finish_reason", "str")]
+    with TrajectoryStore.create(tmp_path / "store", Schema([*columns])) as store:
+        store.append(
+            {"task_reward": [0.5, math.nan, 0.0], "group_id": [0, 1, 2], "finish_reason": ["a, b", "Stop", ""]}
+        )
+        store.append({"task_reward": [1.0], "finish_reason": ["nonstop"]})
+        assert select(store, [condition]).tolist() == [store.ids()[at] for at in wanted]
+        with pytest.raises(DefinitionError, match="is compared by == and != only"):
+            select(store, ["reward>null"])
+        with pytest.raises(DefinitionError, match="looks for a text in a column of text"):
+            select(store, ["reward~1"])

@@ -63,6 +63,21 @@ def test_counts_of_some(cli: Cli, run_dir: Path):
     assert cli("ls", run_dir).out.splitlines()[1].split()[1:3] == ["12", "300"]
 
 
+def test_ls_beside_other_folders(cli: Cli, run_dir: Path):
+    """A model's folder is no run, and a damaged run is named and hides no other."""
+    for name, content in (("tiny-model", '{"model_type": "llama", "architectures": []}'), ("adapter", '{"r": 8}')):
+        (run_dir.parent / name).mkdir()
+        (run_dir.parent / name / "config.json").write_text(content)
+    shown = cli("ls", run_dir.parent)
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["run", str(run_dir)]
+    (run_dir.parent / "torn").mkdir()
+    (run_dir.parent / "torn" / "config.json").write_text('{"format": 1, "pipel')
+    shown = cli("ls", run_dir.parent)
+    assert shown.code == 1
+    assert str(run_dir.parent / "torn") in shown.err
+    assert len(shown.out.splitlines()) == 2
+
+
 def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):
     """A reward function that says something else is exit code 1, with examples."""
     file = tmp_path / "other.py"

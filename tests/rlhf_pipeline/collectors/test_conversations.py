@@ -66,14 +66,16 @@ def lake_policy(num_slots: int = 16) -> CausalLMPolicy:
     return scratch_policy(LAKE_ALPHABET, hidden_size=16, num_layers=2, num_heads=2, seed=1, num_slots=num_slots)
 
 
-def conversations(environment: Any, policy: Any = None, groups: int = 4, **changes: Any) -> list[Conversation]:
+def conversations(
+    environment: Any, policy: Any = None, groups: int = 4, ended: Any = None, **changes: Any
+) -> list[Conversation]:
     """Conversations of a few groups."""
     config = Collect(**{**LIMITS, **changes})
     runner = Conversations(
         environment, policy=policy or lake_policy(), config=config, temperature=1.0, seed=3, as_chat=False, template={}
     )
     source = LakeMaps(start_anywhere=True)
-    return runner.run([source.prompt(cursor, 0) for cursor in range(groups)], list(range(groups)))
+    return runner.run([source.prompt(cursor, 0) for cursor in range(groups)], list(range(groups)), ended=ended)
 
 
 @pytest.mark.parametrize("environment", [FrozenLake, Slow, Wordy])
@@ -144,6 +146,10 @@ def _exit() -> Any:
     raise SystemExit(3)
 
 
+def _raised(error: BaseException) -> Any:
+    raise error
+
+
 @pytest.mark.parametrize(
     ("how", "kind", "error"),
     [
@@ -155,6 +161,12 @@ def _exit() -> Any:
         (lambda: "text", "tool_error", "step returned str"),
         (lambda: Step(rewards={"reached": math.nan}), "tool_error", "must be finite"),
         (lambda: Step("~"), "tool_error", "does not know"),
+        (lambda: Step("", done="no"), "tool_error", "done is 'no'; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: Step(rewards={"reached": 1e300}), "tool_error", "fit float32"),
+        (lambda: Step(rewards={"other": 1.0}), "tool_error", "none of those that the environment declares"),
+        (lambda: Step([{"role": "user", "content": [{"type": "image"}]}]), "tool_error", "a part of type 'image'"),
+        (lambda: _raised(KeyboardInterrupt()), "tool_error", "KeyboardInterrupt"),
+        (lambda: _raised(DefinitionError("its own")), "tool_error", "its own"),
     ],
 )
 def test_a_failure_costs_its_own_conversation(how, kind, error):
@@ -179,6 +191,80 @@ def test_a_reply_of_a_megabyte_ends_its_conversation():
     ends = {(conversation.num_turns, conversation.finish_reason) for conversation in conversations(environment)}
     assert (2, "length") in ends
     assert len({turns for turns, _ in ends}) > 1
+
+
+class Parts(FrozenLake):
+    """Answers with parts of text, and stores what JSON has no form for."""
+
+    def step(self, turn: Any) -> Any:
+        step = super().step(turn)
+        parts = [{"type": "text", "text": step.reply[:2]}, {"type": "text", "text": step.reply[2:]}]  # type: ignore[index]
+        info = {"at": np.int64(turn.number), "seen": np.zeros(2), "how": {1}, "text": "\ud800"}
+        return Step([{"role": "user", "content": parts}], done=np.bool_(step.done), rewards=step.rewards, info=info)  # type: ignore[arg-type]
+
+
+def test_parts_of_text_are_text_and_whatever_is_noted_is_stored():
+    """The same conversations as with plain text; NumPy's numbers are numbers."""
+    wanted, found = conversations(FrozenLake), conversations(Parts)
+    assert [one.row.ids for one in found if one.row is not None] == [
+        one.row.ids for one in wanted if one.row is not None
+    ]
+    assert not any(one.failure for one in found)
+    assert all(one.info == {"at": one.num_turns, "seen": [0.0, 0.0], "how": [1], "text": "?"} for one in found)
+
+
+@pytest.mark.parametrize(("most", "told"), [(3, "..."), (1, "."), (None, "." * 30)])
+def test_a_reply_is_cut_and_marked(most, told):
+    """With so many tokens at most; the conversation goes on, and its row says that something is missing."""
+    environment = type("Loud", (Moody,), {"how": staticmethod(lambda: Step("." * 30))})
+    mark = " [cut]"
+    policy = scratch_policy(LAKE_ALPHABET + mark, hidden_size=16, num_layers=1, num_heads=2, seed=1)
+    most = most if most is None else most + len(mark)
+    found = conversations(environment, policy, max_reply_tokens=most, max_row_tokens=200, max_turns=3)
+    loud = [one for one in found if one.num_turns > 2 and "O" in one.environment.rows[1]]  # type: ignore[attr-defined]
+    assert loud
+    for one in loud:
+        assert one.messages[-2]["content"] == told + (mark if most is not None else "")
+        assert one.cut_replies == (most is not None)
+        assert one.row is not None
+        assert "".join(message["content"] for message in one.messages) == policy.tokenizer.decode(
+            one.row.ids, skip_special_tokens=True
+        )
+
+
+class Flaky(FrozenLake):
+    """Fails the first tries of every other conversation."""
+
+    fails: Any = None
+    tries = 0
+    count: Any = None
+
+    def step(self, turn: Any) -> Any:
+        if turn.number == 2:
+            Flaky.count[tuple(self.rows), id(self.rows)] += 1
+            if sum(Flaky.count.values()) <= self.tries:
+                raise OSError(f"try {sum(Flaky.count.values())}")
+        return super().step(turn)
+
+
+def test_what_the_world_failed_is_begun_again():
+    """As often as `retries` says: the same tokens as without the failures, which are noted; or failed at last."""
+    wanted = [one.row.ids for one in conversations(FrozenLake) if one.row is not None]
+    for retries, tries in ((1, 3), (2, 1), (0, 2), (1, 10_000)):
+        environment = type("Flakier", (Flaky,), {"tries": tries})
+        Flaky.count = collections.Counter()
+        ended = list[int]()
+        found = conversations(environment, retries=retries, ended=lambda place, one: ended.append(place))  # noqa: B023
+        assert sorted(ended) == [*range(16)]
+        failed = [one for one in found if one.failure is not None]
+        again = [one for one in found if one.retried]
+        assert bool(failed) == (retries == 0 or tries > 100)
+        assert bool(again) == (retries > 0)
+        assert all("OSError: try" in error for one in again for error in one.retried)
+        for one, ids in zip(found, wanted, strict=True):
+            if one.failure is None:
+                assert one.row is not None
+                assert one.row.ids == ids
 
 
 def test_members_of_a_group_see_the_same():

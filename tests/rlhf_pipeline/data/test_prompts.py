@@ -132,6 +132,8 @@ def test_text_parts_are_joined_and_null_columns_of_messages_are_dropped():
     ("row", "message"),
     [
         ({"question": "", "answer": 1}, "row 1: field 'question': the prompt is empty"),
+        ({"question": " \n", "answer": 1}, "row 1: field 'question': the prompt is only space. .* skip=.empty"),
+        ({"question": [{"role": "user", "content": " "}], "answer": 1}, "row 1: field 'question': the prompt is only"),
         ({"question": [], "answer": 1}, "row 1: field 'question': the prompt is empty: there are no messages"),
         ({"question": None, "answer": 1}, "row 1: field 'question' must be text or a list of messages, got NoneType"),
         ({"question": ["hi"], "answer": 1}, "row 1: field 'question': message 0 must be an object"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline import final_number, final_number_match, token_match
+from rlhf_pipeline import exact_match, final_number, final_number_match, token_match
 from rlhf_pipeline.collectors.grading import Grade, Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.reward_forms import Sampled, bind
@@ -53,6 +53,15 @@ def test_final_number_match_agrees_with_gsm8k_labels(gsm8k_dir):
                 total += 1
     assert total == 5276
     assert agree / total > 0.995
+
+
+def test_rewards_take_one_of_several_answers():
+    """A list of reference answers is each of them, for all that compare text; a null among them is none."""
+    for function in (exact_match, final_number_match, token_match):
+        assert [bind(function).forms[0].call([one]) for one in SEVERAL] == [1.0, 0.0]
+
+
+SEVERAL = [Sampled(prompt=Prompt(text="?", answer=["7", None, "18"]), completion=text) for text in ("18", "x")]
 
 
 def grade(reward: Any, prompts: list[Prompt], completions: list[str]) -> list[Grade]:

@@ -53,11 +53,11 @@ def test_warehouses_are_solvable_and_held_out_by_their_map():
     for prompt in parts[False]:
         game = Sokoban()
         shown = game.reset(prompt, seed=0)
-        assert shown == "".join(prompt.meta["map"])
+        assert shown == "".join(row[1:-1] for row in prompt.meta["map"][1:-1])
         assert set(shown) <= set(SOKOBAN_ALPHABET)
         assert pushes_to_the_end(game.house, game.state) == game.whole_way
         lengths.add(game.whole_way)
-    assert lengths == {1, 2, 3, 4, 5, 6}
+    assert lengths == {1, 2, 3, 4}
 
 
 def test_a_solution_earns_two_and_a_stuck_box_nothing():
@@ -69,7 +69,7 @@ def test_a_solution_earns_two_and_a_stuck_box_nothing():
     assert [step.done for step in solved] == [False, False, False, True]
     assert [step.rewards["solved"] for step in solved] == [0, 0, 0, 1]
     assert sum(step.rewards["nearer"] for step in solved) == pytest.approx(1)
-    assert solved[0].reply == "".join(["######", "#____#", "#__PX#", "#___O#", "#____#", "######"])
+    assert solved[0].reply == "______PX___O____"
 
     game.reset(Prompt(text="a", meta={"map": rows}), seed=0)
     walked = [game.step(Turn(text=move)) for move in "?LRDRU"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -146,6 +147,21 @@ def test_groups_without_spread_take_a_step_without_gradient(make_learner):
     assert metrics["num_trajectories"] == 2
     assert metrics["padding_efficiency"] is None
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+    assert metrics["num_taught"] == 0
+    assert learner.ledger.rows[-1]["no_gradient"] == learner.ledger.rows[-1]["row_ids"]
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+def test_the_ledger_says_what_taught_nothing_and_what_was_left_out(make_learner, bonus):
+    """By the gradient, not by the rewards: an entropy bonus moves equal rewards too; what failed is counted apart."""
+    learner = make_learner(4096)
+    learner.loss.entropy_bonus = bonus
+    rewards = (1.0, 0.0, 1.0, 1.0, 1.0, math.nan)  # groups of two
+    learner.buffer.extend(lazy_stack([trajectory(number, [0, 1, 1], reward) for number, reward in enumerate(rewards)]))
+    metrics, row = learner.step(1), learner.ledger.rows[-1]
+    assert (metrics["num_trajectories"], metrics["num_groups"], metrics["num_taught"]) == (5, 3, 5 if bonus else 2)
+    assert row["no_gradient"] == ([] if bonus else row["row_ids"][2:])
+    assert row["left_out"] == {"failed": 1}
 
 
 @pytest.mark.parametrize("layout", ["packed", "prefix_shared"])

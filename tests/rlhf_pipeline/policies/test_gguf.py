@@ -118,3 +118,13 @@ def test_a_run_starts_from_a_gguf_file_and_refuses_another_under_its_name(made, 
 def starts_with_a(completion: str) -> float:
     """Return 1.0 for completions that start with a character from the first half of the alphabet."""
     return float(completion[:1] < "P")
+
+
+def test_a_folder_of_adapters_is_no_model_and_says_what_to_do(tmp_path):
+    """The folder of a LoRA checkpoint as `policy.path`: go on from its run, or merge it."""
+    folder = tmp_path / "lora" / "checkpoints" / "step-00000200"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(DataError, match=r"--from \S+lora@200\. .*\(merge_and_unload"):
+        resolve_source(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,5 +93,5 @@ def test_what_a_definition_asks_for_is_refused_before_anything_is_sampled(tmp_pa
     pipeline = override(find(f"{tmp_path}/mine.py:main").pipeline(), "collect.group_size", "2")
     assert [form.batched for form in bound_rewards(pipeline).forms] == [True, False]
     other = Evaluate(prompts=Prompts(rows=[{"prompt": "9", "gold": "0"}], prompt_field="prompt", answer_field=None))
-    with pytest.raises(DefinitionError, match=r"batched asks for 'difficulty', a column that .* evaluate\.prompts"):
-        check_evaluation(pipeline, other)
+    with pytest.raises(DefinitionError, match=r"batched asks for 'difficulty'.* evaluate\.hard\.prompts"):
+        check_evaluation(replace(pipeline, evaluate={"hard": other}), "hard")

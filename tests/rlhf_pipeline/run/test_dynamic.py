@@ -126,7 +126,7 @@ def test_the_groups_that_are_kept_are_those_with_spread(tmp_path):
     assert [line["task_reward"] for line in lines] == pytest.approx(rewards.mean(1).tolist())
     told = [event.message for event in events if isinstance(event, Notice) and "collect.dynamic" in event.message]
     assert told == [
-        "rollout 2: after 3 rounds (collect.dynamic) 1 of 6 groups have rewards that are not all equal; 1 without "
+        "rollout 2: after 3 rounds (collect.dynamic) 1 of 6 groups have rewards not all equal; 1 without "
         "spread fill the rollout."
     ]
     record = RunFolder.open(tmp_path / "run")
@@ -146,6 +146,8 @@ def test_the_batch_of_an_estimator_is_what_is_kept(estimator, tmp_path):
         returns = np.array(rows["task_reward"][first : first + 8], np.float64)
         by_group = estimator != "reinforce_pp"
         centred = returns - (returns.reshape(2, 4).mean(1).repeat(4) if by_group else returns.mean())
+        if estimator == "gdpo":
+            centred /= returns.reshape(2, 4).std(1, ddof=1).repeat(4) + 1e-6
         spread = (returns if estimator == "grpo_batch" else centred).std(ddof=1)
         assert rows["advantage"][first : first + 8] == pytest.approx(centred / spread, rel=1e-4)
 

@@ -211,8 +211,8 @@ def test_figures_of_a_store_are_those_of_the_run(tmp_path):
     assert pipeline.evaluate is not None
     path = evaluation_store(RunFolder(tmp_path / "run"), pipeline, pipeline.evaluate)
     with TrajectoryStore.open(path, mode="r") as store:
-        found = stored_evaluations(store, 0.5)
-        last = evaluation_figures(store, store.ids()[-20:], 0.5)
+        found = stored_evaluations(store, {"success_at": 0.5})
+        last = evaluation_figures(store, store.ids()[-20:], {"success_at": 0.5})
     assert [one["step"] for one in found] == [0, 2, 4, 6]
     assert {**last, "step": 6} == found[-1]
     lines = figures_of(tmp_path / "run")

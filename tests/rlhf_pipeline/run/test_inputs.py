@@ -70,6 +70,19 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
+def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tmp_path):
+    """The message names both; the same content at another path is the same."""
+    run_dir = recorded(pipeline, tmp_path / "run")
+    file, other = Path(pipeline.prompts.path), tmp_path / "other.jsonl"  # pyright: ignore[reportAttributeAccessIssue]
+    moved = dataclasses.replace(pipeline, prompts=dataclasses.replace(pipeline.prompts, path=str(other)))
+    other.write_text(file.read_text())
+    RunFolder(run_dir).check_unchanged(moved, 0)
+    other.write_text(file.read_text() + "\n")
+    said = rf"prompts\.path was {file}, is {other}, whose content is another: it had 68 bytes, it has 69\. Name the"
+    with pytest.raises(RunMismatchError, match=said):
+        RunFolder(run_dir).check_unchanged(moved, 0)
+
+
 def test_other_end_tokens_are_refused(pipeline, tmp_path):
     """They are in the model's generation config, and say where completions end."""
     file = tmp_path / "model" / "generation_config.json"

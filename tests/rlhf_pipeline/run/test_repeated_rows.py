@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.run.events import Event, StepDone
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny
+from tests.rlhf_pipeline.small import changed, tiny, weights
 from trajectory_store import TrajectoryStore
 
 PIPELINE = tiny(
@@ -51,9 +54,7 @@ def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column)
     """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
     flip(copied / "store", column, 20)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(
-        DataError, match=r"steps after 2 learn from again cannot be trusted.*step 3 learned from them"
-    ) as e:
+    with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectories 16, .*seg-") as e:
         run(PIPELINE, run_dir=copied, resume=True)
     assert f"rlhf-pipeline run --from {copied}@2" in str(e.value)
     kept = {path for path in before if path.parts[-3:][0] == "checkpoints" or path.name == "ledger.jsonl"}
@@ -75,8 +76,58 @@ def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
     (file,) = (copied / "store").glob("seg-*/policy_version/c/0")
     with file.open("r+b") as stream:
         stream.write(b"\x02")
-    with pytest.raises(DataError, match=r"step 3 learned from 8 .* all in .*would learn from others"):
+    with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectory 0 "):
         run(PIPELINE, run_dir=copied, resume=True)
+
+
+DRAWN = tiny(
+    sample__strategy="uniform",
+    sample__batch_size="6",
+    buffer__max_staleness="8",
+    collect__prompts_per_rollout="2",
+    learn__updates_per_rollout="1",
+    learn__steps="4",
+)
+"""Steps draw from all rollouts so far."""
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "run"
+    run(DRAWN, run_dir=folder)
+    return folder
+
+
+@pytest.mark.parametrize("column", ["policy_version", "task_reward", "assistant_mask", "prompt"])
+def test_a_row_of_before_the_checkpoint_is_not_drawn_unchecked(drawn, tmp_path, column):
+    """Steps after a checkpoint draw older rows for the first time: a flip in one of them stops the resume by name."""
+    folder = shutil.copytree(drawn, tmp_path / "run")
+    flip(folder / "store", column, 3)
+    longer = changed(DRAWN, learn__steps="6")
+    with pytest.raises(DataError, match=r"step 5 would learn from .*trajectories 0, 1, .* cannot be read: seg-"):
+        run(longer, run_dir=folder, resume=True)
+    assert len(RunFolder(folder).metrics) == 4
+
+
+def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_path):
+    """The weights stay those of the step before, and the run goes on when the file is put back."""
+    folder, all_rows = tmp_path / "run", changed(DRAWN, sample__batch_size="64")
+    run(changed(all_rows, learn__steps="2"), run_dir=folder)
+    (file,) = (folder / "store").glob("seg-*/input_ids/c/0")
+    before = file.read_bytes()
+
+    def damage(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+            time.sleep(0.6)  # the time of a file has a resolution, and is looked at now and then
+
+    with pytest.raises(DataError, match=r"step 4 would learn from .*cannot be trusted.*run@2 --out"):
+        run(all_rows, run_dir=folder, resume=True, on_event=damage)
+    assert len(RunFolder(folder).metrics) == 3
+    file.write_bytes(before)
+    run(all_rows, run_dir=folder, resume=True)
+    run(all_rows, run_dir=tmp_path / "straight")
+    assert weights(folder) == weights(tmp_path / "straight")
 
 
 def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):

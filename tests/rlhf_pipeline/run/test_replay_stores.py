@@ -354,3 +354,42 @@ def test_mistakes_are_answered(small_run, capsys, typed, words):
     assert main(typed) == 2
     assert words in capsys.readouterr().err
     assert not Path("runs/small-replay").exists()
+
+
+def flipped(store: Path, column: str, row: int) -> None:
+    """Flip a bit of a row's value, or of the first of several."""
+    with TrajectoryStore.open(store) as opened:
+        known = opened.schema[column]
+        at = int(opened.lengths(column, opened.ids()[:row]).sum()) if known.ragged else row
+    (file,) = store.glob(f"seg-*/{column}/c/0")
+    raw = bytearray(file.read_bytes())
+    raw[at * np.dtype(known.dtype).itemsize] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("column", ["advantage", "input_ids", "task_reward", "assistant_mask"])
+def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp_path, monkeypatch, capsys, column):
+    """Replay, export and copy refuse it by name; with `--skip-damaged` its commit is left out, and counted."""
+    monkeypatch.chdir(tmp_path)
+    make_store(Path("whole"), groups=(4, 4, 4), seed=3)
+    make_store(Path("store"), groups=(4, 4, 4), seed=3)
+    flipped(Path("store"), column, 5)  # of the second commit
+    small = ["--set", "policy.hidden_size=16", "--set", "sample.batch_size=4", "--steps", "2"]
+    commands = {
+        "replay": ["replay", "store", "--definition", "copy_digits", *small, "--out"],
+        "export": ["export", "store", "--to"],
+        "copy": ["copy", "store", "--to"],
+    }
+    named = {"replay": "run", "export": "rows.jsonl", "copy": "copied"}
+    for command, words in commands.items():
+        assert main([*words, named[command]]) == 2
+        said = capsys.readouterr().err
+        assert "store: trajectories 4, 5, 6, 7 cannot be read: seg-00000000: commit 1 is damaged" in said
+        assert "--skip-damaged" in said
+        assert main([*words, named[command], "--skip-damaged"]) == 0
+        said = capsys.readouterr().out
+        assert ("4 are damaged and were left out" if command == "replay" else "8 trajectories, 4 left out") in said
+    assert RunFolder(tmp_path / "run").gathered()["trajectories"] == 8
+    with TrajectoryStore.open("copied") as copied, TrajectoryStore.open("whole") as whole:
+        kept = whole.ids()[[0, 1, 2, 3, 8, 9, 10, 11]]
+        assert copied.read_scalars("advantage").tolist() == whole.read_scalars("advantage", kept).tolist()

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import functools
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
+from rlhf_pipeline import scratch_policy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -204,7 +207,7 @@ def test_state_dict_carries_no_model_weights():
     """A checkpoint of the buffer is not a checkpoint of the reference."""
     model = torch.nn.Linear(2, 2)
     model.log_probs = lambda *a: None
-    assert list(KLRewardTransform(model).state_dict()) == ["_extra_state"]
+    assert list(KLRewardTransform(model).state_dict()) == ["coef", "_extra_state"]
 
 
 def test_missing_inputs_are_named(make_rows, to_form):
@@ -256,3 +259,44 @@ def test_on_a_sampled_batch_without_reference(make_rows, to_form):
     assert bool(out[keys.REF_LOG_PROBS].isfinite().all())
     assert bool((out[keys.REF_LOG_PROBS][:, :2] == 0).all())
     assert bool((out[keys.REWARD][0, 4:] == 0).all())
+
+
+def flat_rows() -> list[TensorDict]:
+    """Rows as TorchRL 0.8 has them: flat keys, and values per token of the response alone."""
+    torch.manual_seed(0)
+    rows = []
+    for prompt, response in (([2, 3, 4], [5, 6]), ([2, 3], [5, 6, 7])):
+        scores = -torch.rand(len(response)) - 1
+        given = {"tokens": torch.tensor(prompt), "tokens_response": torch.tensor(response), "log_probs": scores}
+        rows.append(TensorDict({**given, "next": {"reward": torch.ones(1)}}))
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["stack", "padded", "reference given"])
+def test_flat_batches_of_an_older_version(layout):
+    """`log_prob_key="log_probs"`: reward, penalty and reference of the response `[T, 1]`, as its document has them."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
+    rows, want, kls = flat_rows(), [], []
+    for row in rows:
+        whole = torch.cat([row["tokens"], row["tokens_response"]])[None]
+        ref = policy.log_probs(whole, torch.ones_like(whole).bool())[0, len(row["tokens"]) :].detach()
+        kls.append(row["log_probs"] - ref)
+        want.append(-0.5 * kls[-1] + (torch.arange(len(ref)) == len(ref) - 1))
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    td: Any = lazy_stack([row.clone() for row in rows])
+    options: dict[str, Any] = {"ref_model": policy}
+    if layout != "stack":
+        scores = pad([row["log_probs"] for row in rows])
+        td = TensorDict({"log_probs": scores, ("next", "reward"): torch.ones(2, 1)}, [2])
+        td["tokens"], td["attention_mask"] = pad([row["tokens"] for row in rows]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+        td["tokens_response"] = pad([row["tokens_response"] for row in rows])
+    if layout == "reference given":
+        td = td.exclude("tokens", "tokens_response", "attention_mask")
+        td["next", "ref_log_prob"] = scores - pad(kls)
+        options = {"ref_log_prob_key": ("next", "ref_log_prob")}
+    transform = KLRewardTransform(coef=0.5, log_prob_key="log_probs", **options)
+    assert transform(td) is td
+    for row, reward, kl in zip(td.unbind(0), want, kls, strict=True):
+        torch.testing.assert_close(row["next", "reward"][: len(kl), 0], reward)
+        torch.testing.assert_close(row["next", "kl_penalty"][: len(kl), 0], kl)
+        assert not row["next", "reward"][len(kl) :].any()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from rlhf_pipeline.data import keys
@@ -332,15 +332,26 @@ def test_failed_reward_leaves_the_rest_of_the_group_right(make_rows, to_form, fo
     assert transform.failed_trajectories == 1
 
 
-def test_forward_uses_the_groups_of_the_batch(make_rows, to_form, form):
-    """As a forward transform it needs no queue, keeps the rows' order and leaves a finished batch alone."""
-    rows = make_rows([4] * 4, rewards=[0.0, 0.0, 1.0, 3.0])
-    transform = MCAdvantage(8)
-    out = transform(to_form([rows[i] for i in (0, 2, 1, 3)], form))
-    half = 1 / math.sqrt(2)
-    assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([0.0, -half, 0.0, half], abs=1e-6)
-    assert transform(out) is out
+def test_forward_is_the_identity(make_rows, to_form, form):
+    """As the reference document has it: advantages are those of whole groups, which only the write path sees."""
+    transform, td = MCAdvantage(2), to_form(make_rows([4] * 4, rewards=[0.0, 0.0, 1.0, 3.0]), form)
+    before = set(td.keys(True, True))
+    assert transform(td) is td
+    assert set(td.keys(True, True)) == before
     assert transform.queued_trajectories == 0
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor(3), torch.tensor([3, 4]), NonTensorData(3), NonTensorData(("a", 1))])
+@pytest.mark.parametrize("key", ["prompt", "query", "text"])
+def test_a_prompt_is_text(prompt, key):
+    """Another kind is a TypeError, as in the reference document, and of this package; under another name it counts."""
+    given = {key: prompt, "mine": prompt, "task_reward": torch.tensor(1.0), ("next", "done"): torch.tensor(True)}
+    row = TensorDict(given)
+    for transform in (MCAdvantage(1), MCAdvantage(1, prompt_key=key)):
+        with pytest.raises(TypeError, match=f"the prompt under '{key}' is a .* must be a string") as raised:
+            transform.inv(lazy_stack([row]))
+        assert isinstance(raised.value, DataError)
+    assert MCAdvantage(1, prompt_key="mine").inv(lazy_stack([row])) is not None
 
 
 def test_log_probs_keep_no_graph(make_rows, to_form, form):

@@ -102,6 +102,7 @@ export function fmt(x, digits = 3) {
     const exponent = 3 * Math.floor(Math.log10(size) / 3), part = x / 10 ** exponent;
     return `${Number(part.toPrecision(3))}e${exponent}`;
   }
+  if (size < 0.5 * 10 ** -digits) return String(Number(x.toPrecision(2)));
   return size >= 1000 ? Math.round(x).toLocaleString("en") : x.toFixed(digits);
 }
 

@@ -41,8 +41,8 @@ const brief = reward => reward === null ? "" : reward === 0 ? "0" : Number(rewar
 function cell(run, id, reward, taught, [low, high]) {
   const share = reward === null ? 0 : (reward - low) / (high - low), name = `trajectory ${short(id)}, reward ${fmt(reward, 2)}${taught === 0 ? ", no gradient" : ""}`;
   const look = ["cell", reward === null ? "none" : "", taught === 0 ? "idle" : ""].join(" "), style = reward === null ? "" : `background:color-mix(in srgb, var(--good) ${Math.round(45 * share)}%, var(--card))`;
-  return there(run, "trajectories", id) ? html`<a class=${look} href="#/${run}/t/${id}" aria-label=${name} title=${name} .style=${style}>${brief(reward)}</a>`
-    : html`<span class=${look} role="img" aria-label=${name} title=${name} .style=${style}>${brief(reward)}</span>`;
+  return there(run, "trajectories", id) ? html`<a class=${look} href="#/${run}/t/${id}" aria-label=${name} title=${name} data-reward=${brief(reward)} .style=${style}></a>`
+    : html`<span class=${look} role="img" aria-label=${name} title=${name} data-reward=${brief(reward)} .style=${style}></span>`;
 }
 
 const interval = figures => figures["evaluation/reward_low"] == null ? "" : ` (${fmt(figures["evaluation/reward_low"])} to ${fmt(figures["evaluation/reward_high"])})`;

@@ -35,7 +35,7 @@ const STATES = { running: "good", ended: "", stopped: "bad" };
 
 export async function healthPage(at, state, draw) {
   const paint = health => draw(html`<h1>Health</h1>
-    ${health.state ? html`<p class="facts"><span class="chip ${STATES[health.state] ?? ""}">${health.state}</span>${health.since ? html`<span>since ${ago(health.since).replace(" ago", "")}</span>` : nothing}${health.bytes ? html`<span>${bytes(health.bytes)} on disk${health.bytes_per_hour ? `, ${bytes(health.bytes_per_hour)} an hour` : ""}</span>` : nothing}
+    ${health.state ? html`<p class="facts"><span class="chip ${STATES[health.state] ?? ""}">${health.state}</span>${health.since ? html`<span>since ${ago(health.since).replace(" ago", "")}</span>` : nothing}${health.bytes ? html`<span>${bytes(health.bytes)} on disk${health.bytes_per_hour && health.state === "running" ? `, ${bytes(health.bytes_per_hour)} an hour` : ""}</span>` : nothing}
       ${health.waits_for?.map(what => html`<span>${visible(what)}</span>`)}</p>${health.alarms?.map(alarm => html`<p class="card bad">${visible(alarm)}</p>`)}` : nothing}
     ${health.processes.length ? html`<div class="card scroll" tabindex="0" role="region" aria-label="Processes"><table><thead><tr><th class="l">process</th><th class="l">state</th><th>for</th><th>seen</th><th class="l">at</th></tr></thead>
       <tbody>${health.processes.map(p => html`<tr><td class="l">${p.name}</td><td class="l"><span class="chip ${p.alive ? "good" : "bad"}">${p.alive ? p.state : `not running (was ${p.state})`}</span></td><td>${p.since ? ago(p.since).replace(" ago", "") : "–"}</td><td>${p.seen ? ago(p.seen) : "–"}</td>

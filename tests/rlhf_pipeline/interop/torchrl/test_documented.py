@@ -198,16 +198,9 @@ def test_several_turns_go_on_from_the_sampled_tokens():
     assert fresh[0]["tokens"].prompt.tolist() == codec.encode("s:beu:bad?a:")
 
 
-def test_arguments_of_distributions_are_not_swallowed():
-    """TorchRL's are taken, another name is an error, and an attention mask of one's own counts."""
+def test_an_attention_mask_of_ones_own_counts():
+    """In `get_sft_dist`, besides the prompt's length."""
     policy, td = chat_policy(), token_batch()
-    calls = [policy.get_dist, policy.get_generic_dist, policy.get_rlhf_dist, policy.get_sft_dist]
-    for call in calls:
-        call(td, logits_key="logits", padding_side="left")
-        with pytest.raises(TypeError, match="nonsense"):
-            call(td, nonsense=1)
-    with pytest.raises(TypeError, match="nonsense"):
-        policy.get_dist_with_custom_mask(td, td["masks", "all_attention_mask"], nonsense=1)
     td["mine"] = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 0]]).bool()
     dist: Any = policy.get_sft_dist(td, attention_mask_key="mine")
     assert dist.mask.tolist() == [[False, False, False, True, False], [False, False, True, True, False]]

@@ -1,0 +1,80 @@
+"""The reference pages of the commands and of the errors, printed from what they describe."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+
+from rlhf_pipeline.cli.parser import build_parser, options_of
+
+
+def commands_page() -> Iterator[str]:
+    """Yield docs/commands.md: every command with its options and examples, as argparse has them."""
+    yield "# Commands"
+    yield ""
+    yield "Every command of `rlhf-pipeline`, printed from the options that it reads:"
+    yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Each also has `--help`, and `--debug`, which"
+    yield "shows the traceback of an error. The exit code is 0 for success, 1 for a finding (damage, a difference, a"
+    yield "problem), 2 for what the user can put right, 3 for a failure that a retry may overcome, and 130, 143 or 129"
+    yield "for a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved."
+    for name, command in build_parser()[1].items():
+        yield from ("", f"## {name}", "", command.description or "", "", "```text", *_usage(command), "```", "")
+        yield from ("| argument | meaning |", "|---|---|")
+        for action in options_of(command):
+            if not {"--help", "--debug"} & set(action.option_strings):
+                yield f"| {_name(action)} | {_cell(_meaning(action, command))} |"
+        yield from ("", "```text", *(command.epilog or "").strip().splitlines(), "```")
+
+
+def _usage(command: argparse.ArgumentParser) -> list[str]:
+    words = re.sub(r"\s+", " ", command.format_usage()).removeprefix("usage: ").strip()
+    return [words.replace(" [-h]", "").replace(" [--debug]", "")]
+
+
+def _name(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else _cell(str(action.metavar or "|".join(map(str, action.choices or ()))))
+    if not action.option_strings:
+        return f"`{value or action.dest}`"
+    return ", ".join(f"`{option} {value}`" if value else f"`{option}`" for option in action.option_strings)
+
+
+def _meaning(action: argparse.Action, command: argparse.ArgumentParser) -> str:
+    return (action.help or "") % {**vars(action), "prog": command.prog}
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def errors_page() -> Iterator[str]:
+    """Yield docs/errors.md: both trees of errors, in the words of their classes."""
+    import trajectory_store.errors as of_store
+    from rlhf_pipeline import errors as of_pipeline
+
+    yield "# Errors"
+    yield ""
+    yield "Every error that is raised on purpose, printed from the classes:"
+    yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. Its message names the value seen, its place, and"
+    yield "the next command or setting. Each class is also a standard error, so `except ValueError` works. A"
+    yield "command prints the message and ends with code 2; `--debug` shows the traceback. What to do about the most"
+    yield "frequent ones: [troubleshooting.md](troubleshooting.md)."
+    for title, module, root in (
+        ("Of the pipeline", of_pipeline, of_pipeline.PipelineError),
+        ("Of the store", of_store, of_store.StoreError),
+    ):
+        yield from ("", f"## {title}", "", "`" + f"{module.__name__}`.", "")
+        yield from ("| error | is also | when |", "|---|---|---|")
+        yield from _rows(module, root, 0)
+
+
+def _rows(module: ModuleType, kind: type, depth: int) -> Iterator[str]:
+    """Yield a line for an error and for each one that is a special case of it."""
+    standard = ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base.__module__ == "builtins")
+    summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
+    yield f"| {'&nbsp;&nbsp;' * depth}`{kind.__name__}` | {standard} | {_cell(summary)} |"
+    for found in vars(module).values():
+        if inspect.isclass(found) and kind in found.__bases__ and found.__module__ == module.__name__:
+            yield from _rows(module, found, depth + 1)

@@ -1,0 +1,192 @@
+"""The files of an import: those that `rlhf_pipeline.data.files` reads, archives of them, dumps of `torch.save`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.data.files import Container, SourceFile, find_sources, natural
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
+from rlhf_pipeline.exchange.torch_dumps import TorchDump
+
+_FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz)?$|\.(pt|zip|eval)$")
+_DOCUMENTS = re.compile(r"\.json(\.gz)?$")
+_TRAJECTORY = re.compile(r"^trajectory[\w.-]*\.json$")
+"""A trajectory of a Harbor trial, beside files of its settings and results."""
+_MOST_UNPACKED = 64 << 30
+"""Bytes: more than this in one archive is refused before anything is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveMember:
+    """A file in an archive: its place there, and where it was unpacked."""
+
+    path: Path
+    unpacked: SourceFile | TorchDump
+
+    @property
+    def container(self) -> str:
+        """What holds the rows, as of a file."""
+        return self.unpacked.container
+
+    def rows(
+        self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
+    ) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`, see `SourceFile.rows`; errors name the place in the archive."""
+        named = None if on_bad is None else lambda error: on_bad(self._named(error))
+        try:
+            yield from self.unpacked.rows(arrays=arrays, growing=growing, on_bad=named)
+        except DataError as error:
+            raise self._named(error) from error
+
+    def where(self, number: int) -> str:
+        """Return the place of a row as an error message names it."""
+        return self.unpacked.where(number).replace(str(self.unpacked.path), str(self.path))
+
+    def _named(self, error: DataError) -> DataError:
+        return DataError(str(error).replace(str(self.unpacked.path), str(self.path)))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationLog:
+    """An `.eval` archive of Inspect: a file for each sample, and what is said of all of them."""
+
+    path: Path
+    container: str = "eval"
+
+    def rows(
+        self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
+    ) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Yield `(number, row)`, of each sample a log that holds it alone; the arguments are those of a file."""
+        with _opened(self.path) as archive:
+            names = archive.namelist()
+            head = next((name for name in ("header.json", "_journal/start.json") if name in names), None)
+            about = {} if head is None else json.loads(archive.read(head)).get("eval", {})
+            samples = sorted((Path(name) for name in names if re.match(r"samples/.*\.json$", name)), key=natural)
+            for number, name in enumerate(samples):
+                yield number, {"eval": about, "samples": [json.loads(archive.read(name.as_posix()))]}
+
+    def where(self, number: int) -> str:
+        """Return the place of a sample as an error message names it."""
+        return f"{self.path}, sample {number}"
+
+
+Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file to read; one that was `named` must have rollouts, one in a folder or an archive may be something else."""
+
+    dump: Dump
+    named: bool
+
+
+def find_dumps(paths: Sequence[str | Path], container: Container | None = None, *, scratch: Path) -> list[Found]:
+    """Return what is to be read, in order; see `find_sources`.
+
+    A folder is its files, or where it has none those of its folders; an archive is unpacked into `scratch`.
+    """
+    found: list[Found] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            found += _in_folder(path, scratch)
+        elif path.exists() or not (matching := _matching(path)):
+            found += _named(_of_file(path, container, scratch))
+        else:
+            found += _named(dump for file in matching for dump in _of_file(file, container, scratch))
+    return list({item.dump.path: item for item in reversed(found)}.values())[::-1]
+
+
+def _named(dumps: Iterable[Dump]) -> list[Found]:
+    return [Found(dump, not isinstance(dump, ArchiveMember)) for dump in dumps]
+
+
+def _matching(path: Path) -> list[Path]:
+    """Return the files that a pattern names, also in folders below it; nothing where it is no pattern."""
+    at = next((place for place, part in enumerate(path.parts) if re.search(r"[*?\[]", part)), None)
+    if at is None:
+        return []
+    folder = Path(*path.parts[:at]) if at else Path()
+    files = [item for item in folder.glob(str(Path(*path.parts[at:]))) if item.is_file()]
+    if not files:
+        raise MissingPathError(f"no file fits the pattern {path}.")
+    return sorted(files, key=natural)
+
+
+def _of_file(path: Path, container: Container | None, scratch: Path) -> list[Dump]:
+    if path.suffix == ".pt" and path.is_file():
+        return [TorchDump(path.resolve())]
+    if path.suffix.lower() == ".eval" and path.is_file():
+        return [EvaluationLog(path.resolve())]
+    if path.suffix.lower() == ".zip" and path.is_file():
+        return list(_members(path.resolve(), scratch))
+    return list(find_sources([path], container))
+
+
+def _in_folder(folder: Path, scratch: Path) -> list[Found]:
+    torch_files = sorted(folder.glob("*.pt"), key=natural)
+    if torch_files:
+        return [Found(TorchDump(file.resolve()), True) for file in torch_files]
+    if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return [Found(source, True) for source in find_sources([folder])]
+    found = rollout_files(folder)
+    if not found:
+        raise DefinitionError(
+            f"{folder} and its folders: it holds no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files."
+        )
+    return [Found(dump, False) for file in found for dump in _of_file(file, None, scratch)]
+
+
+def rollout_files(folder: Path) -> list[Path]:
+    """Return the files under a folder that may hold rollouts, in order; of `.json` only where there is nothing else."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder))]
+    lines = [file for file in files if _FILES.search(file.name.lower())]
+    stories = [file for file in files if _TRAJECTORY.match(file.name)]
+    found = [file for file in lines + stories if file.name != "aggregated_results.jsonl"]
+    return sorted(found or [file for file in files if _DOCUMENTS.search(file.name.lower())], key=natural)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _members(path: Path, scratch: Path) -> list[Dump]:
+    """Unpack the files of an archive that may hold rollouts; names are not believed to be paths."""
+    with _opened(path) as archive:
+        items = [item for item in archive.infolist() if not item.is_dir() and not _is_hidden(Path(item.filename))]
+        lines = [item for item in items if re.search(_FILES, item.filename.lower())]
+        stories = [item for item in items if _TRAJECTORY.match(Path(item.filename).name)]
+        chosen = lines + stories or [item for item in items if _DOCUMENTS.search(item.filename.lower())]
+        if sum(item.file_size for item in chosen) > _MOST_UNPACKED:
+            raise DefinitionError(
+                f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and name the files."
+            )
+        if not chosen:
+            raise DefinitionError(f"{path} holds no .jsonl, .csv, .parquet, .pt or .json files.")
+        found: list[Dump] = []
+        for item in sorted(chosen, key=lambda item: natural(Path(item.filename))):
+            place = scratch / f"{len([*scratch.iterdir()])}" / Path(item.filename).name
+            place.parent.mkdir()
+            try:
+                with archive.open(item) as packed, place.open("wb") as file:
+                    shutil.copyfileobj(packed, file)
+            except (RuntimeError, zipfile.BadZipFile) as error:
+                raise DataError(f"{path / item.filename} cannot be unpacked: {error}.") from error
+            inner = [dump for dump in _of_file(place, None, scratch) if isinstance(dump, SourceFile | TorchDump)]
+            found += [ArchiveMember(path / item.filename, dump) for dump in inner]
+        return found
+
+
+def _opened(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{path} is no whole zip archive: {error}. Fetch or write it again.") from error

@@ -1,0 +1,182 @@
+"""ATIF, the agent trajectories that Harbor and others write: one document for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange.fields import Fields, Made, part_of
+from rlhf_pipeline.exchange.tools.registry import RawRollouts, or_unknown, tool
+from trajectory_store.raw_rollout import RawRollout, Row, as_failure, as_ids, as_list, message_text, text_of
+
+_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+
+
+@tool(
+    *("atif", "agent trajectories in ATIF", "schema_version agent steps"),
+    "token ids, log-probs and rewards, where the writer put none",
+    also=lambda row: str(row["schema_version"]).startswith("ATIF-v1"),
+)
+def atif(row: Fields) -> RawRollouts:
+    """ATIF 1.8: a document per trajectory, `trajectory.json` of a Harbor trial (harbor 0.26), or one per line.
+
+    Format: `Trajectory` of the package `atif` 1.8.0. Fields: `steps`, each with `source`, `message`, `tool_calls`,
+    `observation` and, of the agent, `metrics` with `prompt_token_ids` (the whole prompt of the call),
+    `completion_token_ids` and `logprobs`; `is_copied_context`; `llm_call_count`, 0 for a step that no model made;
+    `subagent_trajectories`; `extra`. What was sampled follows from the prompts: as long as one goes on where the step
+    before it ended, the steps are one trajectory; where the context was rewritten, another one begins.
+
+    The format knows no reward. It is `extra.reward`, as `rlhf-pipeline export` writes it beside `group`, `version`,
+    `temperature` and `advantage`, or the verifier's reward in the trial's `result.json`, whose task is the group.
+    """
+    yield from _documents(row, row.row, _trial_of(row.path), {})
+
+
+def _documents(row: Fields, document: Row, trial: Row, parent: Row) -> RawRollouts:
+    said = {**parent, **part_of(document, "extra"), **part_of(part_of(document, "extra"), "rl")}
+    parts = _parts(as_list(document["steps"], "steps"))
+    if parts and parts[-1]["one_turn"] and (after := as_ids(said.get("token_ids_after") or [], "token_ids_after")):
+        made = parts[-1]["made"]  # what an environment said last, which no prompt has
+        for name, filling in (("completion_ids", after), ("completion_mask", [0] * len(after))):
+            made[name] = Made(made[name].how, [*made[name].value, *filling])
+        if "log_probs" in made:
+            made["log_probs"] = Made(made["log_probs"].how, [*made["log_probs"].value, *[None] * len(after)])
+    for place, found in enumerate(parts):
+        yield _record(row, document, found, said, trial, place)
+    for other in document.get("subagent_trajectories") or ():
+        yield from _documents(row, other, trial, said)
+
+
+def _record(row: Fields, document: Row, found: Row, said: Row, trial: Row, place: int) -> RawRollout:
+    agent, failed = part_of(document, "agent"), part_of(trial, "exception_info").get("exception_type")
+    task = said.get("group", said.get("group_id", trial.get("task_name")))
+    if said.get("completion"):
+        found["made"]["completion"] = Made("extra.completion", said["completion"])
+    known = {"reward", "group", "version", "temperature", "advantage", "answer", "finish_reason", "failure_reason"}
+    known |= {"log_prob_mode", "evaluation", "completion", "token_ids_after", "mask_known"}
+    return row.of({**said, "extra": said, "trial": trial}).record(
+        found["made"],
+        reward=Made("extra.reward", said["reward"]) if "reward" in said else _reward_of(row, trial),
+        advantage=Made("extra.advantage", said.get("advantage")),
+        answer=Made("extra.answer", said.get("answer")),
+        temperature=Made("extra.temperature", said.get("temperature")),
+        log_prob_mode=Made("extra.log_prob_mode", said.get("log_prob_mode")),
+        policy_version=Made("extra.version", or_unknown(said.get("version", said.get("policy_version")))),
+        finish_reason=Made("extra.finish_reason", said.get("finish_reason")),
+        failure=Made("extra.failure_reason", as_failure(said.get("failure_reason", failed), "failure_reason")),
+        group=None if task is None else Made("extra.group or the trial's task", (task, agent.get("name"))),
+        one_turn=found["one_turn"],
+        meta={key: value for key, value in said.items() if key not in known}
+        | {"agent": agent.get("name"), "session": document.get("session_id"), "part": place},
+        flags={
+            "one_prompt": False,
+            "across_files": task is not None,
+            "evaluation": said.get("evaluation") is True,
+            "mask_known": said.get("mask_known") is not False,
+        },
+    )
+
+
+def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the trajectories of the steps, as what a record has: of token ids, or of messages without them."""
+    for place, step in enumerate(steps):
+        if part_of(step, "metrics").get("completion_token_ids") and step.get("source") != "agent":
+            raise DataError(f"steps[{place}] has sampled tokens, and its source is {step.get('source')!r}.")
+    agents = [place for place, step in enumerate(steps) if _is_sampled(step)]
+    with_ids = [place for place in agents if part_of(steps[place], "metrics").get("completion_token_ids") is not None]
+    if not agents:
+        return []
+    if not with_ids:
+        talk = [message for step in steps for message in _messages(step)]
+        first = sum(len(_messages(step)) for step in steps[: agents[0]])
+        made = {"prompt": Made("steps", talk[:first]), "completion": Made("steps", talk[first:])}
+        return [{"made": made, "one_turn": len(talk) == first + 1}]
+    if lacking := [place for place in agents if place not in with_ids]:
+        raise DataError(f"steps[{lacking[0]}] was sampled and has no completion_token_ids, which other steps have.")
+    parts: list[dict[str, Any]] = []
+    before = 0
+    for place in with_ids:
+        metrics = part_of(steps[place], "metrics")
+        if (steps[place].get("llm_call_count") or 1) > 1:
+            raise DataError(f"steps[{place}] is of several calls of the model, whose tokens cannot be told apart.")
+        prompt = metrics.get("prompt_token_ids")
+        if prompt is None:
+            raise DataError(
+                f"steps[{place}] has completion_token_ids and no prompt_token_ids, so its prompt is unknown."
+            )
+        prompt = as_ids(prompt, f"steps[{place}].metrics.prompt_token_ids")
+        ids = as_ids(metrics["completion_token_ids"], f"steps[{place}].metrics.completion_token_ids")
+        scores = metrics.get("logprobs")
+        if scores is not None and len(as_list(scores, "logprobs")) != len(ids):
+            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids and {len(scores)} logprobs.")
+        whole = parts[-1] if parts else None
+        if whole is None or prompt[: len(whole["tokens"])] != whole["tokens"]:
+            whole = {"start": len(prompt), "tokens": [], "mask": [], "scores": [], "texts": []}
+            whole["prompt"] = [message for step in steps[before:place] for message in _messages(step)]
+            parts.append(whole)
+        else:
+            whole["texts"] += [message_text(message) for step in steps[before:place] for message in _messages(step)]
+        said = len(prompt) - len(whole["tokens"])
+        whole["tokens"] = [*prompt, *ids]
+        whole["mask"] += [0] * said + [1] * len(ids)
+        whole["scores"] += [None] * said + (list(scores) if scores is not None else [None] * len(ids))
+        whole["texts"].append(message_text(_messages(steps[place])[0]))
+        before = place + 1
+    return [{"made": _made_of(whole), "one_turn": True} for whole in parts]
+
+
+def _made_of(whole: Row) -> dict[str, Made]:
+    start = whole["start"]
+    made = {
+        "prompt_ids": Made("metrics.prompt_token_ids", whole["tokens"][:start]),
+        "completion_ids": Made("metrics.completion_token_ids", whole["tokens"][start:]),
+        "completion_mask": Made("prompt_token_ids of later steps", whole["mask"][start:]),
+        "prompt": Made("steps", text_of(whole["prompt"])),
+        "completion": Made("steps", "\n\n".join(text for text in whole["texts"] if text)),
+    }
+    if any(score is not None for score in whole["scores"]):
+        made["log_probs"] = Made("metrics.logprobs", whole["scores"][start:])
+    return made
+
+
+def _is_sampled(step: Row) -> bool:
+    copied, calls = step.get("is_copied_context"), step.get("llm_call_count")
+    return step.get("source") == "agent" and not copied and calls != 0
+
+
+def _messages(step: Row) -> list[dict[str, Any]]:
+    """Return the chat messages of a step: what was said, and what tools answered."""
+    said: dict[str, Any] = {"role": _ROLES.get(str(step.get("source")), "user"), "content": step.get("message")}
+    said |= {name: step[name] for name in ("tool_calls", "reasoning_content") if step.get(name)}
+    results = part_of(step, "observation").get("results") or ()
+    return [said, *({"role": "tool", "content": r.get("content")} for r in results)]
+
+
+def _trial_of(path: Path) -> Mapping[str, Any]:
+    """Return the `result.json` of the Harbor trial that a trajectory stands in; nothing where there is none."""
+    for folder in path.parents[:2]:
+        file = folder / "result.json"
+        if file.is_file():
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise DataError(f"{file} cannot be read as JSON: {error}.") from error
+            if isinstance(found, dict) and {"trial_name", "task_name"} <= found.keys():
+                return found
+    return {}
+
+
+def _reward_of(row: Fields, trial: Row) -> Made | None:
+    """Return the verifier's reward of a trial: the only one, or the one called reward."""
+    rewards = part_of(part_of(trial, "verifier_result"), "rewards")
+    if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.given and not row.shown:
+        name = next(iter(rewards))
+        raise DefinitionError(
+            f"which of the verifier's rewards is the reward? There are {', '.join(rewards)}. Name one or a sum: "
+            f"--field reward=trial.verifier_result.rewards.{name}"
+        )
+    found = rewards.get("reward", next(iter(rewards.values()), None))
+    return None if found is None else Made("verifier_result.rewards of result.json", found)

@@ -1,0 +1,80 @@
+"""Logs of Inspect's evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange.fields import Fields, Made, part_of
+from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, tool
+from trajectory_store.raw_rollout import CUT, Row, is_messages, shown
+
+_GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
+
+
+@tool("inspect", "logs of Inspect's evaluations", "eval samples", NO_TOKENS, NO_SCORES)
+def inspect_log(row: Fields) -> RawRollouts:
+    """Inspect 0.3.285: `.eval` and `.json` logs of evaluations.
+
+    Writer: `EvalSample` of `inspect_ai/log/_log.py`. Fields of a sample: `id` and `epoch`, of which those of one id are
+    a group; `input`, text or messages; `messages`, the whole conversation; `output`, with `choices[0].stop_reason`;
+    `target`; `scores`, by scorer, of each a `value`: a number, or C, I, P and N for 1, 0, 0.5 and 0; `error`; `limit`,
+    of time, tokens or messages. The conversation up to the first answer is the prompt.
+    """
+    for sample in row.row["samples"] or ():
+        yield from _sample(row.of({**sample, "eval": row.row["eval"]}), row)
+
+
+def _sample(row: Fields, log: Fields) -> RawRollouts:
+    sample, config = row.row, part_of(part_of(row.row, "eval"), "model_generate_config")
+    row.given = {**row.given, **_reward_of(row)}
+    talk = sample.get("messages") or []
+    first = next((place for place, message in enumerate(talk) if message.get("role") == "assistant"), None)
+    limit, error = part_of(sample, "limit").get("type"), part_of(sample, "error").get("message")
+    if first is None:
+        yield None  # it failed before anything was sampled
+        return
+    if not is_messages(talk):
+        raise DataError(f"field 'messages' must be chat messages, got {shown(talk)}.")
+    choices = part_of(sample, "output").get("choices") or [{}]
+    end = CUT if limit in ("token", "context") else choices[0].get("stop_reason")
+    task = part_of(sample, "eval").get("task")
+    yield row.record(
+        prompt=Made("messages", talk[:first]),
+        completion=Made("messages", talk[first:]),
+        reward=Made("none", None) if "reward" not in row.given else None,
+        answer=Made("target", sample.get("target")),
+        finish_reason=Made("stop_reason, limit", end),
+        failure=Made("error, limit", "timeout" if limit in ("time", "working") else error),
+        temperature=Made("eval.model_generate_config.temperature", config.get("temperature")),
+        group=Made("id", str(sample["id"])),
+        one_turn=len(talk) == first + 1,
+        meta={"epoch": sample.get("epoch"), "scores": sample.get("scores"), "task": task},
+    )
+
+
+def _reward_of(row: Fields) -> dict[str, str]:
+    """Return where the reward is: the value of the one scorer; grades in letters become numbers."""
+    scores = dict(part_of(row.row, "scores"))
+    for name, score in scores.items():
+        value = score.get("value")
+        scores[name] = {**score, "value": _GRADES.get(value, value) if isinstance(value, str) else value}
+    row.row = {**row.row, "scores": scores}
+    if "reward" in row.given or not scores:
+        return {}
+    paths = [path for name, score in scores.items() for path in _paths(name, score.get("value"))]
+    if len(paths) > 1 and not row.shown:
+        raise DefinitionError(
+            f"which score is the reward? There are {', '.join(paths)}. Name one or a sum: --field reward={paths[0]}"
+        )
+    return {"reward": "+".join(paths)}
+
+
+def _paths(name: str, value: Any) -> list[str]:
+    path = f"scores.{name}.value"
+    return [f"{path}.{key}" for key in value] if isinstance(value, dict) else [path]
+
+
+def is_sample(row: Row) -> bool:
+    """Return True for a sample as an `.eval` archive holds it, each in a file of its own."""
+    return {"id", "epoch", "input", "target", "messages"} <= row.keys()

@@ -1,0 +1,64 @@
+"""What a tool is to `import`, and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pipeline.exchange.fields import Fields
+from trajectory_store.raw_rollout import UNKNOWN_VERSION, RawRollout, Row
+
+RawRollouts = Iterator[RawRollout | None]
+"""None for a part of a row that has nothing that a policy sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """One kind of file that one writer of a tool makes, from the tool's own source.
+
+    >>> from rlhf_pipeline.exchange.tools import find_tool
+    >>> find_tool("auto", dict.fromkeys(["input", "output", "gts", "score", "step"], 1)).name
+    'verl'
+    """
+
+    name: str
+    summary: str
+    """What it is, in a few words."""
+    signature: frozenset[str]
+    """Fields that the writer puts into every row, and all of which must be there."""
+    lacks: tuple[str, ...] = ()
+    """What the file does not hold."""
+    read: Callable[[Fields], RawRollouts]
+    also: Callable[[Row], bool] = lambda row: True
+    """A further condition on a row."""
+    first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
+    """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
+    repeated_but: str = ""
+    """The tool may write the rows of one file again into the next, and then only this field differs."""
+
+    def matches(self, row: Row) -> bool:
+        """Return True if a row is of this kind."""
+        return self.signature <= row.keys() and self.also(row)
+
+
+REGISTERED: list[Tool] = []
+NO_TOKENS = "token ids (the text is encoded by --tokenizer, and may have other tokens than were sampled)"
+NO_END = "the end token and why a completion ended"
+NO_SCORES = "log-probs"
+
+
+def or_unknown(version: Any) -> Any:
+    """Return a version, or that nobody named one."""
+    return UNKNOWN_VERSION if version is None else version
+
+
+def tool(name: str, summary: str, fields: str, *lacks: str, **more: Any) -> Callable[[Any], Any]:
+    """Register a function that reads a tool's rows: its format, what it is, the fields of each row, what it lacks."""
+
+    def add(read: Callable[[Fields], RawRollouts]) -> Callable[[Fields], RawRollouts]:
+        made = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
+        REGISTERED.append(made)
+        return read
+
+    return add

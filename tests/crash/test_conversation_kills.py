@@ -1,0 +1,130 @@
+"""Kills in the middle of conversations: rows, evaluations and weights are those of the run that nobody killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline import Evaluate, FrozenLake, LakeMaps, Pipeline, Step, Turn
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
+from tests.crash._lakes import small_lake
+from tests.rlhf_pipeline.small import collect, learn, weights
+from trajectory_store import TrajectoryStore
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
+
+FORKED = multiprocessing.get_context("fork")
+NOT_COMPARED = {"created_at", "use_count", "evaluation"}
+
+
+class Dies(FrozenLake):
+    """Ends its process at a turn of its own count."""
+
+    turns: ClassVar[int] = 0
+    kill_at: ClassVar[int | None] = None
+
+    def step(self, turn: Turn) -> Step:
+        """Die, or walk on; a turn that is no move is counted as a call that could not be made."""
+        Dies.turns += 1
+        if Dies.turns == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step = super().step(turn)
+        return dataclasses.replace(step, call_errors=int(turn.text[-1:] not in "LDRU"))
+
+
+def pipeline(**changes: Any) -> Pipeline:
+    """Three steps on small rollouts."""
+    settings = {"collect__prompts_per_rollout": 4, "collect__group_size": 4, "learn__steps": 3}
+    return small_lake(Dies, **settings, learn__checkpoint_every=1, **changes)
+
+
+def evaluated() -> Pipeline:
+    """Evaluated after every step, on other maps."""
+    held_out = Evaluate(prompts=LakeMaps(held_out=True), every=1, num_prompts=6, group_size=2, temperature=1.0)
+    return dataclasses.replace(pipeline(), evaluate=held_out)
+
+
+def by_turns() -> Pipeline:
+    """Learns from each turn."""
+    return pipeline(write__estimator="turn_grpo", collect__retries=1)
+
+
+def in_a_process(act: Callable[[], object], kill_at: int | None = None) -> Any:
+    """Start something in a process that dies at this turn."""
+
+    def whole() -> None:
+        torch.set_num_threads(1)
+        Dies.turns, Dies.kill_at = 0, kill_at
+        act()
+
+    process = FORKED.Process(target=whole)
+    process.start()
+    return process
+
+
+def stores(run_dir: Path) -> dict[str, dict[str, list[Any]]]:
+    """The columns of the run's store and of its evaluations, in the order of the trajectories."""
+    found = {}
+    for path in (run_dir / "store", *sorted((run_dir / "evaluations").glob("*"))):
+        with TrajectoryStore.open(path) as store:
+            rows = store.read(store.ids())
+        order = np.argsort(rows["trajectory_id"], kind="stable")
+        kept = rows.keys() - NOT_COMPARED
+        found[path.name] = {name: [str(np.asarray(rows[name][at]).tolist()) for at in order] for name in sorted(kept)}
+    return found
+
+
+@pytest.mark.parametrize("made", [evaluated, by_turns])
+def test_a_run_killed_in_its_conversations(made, tmp_path):
+    """Killed early, in the middle and late, in rollouts and in evaluations."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+
+    def go_on(folder: Path) -> Callable[[], object]:
+        return lambda: run(made(), run_dir=folder, resume=RunFolder(folder).is_recorded)
+
+    process = in_a_process(go_on(straight))
+    process.join()
+    assert process.exitcode == 0
+    codes = list[int | None]()
+    for kill_at in (5, 90, 140, 33):
+        process = in_a_process(go_on(killed), kill_at)
+        process.join()
+        codes.append(process.exitcode)
+    assert codes[:2] == [-signal.SIGKILL] * 2
+    assert {*codes} <= {-signal.SIGKILL, 0}
+    process = in_a_process(go_on(killed))
+    process.join()
+    assert process.exitcode == 0
+    assert stores(killed) == stores(straight)
+    assert weights(killed) == weights(straight)
+
+
+def test_a_collector_killed_in_its_conversations(tmp_path):
+    """Of two beside a learner; another one takes its place."""
+    made = pipeline(buffer__max_staleness=0)
+
+    def live(folder: Path, kill_at: int | None) -> list[int | None]:
+        collectors = [in_a_process(lambda: collect(made, run_dir=folder), at) for at in (kill_at, None)]
+        learner = in_a_process(lambda: learn(made, run_dir=folder))
+        if kill_at is not None:
+            collectors[0].join(120)
+            collectors.append(in_a_process(lambda: collect(made, run_dir=folder)))
+        for process in (learner, *collectors):
+            process.join(120)
+        return [process.exitcode for process in collectors]
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert live(straight, None) == [0, 0]
+    assert live(killed, 20) == [-signal.SIGKILL, 0, 0]
+    assert stores(killed) == stores(straight)
+    assert weights(killed) == weights(straight)
