@@ -269,31 +269,7 @@ class TrajectoryStore(StoreTable):
     def _state_with(self, columns: Sequence[Column]) -> State | None:
         """Return the newest state with more columns, or None if it has all of them already."""
         self._catalog.refresh()
-        before = self._catalog.state
-        after = _with_columns(before, columns)
-        if after is not None:
-            for axis, (column, *others) in before.schema.axes.items():
-                if not others and len(after.schema.axes[axis]) > 1:
-                    self._check_lengths_kept(column)
-        return after
-
-    @following
-    def _check_lengths_kept(self, column: Column) -> None:
-        """Refuse to let another column join the axis of one that has changed its lengths, or may do so now."""
-        catalog = self._catalog
-        for update in [s for s in catalog.updates.values() if column.name in s.schema]:
-            catalog.medium.fence(update)  # a writer that goes on looks at the columns again
-            if not catalog.is_final(update):
-                raise SchemaError(
-                    f"no column can join axis '{column.axis}' while another process updates '{column.name}', which is "
-                    "alone on it and may change its lengths. Close the other process, then add the columns again."
-                )
-            rows = np.arange(update.rows)
-            targets = update.array(TARGET)[: update.rows]
-            there = catalog.find(targets).ordinals >= 0
-            later = ColumnReader.of_rows(catalog, np.full(update.rows, update.ordinal), rows).base_lengths(column)
-            if not np.array_equal(later[there], ColumnReader(catalog, targets[there], {}).base_lengths(column)):
-                raise _cannot_join(column)
+        return _with_columns(self._catalog.state, columns)
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:
@@ -426,8 +402,7 @@ class TrajectoryStore(StoreTable):
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
-        # A column may join an axis until the catalog names the segment, and not after that.
-        self._commit(stream, batch, schema, lambda _: self._check_lengths(schema, wanted, batch))
+        self._commit(stream, batch, schema, None)
 
     def _commit(
         self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None
