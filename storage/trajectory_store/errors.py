@@ -110,6 +110,10 @@ class CorruptionError(StoreError, ValueError):
     """The files contradict themselves."""
 
 
+class DamageFoundError(CorruptionError):
+    """Damage that was not known: the read is repeated without it, so no caller sees this."""
+
+
 class MissingPackageError(StoreError, ImportError):
     """A package that only some stores or forms need is not installed."""
 

@@ -18,6 +18,7 @@ from trajectory_store.columns import ColumnReader, Side
 from trajectory_store.errors import (
     BatchError,
     CorruptionError,
+    DamageFoundError,
     SchemaError,
     SegmentGoneError,
     StoreClosedError,
@@ -52,7 +53,10 @@ S = TypeVar("S", bound="StoreReads")
 
 
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved."""
+    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved.
+
+    A read that found damage is repeated as well: it leaves out those rows, or names them if they were asked for.
+    """
 
     @functools.wraps(read)
     def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,6 +65,8 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
             number = self.catalog_number
             try:
                 return read(self, *args, **kwargs)
+            except DamageFoundError:
+                continue
             except UnknownColumnError:  # another process may have added it
                 schema = self.schema
                 self.refresh()
@@ -69,7 +75,7 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
             except SegmentGoneError as error:
                 self.refresh()
                 looks += self.catalog_number == number
-                if looks > 2:
+                if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
                     raise CorruptionError(
                         f"{self.path}: {error} The catalog still names the segment, so its files were removed by "
                         "something other than the store. Run verify(), and restore the segment from a copy."
@@ -288,8 +294,16 @@ class StoreReads:
         among = self.ids() if ids is None else as_ids(ids)
         before: set[int] = set()
         for first in range(0, len(among), rows):
-            part = among[first : first + rows]
-            yield {"ids": part, **self.read(part, columns)}
+            part, values = among[first : first + rows], None
+            while values is None:
+                try:
+                    values = self.read(part, columns)
+                except CorruptionError:
+                    left = part[self.holds(part)] if ids is None else part
+                    if len(left) == len(part):
+                        raise
+                    part = left  # without the rows that were found damaged
+            yield {"ids": part, **values}
             before = self._passed(before, part)
 
     @following

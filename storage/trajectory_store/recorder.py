@@ -8,25 +8,43 @@ import contextlib
 import fcntl
 import functools
 import inspect
+import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from trajectory_store.batch import batch_of
 from trajectory_store.errors import BatchError, SchemaError, StoreError
-from trajectory_store.raw_rollout import Messages, RawRollout, Row, as_int, values_of, weighted
+from trajectory_store.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
+from trajectory_store.record_batch import RecordBatch, as_list
 from trajectory_store.row_encoder import Encoder
+from trajectory_store.schema import Column
 from trajectory_store.source_ids import SOURCE_BITS, held, next_base, open_or_create
-from trajectory_store.standard import standard_schema
+from trajectory_store.standard import (
+    EVALUATION,
+    FAILURES,
+    NEWEST_VERSION,
+    SAMPLED_BY,
+    SUPPORT,
+    TEMPERATURE,
+    TURN_REWARDS,
+    TURNS,
+    standard_schema,
+)
+from trajectory_store.store import TrajectoryStore
 
 _log = logging.getLogger("trajectory_store")
 _LOCK = ".recorder.lock"
+_SAMPLED = (TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
+_FURTHER = (*FAILURES, *SAMPLED_BY, EVALUATION, SUPPORT, TURNS, TURN_REWARDS)
+"""Columns that a store gets when something of them is recorded."""
+_RECALLED = 1 << 16
+"""Rows whose names, and groups whose names, are kept in mind."""
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
 
@@ -55,6 +73,8 @@ class TrajectoryRecorder:
         on_error: `raise`, or `log` to train on when the store cannot be written (a full disk) or a call does not fit.
         rank: of this process; from the environment if None.
         world_size: the number of processes that record.
+        columns: further columns, which `record(extra=...)` fills, such as routed experts per token:
+            `Column("routed_experts", "int16", ragged=True, shape=(layers * top_k,), fill=0)`.
 
     Raises:
         StoreBusyError: an import is writing to the store.
@@ -71,6 +91,7 @@ class TrajectoryRecorder:
         on_error: Literal["raise", "log"] = "raise",
         rank: int | None = None,
         world_size: int | None = None,
+        columns: Sequence[Column] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
             raise SchemaError(f"on_error is {on_error!r}; it must be 'raise' or 'log'.")
@@ -79,7 +100,8 @@ class TrajectoryRecorder:
         self.on_error = on_error
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-        self.store = open_or_create(self.path, standard_schema(), durability)
+        self._further = {column.name: column for column in (*_FURTHER, *columns)}
+        self.store = open_or_create(self.path, standard_schema([*FAILURES, *_SAMPLED]), durability)
         self._held = contextlib.ExitStack()
         refusal = f"an import is writing to {self.path}. Wait for it, or record into another store."
         self._held.enter_context(held(self.path, shared=True, refusal=refusal))
@@ -90,6 +112,11 @@ class TrajectoryRecorder:
         self._pending: tuple[Any, dict[int, list[float]]] | None = None
         """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
+        self._waiting: dict[str, int] = {}
+        """The row of each named completion."""
+        self._group_names: dict[str, int] = {}
+        self._recalled = False
+        self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 
     def resume(self, step: int) -> None:
         """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
@@ -104,26 +131,44 @@ class TrajectoryRecorder:
         self,
         *,
         completions: Sequence[Any],
-        rewards: Sequence[float | None],
+        rewards: Sequence[float | None] | None,
         prompts: Sequence[str | Messages] | None = None,
         prompt_ids: Sequence[Sequence[int]] | None = None,
         completion_ids: Sequence[Sequence[int]] | None = None,
         completion_masks: Sequence[Sequence[bool]] | None = None,
         log_probs: Sequence[Sequence[float | None] | None] | None = None,
         ref_log_probs: Sequence[Sequence[float | None] | None] | None = None,
-        advantages: Sequence[float] | None = None,
+        advantages: Sequence[float | None] | None = None,
         answers: Sequence[Any] | None = None,
         finish_reasons: Sequence[str] | None = None,
         metas: Sequence[Mapping[str, Any]] | None = None,
-        policy_version: int = 0,
+        policy_version: int | Sequence[int] | None = None,
+        token_versions: Sequence[Sequence[int] | None] | None = None,
+        version_spans: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+        temperature: float | Sequence[float | None] | None = None,
+        log_prob_mode: Literal["processed", "raw"] | Sequence[str] | None = None,
+        support_log_mass: Sequence[Sequence[float] | None] | None = None,
+        failures: Sequence[str | None] | None = None,
+        reward_trusted: Sequence[bool] | None = None,
+        evaluation: bool | Sequence[bool] = False,
+        engine: str | Sequence[str] = "",
+        turn_spans: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+        turn_rewards: Sequence[Sequence[float] | None] | None = None,
+        named_rewards: Mapping[str, Sequence[float | None]] | None = None,
+        extra: Mapping[str, Sequence[Any]] | None = None,
+        groups: Sequence[Hashable] | None = None,
+        names: Sequence[str] | None = None,
         group_size: int | None = None,
         source: str = "record",
     ) -> np.ndarray:
-        """Write completions, the members of a group in turn, in one commit.
+        """Write completions in one commit, the members of a group in turn unless `groups` names them.
+
+        What is not given is unknown, and stays so: nothing takes its place.
 
         Args:
-            completions: text or chat messages, `n` of them.
-            rewards: None or NaN where a completion could not be graded.
+            completions: text or chat messages, `n` of them; empty text where only token ids are known.
+            rewards: None or NaN where a completion could not be graded; None for all: they come later, see
+                `give_rewards`.
             prompts: text or chat messages; may be left out with `prompt_ids`.
             prompt_ids: token ids; encoded from `prompts` if None.
             completion_ids: token ids as they were sampled; encoded from `completions` if None.
@@ -132,9 +177,28 @@ class TrajectoryRecorder:
             ref_log_probs: the same of a reference policy.
             advantages: one per completion.
             answers: reference answers, which `rlhf-pipeline inspect` grades by.
-            finish_reasons: `stop` or `length`.
+            finish_reasons: `stop`, `length`, or the engine's word.
             metas: more about each, JSON-ready.
-            policy_version: the number of optimizer steps behind the weights.
+            policy_version: the number of optimizer steps behind the weights, of all or of each; None is unknown.
+            token_versions: per completion token, the version that sampled it: of engines whose weights were replaced
+                meanwhile. A trajectory is as old as its oldest token.
+            version_spans: the same as spans: the place of a span's first token in the row, and its version.
+            temperature: of sampling, of all or of each. A replay scores at it, and asks where it is unknown.
+            log_prob_mode: `processed`, at the temperature, or `raw`, at 1.
+            support_log_mass: per completion token, of sampling with top-p, top-k or min-p: the log of the probability
+                that the tokens which could be drawn have together; `log_probs` are those of the whole distribution.
+            failures: of each the kind of its failure (`timeout`, `tool_error`, `grader_error`, `truncated`, `engine`,
+                or a tool's own word), empty for none. What failed has no reward to learn from.
+            reward_trusted: False is a failure of the grader.
+            evaluation: samples of an evaluation, which are never learned from.
+            engine: that sampled, of all or of each.
+            turn_spans: of conversations, the place of each turn's first token in the row, and 1 for a turn of the
+                policy or 0 for a reply.
+            turn_rewards: one per turn of the policy.
+            named_rewards: the parts of the rewards by name, each a column `reward_NAME`.
+            extra: values of the recorder's further `columns`.
+            groups: the name of each one's group, in any order and in any call of this process.
+            names: the name of each, unique, by which its reward may come later.
             group_size: members of each group of this call, which begins with a new one; None goes on as the recorder
                 was made.
             source: what `meta` says of where the rows come from.
@@ -143,8 +207,8 @@ class TrajectoryRecorder:
             `[n]` int64: the ids that the store gave; empty where an error was logged.
 
         Raises:
-            BatchError: the lengths do not fit, or the store is closed.
-            SchemaError: token ids are missing and there is no tokenizer.
+            BatchError: the lengths do not fit, a value is none, or the store is closed.
+            SchemaError: token ids are missing and there is no tokenizer, or a further column was not declared.
             StoreError: the store cannot be written.
         """
         given = {
@@ -160,10 +224,32 @@ class TrajectoryRecorder:
             "answer": answers,
             "finish_reason": finish_reasons,
             "meta": metas,
+            "temperature": _each(temperature, len(completions)),
+            "log_prob_mode": _each(log_prob_mode, len(completions)),
+            "failure": failures,
+            "policy_version": _versions(policy_version, token_versions, version_spans, len(completions)),
+        }
+        more: dict[str, Any] = {
+            "evaluation": _each(evaluation or None, len(completions)),
+            "engine": _each(engine or None, len(completions)),
+            "version_spans": version_spans,
+            "turn_spans": turn_spans,
+            "turn_rewards": turn_rewards,
+            "support_log_mass": support_log_mass,
+            **{f"reward_{name}": _floats(values) for name, values in (named_rewards or {}).items()},
+            **(extra or {}),
         }
         try:
             there = {name: values for name, values in given.items() if values is not None}
-            return self._write(len(completions), there, policy_version, group_size, source)
+            beside = {name: values for name, values in more.items() if values is not None}
+            if reward_trusted is not None:
+                told = there.get("failure") or [""] * len(completions)
+                pairs = zip(told, reward_trusted, strict=True)
+                there["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
+            for name, values in (*there.items(), *beside.items(), ("groups", groups), ("names", names)):
+                if values is not None and len(values) != len(completions):
+                    raise BatchError(f"{len(values)} values of {name} for {len(completions)} completions.")
+            return self._write(len(completions), there, beside, token_versions, groups, names, group_size, source)
         except StoreError as error:
             if self.on_error == "raise":
                 raise
@@ -171,49 +257,154 @@ class TrajectoryRecorder:
             return np.empty(0, np.int64)
 
     def _write(
-        self, num: int, given: Mapping[str, Sequence[Any]], policy_version: int, group_size: int | None, source: str
+        self,
+        num: int,
+        given: dict[str, Sequence[Any]],
+        beside: dict[str, Sequence[Any]],
+        token_versions: Sequence[Sequence[int] | None] | None,
+        groups: Sequence[Hashable] | None,
+        names: Sequence[str] | None,
+        group_size: int | None,
+        source: str,
     ) -> np.ndarray:
         if group_size is not None:
             self._offset = -(-self._offset // _size(group_size)) * group_size
         # Also where this call fails: the other processes go on, and a group may have members in several of them.
         offset, self._offset = self._offset, self._offset + self.world_size * num
-        for name, values in given.items():
-            if len(values) != num:
-                raise BatchError(f"{len(values)} values of {name} for {num} completions.")
         if "prompt" not in given and "prompt_ids" not in given:
             raise BatchError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
-        now, version = time.time(), as_int(_as_list(policy_version), "policy_version")
-        rows: list[dict[str, Any]] = []
-        for i in range(num):
-            mine = {name: _as_list(values[i]) for name, values in given.items()}
-            # TRL encodes a text prompt as it is; messages go through the template.
-            about = {
-                "policy_version": version,
-                "created_at": now,
-                "as_chat": False,
-                "meta": mine.get("meta", {}),
-            }
-            rows.append(self._encoder.row(RawRollout(**values_of(mine) | about), {"recorder": source}))
+        if names is not None and len(set(names)) < num:
+            raise BatchError("two of the names are equal, and each must name one completion.")
+        given["created_at"] = [time.time()] * num
+        sources = [self._source(source, names, groups, i) for i in range(num)]
+        made = RecordBatch(given, num, self._encoder, sources)
+        if token_versions is not None:
+            beside["version_spans"] = [
+                None if row is None else version_spans_of(row, len(made.prompts[i]))
+                for i, row in enumerate(token_versions)
+            ]
+        if "version_spans" in beside:
+            oldest = np.asarray(given["policy_version"], np.int64)
+            newest = [
+                max((pair[1] for pair in spans), default=-1) if spans else -1 for spans in beside["version_spans"]
+            ]
+            made.add(NEWEST_VERSION, np.where(np.array(newest) > oldest, newest, -1).tolist())
+        self._have_columns(beside)
+        for name, values in beside.items():
+            made.add(self.store.schema[name], values)
         with _alone(self.path):
             self.store.refresh()
             # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.
             base = self._base if self.world_size > 1 or self.num_recorded else next_base(self.store)
             if self._resumed_at is not None:
                 step, self._resumed_at = self._resumed_at, None
-                base, offset = self._retaken(step, rows, base, offset)
+                base, offset = self._retaken(step, made.prompts, base, offset)
                 self._base, self._offset = base, offset + self.world_size * num
             places = np.arange(num) + offset + self.rank * num
-            groups = self._groups(rows, places, group_size or self.group_size)
-            for row, place, group in zip(rows, places.tolist(), groups.tolist(), strict=True):
-                row |= {"trajectory_id": base + place, "group_id": base + group}
-            ids = self.store.append_batch(batch_of(self.store.schema, rows))
+            if groups is not None:
+                found = self._named_groups(groups, (base + places).tolist())
+            else:
+                found = base + self._groups(made, places, group_size or self.group_size)
+            made.add(self.store.schema["trajectory_id"], (base + places).tolist())
+            made.add(self.store.schema["group_id"], found.tolist())
+            ids = self.store.append_batch(made.batch(self.store.schema))
             self._base = base
         self.num_recorded += num
+        if names is not None:
+            self._waiting |= zip(names, ids.tolist(), strict=True)
         return ids
 
-    def _retaken(self, step: int, retaken: Sequence[Row], base: int, offset: int) -> tuple[int, int]:
+    def _source(
+        self, source: str, names: Sequence[str] | None, groups: Sequence[Hashable] | None, i: int
+    ) -> dict[str, Any]:
+        said: dict[str, Any] = {"recorder": source}
+        if names is not None:
+            said["name"] = names[i]
+        if groups is not None:
+            said["group"] = str(groups[i])
+        return said
+
+    def _have_columns(self, names: Iterable[str]) -> None:
+        """Add the columns that a call is the first to need: a store has those alone of which something is known."""
+        lacking = [name for name in names if name not in self.store.schema]
+        if not lacking:
+            return
+        for name in lacking:
+            if name not in self._further and not name.startswith("reward_"):
+                known = ", ".join(self._further)
+                raise SchemaError(
+                    f"there is no column '{name}' ({known}). Declare it: TrajectoryRecorder(..., columns=[Column(...)])"
+                )
+        durability = self.store.durability
+        self.store.close()
+        added = [self._further.get(name, Column(name, "float32", fill=math.nan)) for name in lacking]
+        self.store = TrajectoryStore.open(self.path, mode="a", durability=durability, add_columns=added)
+
+    def give_rewards(
+        self, rewards: Mapping[str | int, float | None], *, failures: Mapping[str | int, str] | None = None
+    ) -> None:
+        """Give completions their rewards, which were recorded without one.
+
+        A completion without a reward is never learned from. The rewards of a call are one atomic commit, durable on
+        return, and may be given by another process than recorded the completions, and again: the last one counts.
+
+        Args:
+            rewards: by the name that `record` was given, or the id that it returned; None where it could not be graded.
+            failures: the kind of the failure of those that failed, see `record`; their rewards are kept out of reach.
+
+        Raises:
+            BatchError: a name is not in the store, or a reward is not finite.
+            StoreError: the store cannot be written.
+        """
+        kinds = {key: as_failure(kind, "failure") for key, kind in (failures or {}).items()}
+        values = {key: as_reward(rewards.get(key), "reward") for key in {**rewards, **kinds}}
+        with _alone(self.path):
+            self.store.refresh()
+            rows = self._rows_named(list(values))
+            found = [math.nan if kinds.get(key) else value for key, value in values.items()]
+            told = [kinds.get(key, "") for key in values]
+            self.store.update(
+                np.array(rows, np.int64),
+                task_reward=np.array(found, np.float32),
+                failure_reason=told,
+                reward_trusted=np.array([not kind for kind in told]),
+            )
+
+    def _rows_named(self, keys: Sequence[str | int]) -> list[int]:
+        if any(isinstance(key, str) and key not in self._waiting for key in keys):
+            self._recall()
+        unknown = [key for key in keys if isinstance(key, str) and key not in self._waiting]
+        if unknown:
+            raise BatchError(f"{self.path} holds no completion named {unknown[0]!r}; `record` names them by `names`.")
+        return [self._waiting[key] if isinstance(key, str) else int(key) for key in keys]
+
+    def _recall(self) -> None:
+        """Read the names that other recorders gave, of the newest rows."""
+        rows = self.store.ids()[-_RECALLED:]
+        for first in range(0, len(rows), 1024):
+            some = rows[first : first + 1024]
+            found = self.store.read(some, ["meta", "group_id"])
+            for row, meta, group in zip(some.tolist(), found["meta"], found["group_id"].tolist(), strict=True):
+                said = json.loads(meta).get("source") if '"name"' in meta or '"group"' in meta else None
+                if isinstance(said, dict):
+                    if "name" in said:
+                        self._waiting.setdefault(said["name"], row)
+                    if "group" in said:
+                        self._group_names.setdefault(said["group"], group)
+
+    def _named_groups(self, groups: Sequence[Hashable], ids: Sequence[int]) -> np.ndarray:
+        """Return the group of each row by its name, called after its first row, also where that came before."""
+        if not self._recalled:
+            self._recalled = True
+            self._recall()
+        found = [self._group_names.setdefault(str(name), place) for name, place in zip(groups, ids, strict=True)]
+        while len(self._group_names) > _RECALLED:
+            del self._group_names[next(iter(self._group_names))]
+        return np.array(found, np.int64)
+
+    def _retaken(self, step: int, retaken: Sequence[np.ndarray], base: int, offset: int) -> tuple[int, int]:
         """Return where the previous recorder's ids of a step begin, to be used again; else what is given."""
         rows = self.store.ids()
         before = base - (1 << SOURCE_BITS)
@@ -227,16 +418,16 @@ class TrajectoryRecorder:
             there = rows[named == before + start + self.rank * len(retaken) + i][-1:]
             found = self.store.read(there, ["input_ids", "num_prompt_tokens"])
             prompts = [ids[:end] for ids, end in zip(*found.values(), strict=True)]
-            if not prompts or not np.array_equal(prompts[0], _prompt_of(row)):
+            if not prompts or not np.array_equal(prompts[0], row):
                 _log.warning("%s: other prompts than before at step %d, so the earlier rows stay", self.path, step)
                 return base, offset
         return before, start
 
-    def _groups(self, rows: Sequence[Row], places: np.ndarray, size: int | None) -> np.ndarray:
+    def _groups(self, made: RecordBatch, places: np.ndarray, size: int | None) -> np.ndarray:
         """Return the group of each row, called after its first row: sizes may differ between calls."""
         if size is not None:
             return places // size * size
-        prompts = [(row["prompt"], _prompt_of(row).tolist()) for row in rows]
+        prompts = [(text, ids.tobytes()) for text, ids in zip(made.texts, made.prompts, strict=True)]
         starts = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
         return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]
 
@@ -321,7 +512,7 @@ class TrajectoryRecorder:
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """RawRollout everything that a TRL trainer samples from now on, without changing its numbers.
+        """Record everything that a TRL trainer samples from now on, without changing its numbers.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
@@ -360,9 +551,41 @@ class TrajectoryRecorder:
         self.close()
 
 
-def _as_list(value: Any) -> Any:
-    """Return an array, a tensor or a tuple as a list, and anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+def _each(value: Any, num: int) -> Sequence[Any] | None:
+    """Return one value for each of `num` rows; None where none is given."""
+    if value is None:
+        return None
+    found = as_list(value)
+    return found if isinstance(found, list) else [found] * num
+
+
+def _floats(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _versions(given: Any, per_token: Sequence[Any] | None, spans: Sequence[Any] | None, num: int) -> list[int]:
+    """Return the version of each row: what is given, or that of its oldest token."""
+    found = [
+        as_int(version, "policy_version") for version in _each(UNKNOWN_VERSION if given is None else given, num) or ()
+    ]
+    for i, row in enumerate(per_token or ()):
+        if row is not None and len(row):
+            found[i] = int(min(as_list(row)))
+    for i, pairs in enumerate(spans or ()):
+        if pairs is not None and len(pairs):
+            found[i] = int(min(pair[1] for pair in pairs))
+    return found
+
+
+def version_spans_of(versions: Sequence[int], start: int) -> list[tuple[int, int]]:
+    """Return the spans of a completion that begins at `start`, from the version of each of its tokens.
+
+    >>> version_spans_of([3, 3, 4], 5)
+    [(5, 3), (7, 4)]
+    """
+    found = np.asarray(as_list(versions), np.int64)
+    begins = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]])) if len(found) else []
+    return [(start + int(place), int(found[place])) for place in begins]
 
 
 def _size(group: int) -> int:
@@ -370,10 +593,6 @@ def _size(group: int) -> int:
     if group < 1:
         raise SchemaError(f"group_size is {group}; it must be at least 1, or None.")
     return group
-
-
-def _prompt_of(row: Row) -> np.ndarray:
-    return row["input_ids"][: row["num_prompt_tokens"]]
 
 
 @contextlib.contextmanager

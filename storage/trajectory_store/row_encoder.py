@@ -18,6 +18,8 @@ from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.raw_rollout import RawRollout, check_text, text_of
 from trajectory_store.text_codec import decode, encode_prompt, encode_text, load_tokenizer
 
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str, allow_nan=False)
+
 
 class Encoder:
     """Makes rows of a store of rollouts, and token ids of their text; no token is added to a completion.
@@ -73,7 +75,14 @@ class Encoder:
             "finish_reason": record.finish_reason,
             "prompt": prompt,
             "completion": completion,
-            "meta": _meta(record, source, {"tokenizer": self.name, **encoded} if encoded else None),
+            "meta": meta_text(
+                answer=record.answer,
+                about=record.meta,
+                source=source,
+                encoded={"tokenizer": self.name, **encoded} if encoded else None,
+                messages=None if isinstance(record.prompt, str) else record.prompt,
+                untrusted=record.reward if record.failure and record.reward == record.reward else None,
+            ),
         }
         if record.ref_log_probs is not None:
             row["ref_log_probs"] = _scores(record.ref_log_probs, mask, start, "ref_log_probs")
@@ -137,23 +146,31 @@ def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> np
     return line
 
 
-def _meta(record: RawRollout, source: Mapping[str, Any], encoded: Mapping[str, Any] | None) -> str:
+def meta_text(
+    *,
+    answer: str | None,
+    about: Mapping[str, Any],
+    source: Mapping[str, Any],
+    encoded: Mapping[str, Any] | None = None,
+    messages: Any = None,
+    untrusted: float | None = None,
+) -> str:
     """Return the JSON of the column `meta`: the answer, the other fields of the row, chat messages, the source."""
-    meta: dict[str, Any] = {"answer": record.answer, "prompt": record.meta, "source": source}
-    if record.failure and record.reward == record.reward:
-        meta["untrusted_reward"] = record.reward
+    meta: dict[str, Any] = {"answer": answer, "prompt": about, "source": source}
+    if untrusted is not None:
+        meta["untrusted_reward"] = untrusted
     if encoded is not None:
         meta["encoded"] = encoded
-    if not isinstance(record.prompt, str):
-        meta["messages"] = record.prompt
+    if messages is not None:
+        meta["messages"] = messages
     try:
-        text = json.dumps(meta, ensure_ascii=False, default=str, allow_nan=False)
+        text = _JSON.encode(meta)
     except ValueError:  # NaN, which JSON does not have, becomes null
         finite = json.loads(json.dumps(meta, default=str), parse_constant=lambda name: None)
         text = json.dumps(finite, ensure_ascii=False)
     try:
         return check_text(text, "meta")
     except BatchError:
-        for name, value in record.meta.items():  # name the one
+        for name, value in about.items():  # name the one
             check_text(json.dumps({name: value}, ensure_ascii=False, default=str), name)
         raise

@@ -41,7 +41,7 @@ from trajectory_store.reads import Ids, as_ids, following
 from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
 from trajectory_store.table import StoreTable
-from trajectory_store.upkeep import Background, CompactReport, compact, record_losses
+from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, recover_claimed, sweep
 from trajectory_store.verify import verify
 from trajectory_store.verify_report import VerifyReport
 from trajectory_store.writer import Stream
@@ -197,12 +197,10 @@ class TrajectoryStore(StoreTable):
         if mode == "a":
             with medium.bucket.upkeep_lock() as mine:
                 if mine:
-                    _remember(store._catalog)
-                record_losses(store._catalog)
-                if mine:  # a newer record than the opened one may name what was merged since
-                    store._catalog.journal.catch_up()
-                    store._catalog.journal.put_copy()
-                    medium.sweep(store._catalog.journal.state)
+                    recover(store._catalog)
+                    sweep(store._catalog, store._catalog.state)
+            if mine is None:
+                recover_claimed(store._catalog)
         return store
 
     @classmethod
@@ -476,7 +474,7 @@ class TrajectoryStore(StoreTable):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target), self._root.first_state)
+            copy_folder(self.path, Path(target), self._root)
 
     @property
     def segment(self) -> int | None:
@@ -547,6 +545,20 @@ class TrajectoryStore(StoreTable):
         report.trajectories = len(self)
         return report
 
+    def accept_losses(self) -> int:
+        """Accept the loss of the rows and updates that are damaged now: a record, after which they are no problem.
+
+        Nothing is removed: if the right files are put back, the rows count again. Segments that cannot be opened at all
+        are not among them.
+
+        Returns:
+            The number of commits, or of parts of merged segments, whose loss was accepted.
+        """
+        self._check_writable("accept_losses")
+        self._catalog.refresh()
+        self._catalog.find_damage()
+        return accept_losses(self._catalog)
+
     def _check_writable(self, what: str) -> None:
         self._check_open()
         if self.mode != "a":
@@ -554,16 +566,6 @@ class TrajectoryStore(StoreTable):
                 f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
-
-
-def _remember(catalog: Catalog) -> None:
-    """Name the segments again that lost or damaged records of the catalog named, before anything removes them."""
-    catalog.journal.catch_up()
-    lost = [entry for entry in catalog.medium.forgotten(catalog.journal.state) if not entry.merged]
-    for entry in lost:  # what a merged one was made of is still named
-        catalog.journal.change(lambda state, entry=entry: state.with_entry(entry))
-    if lost:
-        catalog.refresh()
 
 
 def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import arrow
-from trajectory_store.errors import BatchError, PlaceError
+from trajectory_store.errors import BatchError, CorruptionError, PlaceError
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
 from trajectory_store.schema import Schema
@@ -50,7 +50,8 @@ class StoreTable(StoreReads):
         """
         rows, columns = cast("tuple[Any, Any]", key) if isinstance(key, tuple) else (key, None)
         if not isinstance(key, tuple) and _are_names(rows):
-            rows, columns = slice(None), rows
+            found = self._whole(rows)
+            return found[rows] if isinstance(rows, str) else found
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
                 f"store[{key!r}]: give a place, a slice, places, a mask, or names of columns; store[10:20, 'column'] "
@@ -62,6 +63,18 @@ class StoreTable(StoreReads):
             return row[columns] if isinstance(columns, str) else row
         found = self.read(self._at(rows, key), columns)
         return found[columns] if isinstance(columns, str) else found
+
+    @following
+    def _whole(self, columns: Columns) -> dict[str, Any]:
+        """Return columns of all rows that can be read."""
+        selected = self.schema.select(columns)
+        reader, found = self._reader(None, selected), dict[str, Any]()
+        for column in selected:
+            if column.is_text:
+                found[column.name] = reader.text(column)
+            else:
+                found[column.name] = reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
+        return found
 
     def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """Read rows by place in one go, as PyTorch's DataLoader asks for a batch."""
@@ -134,10 +147,23 @@ class StoreTable(StoreReads):
             MissingPackageError: pyarrow is not installed.
         """
         pa = arrow.pyarrow("to_arrow")
-        return pa.Table.from_batches([self._record_batch(Schema(self.schema.select(columns)), self._among(ids))])
+        return pa.Table.from_batches([*self._record_batches(columns, ids, rows=None)])
 
-    def _among(self, ids: Ids | None) -> Int64Array:
-        return self.ids() if ids is None else as_ids(ids)
+    def _record_batches(self, columns: Columns, ids: Ids | None, rows: int | None) -> Iterator[Any]:
+        """Yield rows as record batches, some at a time; of all rows those that can be read."""
+        schema, among = Schema(self.schema.select(columns)), self.ids() if ids is None else as_ids(ids)
+        step = rows or max(len(among), 1)
+        for first in range(0, max(len(among), 1), step):
+            part, made = among[first : first + step], None
+            while made is None:
+                try:
+                    made = self._record_batch(schema, part)
+                except CorruptionError:
+                    left = part[self.holds(part)] if ids is None else part
+                    if len(left) == len(part):
+                        raise
+                    part = left  # without the rows that were found damaged
+            yield made
 
     @following
     def _record_batch(self, schema: Schema, ids: Int64Array) -> Any:
@@ -161,11 +187,11 @@ class StoreTable(StoreReads):
         It is what `pyarrow.table(store)`, `polars.DataFrame(store)` and DuckDB's `from store` read. Numbers are copied
         once, out of the store's files; the reader has those buffers.
         """
-        pa, schema, among = arrow.pyarrow("a stream of Arrow"), self.schema, self.ids()
-        blocks = (among[first : first + arrow.BATCH_ROWS] for first in range(0, len(among), arrow.BATCH_ROWS))
-        parts = (self._record_batch(schema, block) for block in blocks)
-        reader = pa.RecordBatchReader.from_batches(arrow.arrow_schema(schema), parts)
-        return reader.__arrow_c_stream__(requested_schema)
+        pa = arrow.pyarrow("a stream of Arrow")
+        parts = self._record_batches(None, None, arrow.BATCH_ROWS)
+        return pa.RecordBatchReader.from_batches(arrow.arrow_schema(self.schema), parts).__arrow_c_stream__(
+            requested_schema
+        )
 
     def to_pandas(self, columns: Columns = None, ids: Ids | None = None) -> Any:
         """Return trajectories as a `pandas.DataFrame`; ragged columns hold arrays.
@@ -195,18 +221,11 @@ class StoreTable(StoreReads):
         Raises:
             MissingPackageError: pyarrow is not installed.
         """
-        schema, among, pa = Schema(self.schema.select(columns)), self._among(ids), arrow.pyarrow("to_parquet")
-        target = Path(path).expanduser()
+        pa, target = arrow.pyarrow("to_parquet"), Path(path).expanduser()
         part = target.with_name(f".{target.name}.part")
+        tables = (pa.Table.from_batches([rows]) for rows in self._record_batches(columns, ids, _ITER_ROWS))
         try:
-            arrow.write_parquet(
-                part,
-                schema,
-                (
-                    pa.Table.from_batches([self._record_batch(schema, among[first : first + _ITER_ROWS])])
-                    for first in range(0, len(among), _ITER_ROWS)
-                ),
-            )
+            arrow.write_parquet(part, Schema(self.schema.select(columns)), tables)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ _SAMPLES, _GRADES, _SCORES = (
 
 
 def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: bool, record_eval: bool) -> None:
-    """RawRollout what a trainer samples: see `TrajectoryRecorder.attach`.
+    """Record what a trainer samples: see `TrajectoryRecorder.attach`.
 
     Source: `GRPOTrainer._generate_and_score_completions` of TRL 1.16. It samples a batch, calls `_calculate_rewards`
     with prompts, completions and token ids, which gives the rewards of all processes, and returns padded tensors.
@@ -36,7 +36,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     if missing:
         raise SchemaError(
             f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
-            "RawRollout through the reward functions: reward_funcs=recorder.reward_funcs([...])."
+            "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
     _check_server(trainer)
     if compute_log_probs and (cut := _truncated(trainer)) and not getattr(trainer, "use_vllm", False):
@@ -119,6 +119,10 @@ def _record(
         finish_reasons=["stop" if row and row[-1] in ends else "length" for row in ids] if ends else None,
         metas=columns,
         policy_version=int(trainer.state.global_step),
+        temperature=getattr(trainer, "temperature", None),
+        log_prob_mode="processed" if scores is not None else None,
+        evaluation=not trainer.model.training,
+        engine="vllm" if getattr(trainer, "use_vllm", False) else "transformers",
         group_size=group_size,
         source=f"trl {type(trainer).__name__}",
     )

@@ -1,0 +1,248 @@
+"""The columns of what a recorder is given, for all rows at once; one by one where something has to be encoded."""
+
+# pyright: standard
+# Foreign data, whose types are told apart at run time.
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store.batch import Batch, batch_of, prepare
+from trajectory_store.errors import BatchError
+from trajectory_store.ragged import RaggedArray
+from trajectory_store.raw_rollout import (
+    LARGEST,
+    ROUNDING,
+    RawRollout,
+    as_answer,
+    as_failure,
+    as_mode,
+    as_prompt,
+    check_text,
+    ended,
+    text_of,
+    values_of,
+)
+from trajectory_store.row_encoder import Encoder, meta_text
+from trajectory_store.schema import Column, Schema
+
+Given = Mapping[str, Sequence[Any]]
+"""By the name of a record's field: a value for each row."""
+Int64s = npt.NDArray[np.int64]
+
+
+def as_list(value: Any) -> Any:
+    """Return an array, a tensor or a tuple as a list, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+
+
+class RecordBatch:
+    """What one call records: the columns of its rows, to which the recorder adds their ids."""
+
+    def __init__(self, given: Given, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
+        self.num = num
+        self.columns = _columns(given, num, sources) if encoder.tokenizer is None or _is_whole(given) else None
+        self._rows: list[dict[str, Any]] = []
+        if self.columns is None:
+            self._rows = [_row(given, i, encoder, source) for i, source in enumerate(sources)]
+            self.prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in self._rows]
+            self.texts = [row["prompt"] for row in self._rows]
+            self.lengths = np.array([len(row["input_ids"]) for row in self._rows], np.int64)
+        else:
+            flat, self.lengths = self.columns["input_ids"].values, self.columns["input_ids"].lengths
+            begins = np.cumsum(self.lengths) - self.lengths
+            sizes = self.columns["num_prompt_tokens"]
+            self.prompts = [flat[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+            self.texts = self.columns["prompt"]
+
+    def add(self, column: Column, values: Sequence[Any]) -> None:
+        """Add a column: a value for each row; of a ragged one, as many items as its axis has, or None for no items.
+
+        Of a column on the tokens' axis the values of a completion alone are those of its last tokens.
+        """
+        whole = column.axis is None or column.is_text
+        if whole:
+            made: list[Any] = list(values)
+        else:
+            made = [self._items(column, value, i) for i, value in enumerate(values)]
+        if self.columns is None:
+            for row, value in zip(self._rows, made, strict=True):
+                row[column.name] = value
+        elif whole:
+            self.columns[column.name] = made if column.is_text else np.array(made, column.np_dtype)
+        else:
+            sizes = np.array([len(value) for value in made], np.int64)
+            self.columns[column.name] = RaggedArray(np.concatenate(made), sizes)
+
+    def _items(self, column: Column, value: Any, row: int) -> npt.NDArray[Any]:
+        shape = (-1, *column.shape)
+        found = np.asarray([] if value is None else value, column.np_dtype).reshape(shape)
+        if column.axis != "tokens":
+            return found
+        length, whole = len(found), int(self.lengths[row])
+        if length not in (0, whole, whole - len(self.prompts[row])):
+            raise BatchError(
+                f"{length} values of {column.name} for {whole - len(self.prompts[row])} completion tokens."
+            )
+        return np.concatenate([np.full((whole - length, *column.shape), column.fill_value, column.np_dtype), found])
+
+    def batch(self, schema: Schema) -> Batch:
+        """Return the batch of a store."""
+        if self.columns is None:
+            return batch_of(schema, self._rows)
+        return prepare(schema, {name: values for name, values in self.columns.items() if name in schema})
+
+
+def _is_whole(given: Given) -> bool:
+    """Return True where nothing has to be encoded or decoded for a person to read."""
+    texts = (given.get("prompt"), given.get("completion"))
+    return "prompt_ids" in given and "completion_ids" in given and all(text and all(text) for text in texts)
+
+
+def _row(given: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row; an error names the field that is wrong."""
+    mine = {name: as_list(values[i]) for name, values in given.items()}
+    about = {"created_at": mine.get("created_at"), "meta": mine.get("meta") or {}}
+    # TRL encodes a text prompt as it is; messages go through the template.
+    made = values_of({name: value for name, value in mine.items() if name != "meta"})
+    made["finish_reason"], made["failure"] = ended(made.get("finish_reason", ""), made.get("failure", ""))
+    return encoder.row(RawRollout(**{**made, **about, "as_chat": False}), source)
+
+
+def _columns(given: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the columns of rows of token ids; None where a row has to be looked at by itself."""
+    prompts, completions = _flat(given.get("prompt_ids"), "iu"), _flat(given.get("completion_ids"), "iu")
+    if prompts is None or completions is None:
+        return None
+    (before, sizes), (said, lengths) = prompts, completions
+    whole = sizes + lengths
+    for ids in (before, said):
+        if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+            return None
+    if not whole.all():
+        return None
+    sampled = np.ones(len(said), bool)
+    if (masks := given.get("completion_mask")) is not None:
+        found = _flat(masks, "iub")
+        if found is None or not np.array_equal(found[1], lengths) or not np.isin(found[0], (0, 1)).all():
+            return None
+        sampled = found[0].astype(bool)
+    place = np.arange(int(whole.sum())) - np.repeat(np.cumsum(whole) - whole, whole)
+    is_said = place >= np.repeat(sizes, whole)
+    ids = np.empty(len(place), np.int32)
+    ids[~is_said], ids[is_said] = before, said
+    mask = np.zeros(len(place), bool)
+    mask[is_said] = sampled
+    columns: dict[str, Any] = {"input_ids": RaggedArray(ids, whole), "assistant_mask": RaggedArray(mask, whole)}
+    for field, name in (("log_probs", "log_probs"), ("ref_log_probs", "ref_log_probs")):
+        line = np.full(len(place), np.nan, np.float32)
+        if (scores := given.get(field)) is not None:
+            found = _scores(scores, lengths)
+            if found is None:
+                return None
+            found[~sampled] = np.nan
+            with np.errstate(invalid="ignore"):
+                if ((found > ROUNDING) | (found < -LARGEST)).any():
+                    return None
+            line[is_said] = found
+        elif name == "ref_log_probs":
+            continue
+        columns[name] = RaggedArray(line, whole)
+    numbers: dict[str, npt.NDArray[np.float64]] = {}
+    for name in ("reward", "advantage", "temperature", "created_at"):
+        values = _numbers(given.get(name), num)
+        if values is None:
+            return None
+        numbers[name] = values
+    reward, advantage, heat = numbers["reward"], numbers["advantage"], numbers["temperature"]
+    with np.errstate(invalid="ignore"):
+        if (np.abs(reward) > LARGEST).any() or (np.abs(advantage) > LARGEST).any() or (heat < 0).any():
+            return None
+    ends = [
+        ended(str(end or ""), as_failure(kind, "failure"))
+        for end, kind in zip(given.get("finish_reason") or [""] * num, given.get("failure") or [""] * num, strict=True)
+    ]
+    failures = [kind for _, kind in ends]
+    failed = np.array([bool(kind) for kind in failures])
+    versions = _flat([given["policy_version"]], "iu")
+    if versions is None:
+        return None
+    given_prompts = [as_prompt(text, "prompt") if text else "" for text in given.get("prompt") or [""] * num]
+    texts = [check_text(text_of(text), "prompt") for text in given_prompts]
+    said_texts = [text_of(as_prompt(text, "completion")) if text else "" for text in given["completion"]]
+    answers, metas = given.get("answer") or [None] * num, given.get("meta") or [None] * num
+    made = [
+        meta_text(
+            answer=None if answers[i] is None else as_answer(as_list(answers[i]), "answer"),
+            about=metas[i] or {},
+            source=sources[i],
+            messages=None if isinstance(given_prompts[i], str) else given_prompts[i],
+            untrusted=float(reward[i]) if failed[i] and reward[i] == reward[i] else None,
+        )
+        for i in range(num)
+    ]
+    return columns | {
+        "task_reward": np.where(failed, math.nan, reward).astype(np.float32),
+        "advantage": np.where(failed, math.nan, advantage).astype(np.float32),
+        "policy_version": versions[0].astype(np.int64),
+        "temperature": numbers["temperature"].astype(np.float32),
+        "log_prob_mode": [as_mode(mode or "", "log_prob_mode") for mode in given.get("log_prob_mode") or [""] * num],
+        "num_prompt_tokens": sizes.astype(np.int32),
+        "created_at": numbers["created_at"],
+        "finish_reason": [end for end, _ in ends],
+        "failure_reason": failures,
+        "reward_trusted": ~failed,
+        "prompt": texts,
+        "completion": said_texts,
+        "meta": made,
+    }
+
+
+def _flat(rows: Sequence[Any] | None, kinds: str) -> tuple[npt.NDArray[Any], Int64s] | None:
+    """Return the items of all rows, and how many each has; None where they are no whole numbers."""
+    if rows is None or not len(rows):
+        return None
+    if all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in kinds for row in rows):
+        return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
+    items = array("q")
+    try:
+        rows = [row if type(row) is list else as_list(row) for row in rows]
+        for row in rows:
+            items.fromlist(row)  # takes no fractions
+    except (TypeError, OverflowError):
+        return None
+    return np.frombuffer(items, np.int64) if items else np.empty(0, np.int64), np.fromiter(map(len, rows), np.int64)
+
+
+def _scores(rows: Sequence[Any], lengths: Int64s) -> npt.NDArray[np.float64] | None:
+    """Return log-probs of all completion tokens, NaN where there is none; None where they do not fit."""
+    sizes = lengths.tolist()
+    if all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind == "f" for row in rows):
+        return np.concatenate(rows, dtype=np.float64) if [len(row) for row in rows] == sizes else None
+    filled = [[math.nan] * size if row is None else as_list(row) for row, size in zip(rows, sizes, strict=True)]
+    if not all(isinstance(row, list) for row in filled) or [len(row) for row in filled] != sizes:
+        return None
+    items = array("d")
+    try:
+        for row in filled:
+            items.fromlist(row if None not in row else [math.nan if item is None else item for item in row])
+    except TypeError:
+        return None
+    return np.array(items, np.float64)
+
+
+def _numbers(values: Sequence[Any] | None, num: int) -> npt.NDArray[np.float64] | None:
+    if values is None:
+        return np.full(num, np.nan)
+    found = [as_list(value) for value in values]
+    if not all(value is None or type(value) in (int, float, bool) for value in found):
+        return None
+    try:
+        return np.array(found, np.float64)
+    except OverflowError:
+        return None
