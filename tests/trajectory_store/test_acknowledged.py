@@ -22,6 +22,7 @@ from trajectory_store import (
     Column,
     CorruptionError,
     MissingRowError,
+    ReadOnlyError,
     Schema,
     SchemaError,
     StoreError,
@@ -493,7 +494,25 @@ def test_a_writer_that_was_silent_for_hours_loses_nothing(tmp_path, backend, clo
     writer.close()
 
 
+ALONE = Column("x", "int64", ragged=True)
 JOINS = Column("y", "int64", ragged=True, fill=0)
+
+
+def test_an_open_store_gains_columns(tmp_path, backend):
+    """Rows of before read the fill, another writer and a reader go on, and a reader may not add any."""
+    store, name = TrajectoryStore.create(tmp_path / "s", [ALONE], backend=backend), Column("r", "float32", fill=-1.0)
+    with store, TrajectoryStore.open(tmp_path / "s", "a") as other, TrajectoryStore.open(tmp_path / "s") as reader:
+        store.append({"x": [[1]]})
+        for _ in range(2):
+            store.add_columns([name])
+        store.append({"x": [[2]], "r": [0.5]})
+        other.append({"x": [[3]]})
+        for one in (store, other, reader):
+            one.refresh()
+            assert one.read_scalars("r").tolist() == [-1.0, 0.5, -1.0]
+        with pytest.raises(ReadOnlyError, match="mode 'a'"):
+            reader.add_columns([name])
+        assert store.verify().ok
 
 
 def test_no_column_joins_an_axis_whose_lengths_may_change(tmp_path, backend):
