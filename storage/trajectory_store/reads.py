@@ -32,7 +32,7 @@ from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot, limits_of
 from trajectory_store.texts import Texts
 from trajectory_store.upkeep import read_batch
-from trajectory_store.where import Source, evaluate, names_in
+from trajectory_store.where import Operands, evaluate, names_in
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
@@ -275,7 +275,7 @@ class StoreReads:
                 return absent | (values.lengths() == 0)
             return absent | np.isnan(values) if values.dtype.kind == "f" else absent
 
-        source = Source(read=read, lengths=lengths, ragged=ragged, missing=missing)
+        source = Operands(read=read, lengths=lengths, ragged=ragged, missing=missing)
         return reader.ids[np.broadcast_to(evaluate(condition, source), len(reader.ids))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:

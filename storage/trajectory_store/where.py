@@ -31,7 +31,7 @@ _WORDS: Final[dict[str, Any]] = {"nan": math.nan, "true": True, "false": False, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Operands:
     """Where a condition finds what it names.
 
     Attributes:
@@ -68,7 +68,7 @@ def names_in(condition: str) -> set[str]:
     return found | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def evaluate(condition: str, source: Source) -> npt.NDArray[np.bool_]:
+def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
     """Evaluate a condition for all rows at once.
 
     An expression is comparisons of columns, numbers and texts, joined by `and`, `or`, `not`; `in (1, 2)`; `+ - * / %`;
@@ -104,7 +104,7 @@ def evaluate(condition: str, source: Source) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _meets(condition: str, source: Source) -> Any:
+def _meets(condition: str, source: Operands) -> Any:
     short = _SHORT.match(condition)
     if short is not None and short[2] in ("=", "~"):
         return _Short(condition, short[1], short[2], short[3], source).meets()
@@ -119,7 +119,7 @@ def _meets(condition: str, source: Source) -> Any:
     return _Expression(condition, source).value(tree)
 
 
-def _is_one_name(name: str, source: Source) -> bool:
+def _is_one_name(name: str, source: Operands) -> bool:
     """Return whether a name such as `my-column`, which Python reads as a difference, is that of a column."""
     if name.isidentifier():
         return False
@@ -235,7 +235,7 @@ class _Short:
     name: str
     sign: str
     text: str
-    source: Source
+    source: Operands
 
     def meets(self) -> Mask:
         operand, text = self.source.read(self.name), self.text
@@ -289,7 +289,7 @@ def _unquoted(text: str) -> str:
 @dataclass(frozen=True)
 class _Expression:
     condition: str
-    source: Source
+    source: Operands
 
     def value(self, node: ast.expr) -> Any:
         match node:
