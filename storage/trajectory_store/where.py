@@ -340,7 +340,8 @@ class _Expression:
             if self._is_none(side):
                 if not isinstance(other, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
                     raise SchemaError(
-                        f"the condition {self.condition!r}: None says that a column has no value: 'column is None'."
+                        f"the condition {self.condition!r}: null is compared by == and != only, and with a column: "
+                        "'column is None'."
                     )
                 missing = self.source.missing(other.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing

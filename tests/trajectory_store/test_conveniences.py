@@ -178,7 +178,7 @@ def test_aggregates_of_ragged_columns(tmp_path, condition):
     with TrajectoryStore.create(tmp_path / "store", columns) as store:
         ids = store.append(rows)
         if AGGREGATES[condition] is None:
-            with pytest.raises(SchemaError, match="None says that a column has no value"):
+            with pytest.raises(SchemaError, match="null is compared by == and != only"):
                 store.where(condition)
         else:
             assert store.where(condition).tolist() == ids[AGGREGATES[condition]].tolist()
