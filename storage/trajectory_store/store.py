@@ -84,7 +84,7 @@ class TrajectoryStore(StoreTable):
         self._pid = os.getpid()
         medium.bucket.durable = durability != "process"
         if mode == "a":
-            medium.bucket.hold()
+            medium.bucket.hold(root.to_json())
 
     # Opening and closing
 
