@@ -276,6 +276,11 @@ class Collect(Settings):
             ),
             (all(self.stop), "a stop string is empty."),
             (
+                self.dynamic > 1 or self.dynamic_by is None,
+                f"dynamic_by is {self.dynamic_by!r}, and dynamic is 1, which keeps every group. Set dynamic, the most "
+                "rounds of a rollout.",
+            ),
+            (
                 self.dynamic == 1 or self.group_size > 1,
                 f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
             ),
