@@ -181,8 +181,9 @@ class Collect(Settings):
     retries: int = setting(
         0,
         min=0,
-        help="With an environment: how often a conversation that the world failed (a timeout, an error of a tool, an "
-        "engine that aborted it) is begun again; the failures are stored with it. Not where `has_effects` is set.",
+        help="How often a reward call that failed is made again, and a conversation that the world failed (a timeout, "
+        "an error of a tool, an engine that aborted it) begun again; the failures are stored with it. Not where "
+        "`has_effects` is set.",
     )
     alarm_failed: float = setting(
         0.1,
@@ -275,6 +276,11 @@ class Collect(Settings):
             ),
             (all(self.stop), "a stop string is empty."),
             (
+                self.dynamic > 1 or self.dynamic_by is None,
+                f"dynamic_by is {self.dynamic_by!r}, and dynamic is 1, which keeps every group. Set dynamic, the most "
+                "rounds of a rollout.",
+            ),
+            (
                 self.dynamic == 1 or self.group_size > 1,
                 f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
             ),
@@ -365,10 +371,17 @@ class Buffer(Settings):
         min=1,
         help="Keep at most this many; the oldest are evicted first. None keeps all.",
     )
+    max_bytes: int | None = setting(
+        None,
+        min=1,
+        help="The most bytes that the run folder may take on disk: the run says a day ahead, at its present rate, that "
+        "they will be used up, and stops, saved, when they are. None: all that is free, which it says ahead as well.",
+    )
     max_staleness: int = setting(
         0,
         min=0,
-        help="Largest age of a sampled trajectory, in optimizer steps since the oldest weights that produced it.",
+        help="Largest age of a sampled trajectory, in optimizer steps since the oldest weights that produced it; the "
+        "steps on its own rollout are always within it.",
     )
 
 
@@ -386,14 +399,15 @@ class Sample(Settings):
         "draw `batch_size`: `uniform` all with equal probability; `recency` by age; `priority` by the size of the "
         "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
         "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age; `anchored` the whole "
-        "newest rollout in its first step, and in the others of `updates_per_rollout` a batch by age. See "
+        "newest rollout in its first step, and in the others of `learn.epochs` a batch by age. See "
         "`rlhf_pipeline.buffer.samplers`. Or a function of one's own, `StrategyFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Trajectories per step; None takes as many as a rollout has. For `fresh`, only with `replay`.",
+        help="Trajectories per step; None takes as many as a rollout has. For `fresh`, only with `replay`; see "
+        "`learn.minibatches`.",
     )
     tau: float | None = setting(
         None,
@@ -692,10 +706,18 @@ class Learn(Settings):
     """The optimizer and the loop."""
 
     steps: int = setting(100, min=1, help="The most optimizer steps.")
-    updates_per_rollout: int = setting(
+    epochs: int = setting(
         1,
         min=1,
-        help="Optimizer steps on each rollout before the next one is collected.",
+        help="Passes over each rollout before the next one is collected: optimizer steps, each on all of it unless "
+        "`minibatches` or `sample` says otherwise.",
+    )
+    minibatches: int = setting(
+        1,
+        min=1,
+        help="Parts into which each pass cuts a rollout at random, an optimizer step on each: every trajectory is in "
+        "one of them. For `sample.strategy=fresh`; with `replay`, without `sample.batch_size`, a step takes as many as "
+        "a part has.",
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
@@ -779,6 +801,11 @@ class Learn(Settings):
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on each rollout before the next one is collected."""
+        return self.epochs * self.minibatches
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
@@ -886,6 +913,16 @@ class Pipeline(Settings):
         return tuple(dict.fromkeys([*own, *self.reward_weights]))
 
     @property
+    def step_size(self) -> int:
+        """Trajectories of a step where `sample.batch_size` does not say."""
+        return self.collect.rollout_size // self.learn.minibatches
+
+    @property
+    def max_staleness(self) -> int:
+        """The largest age at which a trajectory is learned from: the last step on its own rollout is never too late."""
+        return max(self.buffer.max_staleness, self.learn.steps_per_rollout - 1)
+
+    @property
     def longest_completion(self) -> int:
         """The most tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
@@ -915,7 +952,7 @@ class Pipeline(Settings):
         maker = None if self.environment is None else maker_of(self.environment)
         declared = None if maker is None or not of_environment else rewards_of_environment(maker)
         other = [] if declared is None else [name for name in of_environment if name not in declared]
-        updates, last_update = self.learn.updates_per_rollout, self.learn.updates_per_rollout - 1
+        epochs, parts = self.learn.epochs, self.learn.minibatches
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
             (
@@ -993,24 +1030,29 @@ class Pipeline(Settings):
             ),
             (
                 self.replay is not None or self.sample.strategy != "fresh" or self.sample.batch_size is None,
-                "sample.strategy=fresh takes all of the newest rollout: no sample.batch_size.",
+                "sample.strategy=fresh takes the newest rollout, whole or in learn.minibatches parts: no "
+                "sample.batch_size.",
+            ),
+            (
+                parts == 1 or self.sample.strategy == "fresh",
+                f"learn.minibatches is {parts}: parts of the newest rollout, and sample.strategy="
+                f"{self.sample.strategy} draws batches of its own. Set sample.batch_size, and learn.epochs for the "
+                "number of them.",
+            ),
+            (
+                parts <= rollout,
+                f"learn.minibatches is {parts}, and a rollout has {rollout} trajectories. Set it to that at most.",
             ),
             (
                 self.replay is not None
                 or self.sample.strategy != "fresh"
-                or (self.sample.max_uses or updates) >= updates,
-                f"learn.updates_per_rollout is {updates}, and each update takes all of the newest rollout, but "
-                f"sample.max_uses is {self.sample.max_uses}. Set sample.max_uses to at least {updates}.",
+                or (self.sample.max_uses or epochs) >= epochs,
+                f"learn.epochs is {epochs}, and each takes all of the newest rollout, but sample.max_uses is "
+                f"{self.sample.max_uses}. Set sample.max_uses to at least {epochs}.",
             ),
             (
-                self.sample.strategy != "anchored" or (self.replay is None and updates > 1),
+                self.sample.strategy != "anchored" or (self.replay is None and epochs > 1),
                 "sample.strategy=anchored takes a rollout whole and replays between rollouts: it needs a run that "
-                f"samples, with learn.updates_per_rollout of at least 2 (it is {updates}).",
-            ),
-            (
-                self.replay is not None or self.buffer.max_staleness >= last_update,
-                f"learn.updates_per_rollout is {updates}, so the last update sees trajectories "
-                f"of age {last_update}, but buffer.max_staleness is {self.buffer.max_staleness}. "
-                f"Set buffer.max_staleness to at least {last_update}.",
+                f"samples, with learn.epochs of at least 2 (it is {epochs}).",
             ),
         ]

@@ -149,27 +149,27 @@ class AnchoredSampler(TrajectorySampler):
 
     Source: the recipes of FreshPER, https://arxiv.org/abs/2604.16918, and https://arxiv.org/abs/2606.04560.
 
-    >>> AnchoredSampler(replay=UniformSampler(max_staleness=24), updates_per_rollout=3).replay
+    >>> AnchoredSampler(replay=UniformSampler(max_staleness=24), steps_per_rollout=3).replay
     UniformSampler(max_staleness=24, max_uses=None)
     """
 
     replay: TrajectorySampler = field(default_factory=UniformSampler)
-    updates_per_rollout: int = field(default=2, kw_only=True)
+    steps_per_rollout: int = field(default=2, kw_only=True)
     max_staleness: int | None = field(default=None, init=False)
     max_uses: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.updates_per_rollout < 2:
+        if self.steps_per_rollout < 2:
             raise DefinitionError(
-                f"updates_per_rollout is {self.updates_per_rollout}; with fewer than 2 no update is left for replay."
+                f"steps_per_rollout is {self.steps_per_rollout}; with fewer than 2 no update is left for replay."
             )
-        self._newest = FreshSampler(max_staleness=self.updates_per_rollout - 1, max_uses=None)
+        self._newest = FreshSampler(max_staleness=self.steps_per_rollout - 1, max_uses=None)
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         # An update later the newest rollout is a version older: nothing but the version tells where in the turn we are.
         version = int(view.column("policy_version").max()) if view.version is None else view.version
-        part = self._newest if version % self.updates_per_rollout == 0 else self.replay
+        part = self._newest if version % self.steps_per_rollout == 0 else self.replay
         found = part.eligible(view)
         return part._choose(view, found, most, rng) if len(found) else found
 
@@ -243,16 +243,16 @@ def _small_store(path: str) -> TrajectoryStore:
 
 
 def _mix(
-    *, fresh_fraction: float = 0.5, tau: float = math.inf, updates_per_rollout: int = 1, **limits: Any
+    *, fresh_fraction: float = 0.5, tau: float = math.inf, steps_per_rollout: int = 1, **limits: Any
 ) -> MixSampler:
     seed, older = limits.pop("seed", 0), RecencySampler(tau=tau, **limits)
-    newest = FreshSampler(max_staleness=updates_per_rollout - 1, max_uses=older.max_uses)
+    newest = FreshSampler(max_staleness=steps_per_rollout - 1, max_uses=older.max_uses)
     return MixSampler(newest, older, fraction=fresh_fraction, seed=seed)
 
 
-def _anchored(*, tau: float = math.inf, updates_per_rollout: int = 2, **limits: Any) -> AnchoredSampler:
+def _anchored(*, tau: float = math.inf, steps_per_rollout: int = 2, **limits: Any) -> AnchoredSampler:
     seed, older = limits.pop("seed", 0), RecencySampler(tau=tau, **limits)
-    return AnchoredSampler(older, updates_per_rollout=updates_per_rollout, seed=seed)
+    return AnchoredSampler(older, steps_per_rollout=steps_per_rollout, seed=seed)
 
 
 def _consuming(*, max_uses: int | None = None, max_sample_count: int = 1, **limits: Any) -> ConsumingSampler:
@@ -284,8 +284,8 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
         SuccessSampler, ("tau",), ("buckets", "target", "spread", "threshold", "extremes", "group_size")
     ),
     "variance": Strategy(VarianceSampler, ("alpha", "tau"), ("members", "group_size")),
-    "mix": Strategy(_mix, ("fresh_fraction", "tau", "updates_per_rollout")),
-    "anchored": Strategy(_anchored, ("tau", "updates_per_rollout")),
+    "mix": Strategy(_mix, ("fresh_fraction", "tau", "steps_per_rollout")),
+    "anchored": Strategy(_anchored, ("tau", "steps_per_rollout")),
     "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
     "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }

@@ -37,6 +37,7 @@ from rlhf_pipeline.learner.step_plan import (
     StepPlan,
     UseCounts,
     check_reduction,
+    part_of_rollout,
     plan_step,
     sampler_of,
     trajectory_names,
@@ -146,9 +147,7 @@ class Learner:
         self.seed = seed
         self.sample = Sample() if sample is None else sample
         self.batch_size = self.sample.batch_size or batch_size
-        self._sampler = sampler_of(
-            self.sample, max_staleness=max_staleness, updates_per_rollout=config.updates_per_rollout
-        )
+        self._sampler = sampler_of(self.sample, max_staleness=max_staleness, steps_per_rollout=config.steps_per_rollout)
         self._uses = None if ledger is None else UseCounts(ledger, window=self.max_staleness)
         self.may_be_empty = may_be_empty
         self.reference = reference
@@ -386,7 +385,8 @@ class Learner:
     @property
     def chooses_a_part(self) -> bool:
         """Whether a step may use some of the rows that it could, and a `decoupled` loss must score the others too."""
-        return self.loss.decoupled and (self.sample.strategy != "fresh" or self.sample.max_uses is not None)
+        in_parts = self.sample.strategy != "fresh" or self.sample.max_uses is not None or self.config.minibatches > 1
+        return self.loss.decoupled and in_parts
 
     def _plan(self, row_ids: np.ndarray) -> StepPlan:
         """Return the plan of a step that learns from these rows."""
@@ -473,6 +473,9 @@ class Learner:
             DataError: none is young enough, or each has been used as often as allowed.
         """
         fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
+        if self.config.minibatches > 1 and self.sample.strategy == "fresh":
+            newest = fresh.take(fresh.ages <= (step - 1) % self.config.steps_per_rollout)
+            return newest.take(self.part(len(newest.row_ids), step))
         most = self.sample.max_uses
         if self.sample.strategy == "fresh" and most is None:
             return fresh
@@ -487,6 +490,10 @@ class Learner:
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses)
         drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         return fresh.take(drawn)
+
+    def part(self, num_rows: int, step: int) -> np.ndarray:
+        """Return which of the newest rollout's trajectories a step learns from; see `step_plan.part_of_rollout`."""
+        return part_of_rollout(num_rows, step=step, config=self.config, seed=self.seed)
 
     def _accumulate_gradient(self, plan: StepPlan) -> GRPOLossOutput | None:
         """Run forward and backward over the step's micro-batches; return the loss and the figures of the whole step.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.buffer.samplers import TrajectorySampler, as_sampler, strategy_of
+from rlhf_pipeline.buffer.samplers import TrajectorySampler, as_sampler, step_generator, strategy_of
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import column_of_key
 from rlhf_pipeline.config import Learn, Sample
@@ -235,7 +235,7 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
     return np.where(named < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, named)
 
 
-def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout: int = 1) -> TrajectorySampler:
+def sampler_of(sample: Sample, *, max_staleness: int | None, steps_per_rollout: int = 1) -> TrajectorySampler:
     """Return the sampler of the strategy that a definition names.
 
     >>> sampler_of(Sample(strategy="mix", tau=8.0), max_staleness=16)
@@ -246,10 +246,33 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, updates_per_rollout
         "tau": math.inf if sample.tau is None else sample.tau,
         "alpha": sample.alpha,
         "fresh_fraction": sample.fresh_fraction,
-        "updates_per_rollout": updates_per_rollout,
+        "steps_per_rollout": steps_per_rollout,
     }
     settings = {name: given[name] for name in entry.settings}
     return as_sampler(sample.strategy, max_staleness=max_staleness, max_uses=sample.max_uses, **settings)
+
+
+def part_of_rollout(num_rows: int, *, step: int, config: Learn, seed: int) -> Ints:
+    """Return which trajectories of the newest rollout a step learns from, as positions, ascending.
+
+    Each of `config.epochs` passes shuffles them anew and cuts them into `config.minibatches` parts of equal size, to
+    within one, which have no trajectory in common: a function of the arguments, so that a resumed run takes the same.
+
+    Args:
+        num_rows: trajectories of the rollout, in the order of their ids.
+        step: the optimizer step, from 1.
+        config: how many passes and parts.
+        seed: of the run.
+
+    >>> config = Learn(epochs=2, minibatches=2)
+    >>> [part_of_rollout(4, step=step, config=config, seed=0).tolist() for step in (1, 2, 3, 4)]
+    [[1, 2], [0, 3], [0, 3], [1, 2]]
+    """
+    if config.minibatches == 1:
+        return np.arange(num_rows)
+    epoch, part = divmod(step - 1, config.minibatches)  # of all epochs so far
+    order = step_generator(seed, epoch).permutation(num_rows)
+    return np.sort(np.array_split(order, config.minibatches)[part])
 
 
 class StepLedger(Protocol):

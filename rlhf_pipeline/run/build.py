@@ -237,7 +237,7 @@ def build_learner(
         buffer=buffer,
         config=pipeline.learn,
         # Trajectories drawn from stores may be of any age.
-        max_staleness=None if drawn else pipeline.buffer.max_staleness,
+        max_staleness=None if drawn else pipeline.max_staleness,
         max_completion_tokens=pipeline.longest_completion,
         ledger=ledger,
         seed=seed,
@@ -248,7 +248,7 @@ def build_learner(
         shards=shards,
         check_sampler=check_sampler,
         sample=pipeline.sample,
-        batch_size=pipeline.collect.rollout_size,
+        batch_size=pipeline.step_size,
     )
 
 

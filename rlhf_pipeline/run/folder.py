@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
 
-_OWNER: Final = "run"
-"""The name under which a process has the run for itself."""
+ALONE: Final = "run"
+"""The name of a process that has the run for itself."""
 
 _BEFORE_THE_RECORD: Final = frozenset(
     {
@@ -555,7 +555,7 @@ class RunFolder:
             )
             yield from self._missing_rows(filenames.STORE, stored, "trajectories")
         if (taken or saved) and self.is_of_several:
-            begun = -(-newest // self.config.pipeline.get("learn", {}).get("updates_per_rollout", 1))
+            begun = -(-newest // _steps_per_rollout(self.config.pipeline))
             yield from self._missing_rows(self.rollouts.name, begun, "rollouts")
         if (taken or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
             yield f"there is no {self.choice_file.name}, which says what it learns from"
@@ -692,8 +692,8 @@ class RunFolder:
 
     def in_use_since(self) -> float | None:
         """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
-        if self.is_alive(_OWNER):
-            return self.heartbeat_of(_OWNER).get("started", 0.0)
+        if self.is_alive(ALONE):
+            return self.heartbeat_of(ALONE).get("started", 0.0)
         try:
             with (self.path / filenames.LOCK).open(encoding="utf-8") as file:
                 return None if try_lock(file, shared=True) else os.fstat(file.fileno()).st_mtime
@@ -703,8 +703,8 @@ class RunFolder:
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""
-        with self.lease(_OWNER):
-            at_work = self.living() - {_OWNER}
+        with self.lease(ALONE):
+            at_work = self.living() - {ALONE}
             if at_work:
                 raise RunExistsError(
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
@@ -925,3 +925,9 @@ __all__ = [
     "run_of_store",
     "tell",
 ]
+
+
+def _steps_per_rollout(pipeline: Mapping[str, Any]) -> int:
+    """Return `Learn.steps_per_rollout` of a recorded definition."""
+    learn = pipeline.get("learn", {})
+    return int(learn.get("epochs", 1)) * int(learn.get("minibatches", 1))

@@ -211,7 +211,7 @@ def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches |
         store,
         replay=replay,
         sample=pipeline.sample,
-        batch_size=pipeline.collect.rollout_size,
+        batch_size=pipeline.step_size,
         seed=seed,
         ledger=None,
     )

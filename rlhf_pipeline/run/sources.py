@@ -34,10 +34,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Collected(Source):
-    """Rollouts, each for `learn.updates_per_rollout` steps; the write path that stored them has a state."""
+    """Rollouts, each for `Learn.steps_per_rollout` steps; the write path that stored them has a state."""
 
     def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
-        self._updates = pipeline.learn.updates_per_rollout
+        self._updates = pipeline.learn.steps_per_rollout
         self._parts = parts
         self._on_event = on_event
 
@@ -127,7 +127,7 @@ class Arrivals(_Collected):
     def note_weights(self, version: int, digest: int) -> None:
         """Note which weights are published: those of the next step, or newer ones while steps are taken again."""
         self._digests[version] = digest
-        if len(self._digests) > self._pipeline.buffer.max_staleness + 2:
+        if len(self._digests) > self._pipeline.max_staleness + 2:
             del self._digests[min(self._digests)]
 
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
@@ -222,6 +222,7 @@ class Arrivals(_Collected):
         """Return the trajectories that `step` learns from; report how many are too old."""
         if self._pipeline.sample.strategy != "fresh":
             return self._drawn(step)
+        row_ids = row_ids[self._parts.learner.part(len(row_ids), step)]
         versions = self._versions(row_ids)
         known = self._of_this_run(row_ids, versions, step)
         if not known.all():
@@ -231,12 +232,12 @@ class Arrivals(_Collected):
                 "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
             )
         lost, row_ids, ages = int((~known).sum()), row_ids[known], step - 1 - versions[known]
-        young = ages <= self._pipeline.buffer.max_staleness
+        young = ages <= self._pipeline.max_staleness
         if not young.all():
             tell(
                 self._on_event,
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {rollout} are older "
-                f"than buffer.max_staleness={self._pipeline.buffer.max_staleness} steps and are not learned from.",
+                f"than {self._pipeline.max_staleness} steps (buffer.max_staleness) and are not learned from.",
             )
         left_out = {"failed": num_failed, "lost_weights": lost, "too_old": int((~young).sum())}
         names = trajectory_names(self._parts.buffer.store, row_ids[young])
@@ -281,8 +282,10 @@ class Arrivals(_Collected):
 
     def _admitted(self, step: int) -> Ints | None:
         """Return what `_drawn` may draw at this step, if the loss must know it; else None."""
-        if not self._parts.learner.chooses_a_part or self._pipeline.sample.strategy == "fresh":
-            return None  # a step takes the whole rollout
+        if not self._parts.learner.chooses_a_part:
+            return None
+        if self._pipeline.sample.strategy == "fresh":
+            return self._current[1] if self._pipeline.learn.minibatches > 1 and self._current is not None else None
         return self._parts.learner.admitted_rows(step, keep=partial(self._allowed, step)).row_ids
 
     def _allowed(self, step: int, fresh: ChosenRows) -> npt.NDArray[np.bool_]:
@@ -306,12 +309,15 @@ def recorded_admission(pipeline: Pipeline, learner: Learner, ledger: StepRows, s
         return None
     if "rollout" not in row:
         return learner.admitted_rows(step, watermark=row.get("watermark")).row_ids
-    if pipeline.sample.strategy == "fresh":
-        return None
-    # What an earlier step began is too old by now.
-    first = max(step - pipeline.buffer.max_staleness, 1)
-    begun = {ledger.known(earlier)["rollout"] for earlier in range(first, step + 1)}
     store = learner.buffer.store
+    if pipeline.sample.strategy == "fresh":
+        if pipeline.learn.minibatches == 1:
+            return None
+        of_this = [row["rollout"]]
+        return learner.admitted_rows(step, keep=lambda fresh: of_rollouts(store, fresh, of_this, pipeline)).row_ids
+    # What an earlier step began is too old by now.
+    first = max(step - pipeline.max_staleness, 1)
+    begun = {ledger.known(earlier)["rollout"] for earlier in range(first, step + 1)}
     return learner.admitted_rows(step, keep=lambda fresh: of_rollouts(store, fresh, begun, pipeline)).row_ids
 
 
@@ -335,7 +341,7 @@ class SampledBatches(Source):
             self._store,
             replay=replay,
             sample=pipeline.sample,
-            batch_size=pipeline.collect.rollout_size,
+            batch_size=pipeline.step_size,
             seed=learner.seed,
             ledger=learner.ledger,
         )
@@ -364,8 +370,8 @@ class RecordedVersions(Source):
         order = np.argsort(versions, kind="stable")
         self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
         if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, even the last one
-            self.last = int(self._versions[-1]) + pipeline.learn.updates_per_rollout
-            self._check(min(pipeline.learn.steps, self.last), pipeline.buffer.max_staleness)
+            self.last = int(self._versions[-1]) + pipeline.learn.steps_per_rollout
+            self._check(min(pipeline.learn.steps, self.last), pipeline.max_staleness)
 
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Leave the choice to the learner; the reward is that of the rollout that the run had just collected."""
@@ -408,7 +414,7 @@ class RecordedLedger(Source):
                 f"are not among those chosen: evicted, or left out by a filter. {_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
-        begins = (step - 1) % self._pipeline.learn.updates_per_rollout == 0
+        begins = (step - 1) % self._pipeline.learn.steps_per_rollout == 0
         return StepBatch(
             task_reward=self._rollout_reward(rollout) if begins and rollout is not None else None,
             about=_about(),

@@ -141,7 +141,7 @@ def tiny(**changes: str) -> Pipeline:
     base = {
         "collect__prompts_per_rollout": "2",
         "buffer__max_staleness": "0",
-        "learn__updates_per_rollout": "1",
+        "learn__epochs": "1",
         "learn__steps": "18",
         "learn__checkpoint_every": "4",
     }
@@ -210,11 +210,11 @@ VARIANTS: dict[str, Callable[[Path], Act]] = {
     "adaptive-kl": settings(write__kl_coef="0.2", write__kl_target="0.02", write__kl_horizon="100"),
     "lora": settings(policy__lora_rank="4", write__kl_coef="0.1", learn__lr="5e-2"),
     "several-updates": settings(
-        learn__updates_per_rollout="3", buffer__max_staleness="2", loss__tis_cap="2.0", write__kl_coef="0.1"
+        learn__epochs="3", buffer__max_staleness="2", loss__tis_cap="2.0", write__kl_coef="0.1"
     ),
     "priority": settings(
         sample__strategy="priority", sample__batch_size="6", sample__tau="4", sample__max_uses="3",
-        sample__min_ess="0.5", buffer__max_staleness="8", learn__updates_per_rollout="2",
+        sample__min_ess="0.5", buffer__max_staleness="8", learn__epochs="2",
     ),
     "ring": settings(
         buffer__max_trajectories="16"

@@ -150,7 +150,7 @@ def tiny(**changes: str) -> Pipeline:
     base = {
         "collect__prompts_per_rollout": "4",
         "buffer__max_staleness": "0",
-        "learn__updates_per_rollout": "1",
+        "learn__epochs": "1",
         "learn__checkpoint_every": "3",
         "learn__layout": "padded",
     }
@@ -186,7 +186,7 @@ def several_updates(folder: Path) -> Digest:
             sample__batch_size="12",
             sample__tau="4",
             sample__max_uses="3",
-            learn__updates_per_rollout="3",
+            learn__epochs="3",
             learn__steps="9",
             learn__token_budget="64",
             loss__aggregation="sequence_mean",

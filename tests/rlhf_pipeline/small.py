@@ -65,7 +65,7 @@ def tiny(*, reward: RewardFunction = token_match, **changes: str) -> Pipeline:
         write=WritePath(estimator="dr_grpo"),
         buffer=Buffer(max_staleness=1),
         loss=GRPO(entropy_coeff=0.01),
-        learn=Learn(steps=6, updates_per_rollout=2, lr=1e-2, checkpoint_every=2),
+        learn=Learn(steps=6, epochs=2, lr=1e-2, checkpoint_every=2),
     )
     return changed(pipeline, **changes)
 

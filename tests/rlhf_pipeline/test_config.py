@@ -110,14 +110,20 @@ def test_contradictions_are_refused(make):
         make()
 
 
-def test_two_updates_need_trajectories_that_may_be_used_again(pipeline):
-    """The second update on a rollout sees data that is one step old and used once; the definition must allow it."""
-    with pytest.raises(DefinitionError, match=r"Set buffer\.max_staleness to at least 1"):
-        override(pipeline, "learn.updates_per_rollout", "2")
-    two = [("learn.updates_per_rollout", "2"), ("buffer.max_staleness", "1")]
-    with pytest.raises(DefinitionError, match=r"Set sample\.max_uses to at least 2"):
-        apply_overrides(pipeline, [*two, ("sample.max_uses", "1")])
-    assert apply_overrides(pipeline, [*two, ("sample.max_uses", "2")]).sample.max_uses == 2
+def test_steps_on_a_rollout_are_said_once(pipeline):
+    """Passes and parts alone: age and size follow. What contradicts them is refused, with what to set."""
+    parts = apply_overrides(pipeline, [("learn.epochs", "2"), ("learn.minibatches", "4")])
+    assert (parts.learn.steps_per_rollout, parts.max_staleness, parts.step_size) == (8, 7, 64)
+    assert override(parts, "buffer.max_staleness", "9").max_staleness == 9
+    for pairs, message in (
+        ([("sample.max_uses", "1")], r"Set sample\.max_uses to at least 2"),
+        ([("sample.strategy", "uniform")], r"draws batches of its own\. Set sample\.batch_size"),
+        ([("sample.batch_size", "8")], r"whole or in learn\.minibatches parts"),
+        ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to that at most"),
+    ):
+        with pytest.raises(DefinitionError, match=message):
+            apply_overrides(parts, pairs)
+    assert override(parts, "sample.max_uses", "2").sample.max_uses == 2
 
 
 def test_groups_of_one_have_nothing_to_compare(pipeline):
@@ -174,7 +180,7 @@ def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
     replay = override(override(pipeline, "replay.stores", "runs/a, runs/b"), "replay.weights", "2,1")
     assert replay.replay == Replay(stores=("runs/a", "runs/b"), weights=(2.0, 1.0))
     assert override(replay, "sample.batch_size", "8").sample.batch_size == 8
-    with pytest.raises(DefinitionError, match="fresh takes all of the newest rollout"):
+    with pytest.raises(DefinitionError, match="fresh takes the newest rollout"):
         override(pipeline, "sample.batch_size", "8")
     with pytest.raises(DefinitionError, match="3 weights for 2 stores"):
         override(replay, "replay.weights", "1,2,3")

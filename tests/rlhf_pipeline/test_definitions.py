@@ -199,12 +199,12 @@ def test_value_out_of_range(tmp_path: Path):
 def test_overrides():
     """Overrides are applied by type, in any order in which they are valid."""
     definition = definitions.find("copy_digits")
-    pipeline = definition.pipeline([("learn.updates_per_rollout", "4"), ("buffer.max_staleness", "3")])
-    assert (pipeline.learn.updates_per_rollout, pipeline.buffer.max_staleness) == (4, 3)
+    pipeline = definition.pipeline([("learn.epochs", "4"), ("buffer.max_staleness", "3")])
+    assert (pipeline.learn.epochs, pipeline.buffer.max_staleness) == (4, 3)
     with pytest.raises(DefinitionError, match=r"^--set learn\.lrr=1: Learn has no field 'lrr'\. Did you mean 'lr'\?"):
         definition.pipeline([("learn.lrr", "1")])
-    with pytest.raises(DefinitionError, match=r"^--set learn\.updates_per_rollout=4: .*max_staleness to at least 3"):
-        definition.pipeline([("learn.updates_per_rollout", "4")])
+    with pytest.raises(DefinitionError, match=r"^--set sample\.batch_size=4: .*no sample\.batch_size"):
+        definition.pipeline([("sample.batch_size", "4")])
 
 
 def test_two_files_of_one_name(tmp_path: Path):

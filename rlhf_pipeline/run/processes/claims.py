@@ -39,11 +39,11 @@ class StalenessLimit:
     """The limits that decide whether another rollout may start, so that collectors sample nothing to be discarded.
 
     Attributes:
-        updates_per_rollout: optimizer steps on each rollout.
+        steps_per_rollout: optimizer steps on each rollout.
         max_staleness: the largest age, in optimizer steps, that the learner accepts.
     """
 
-    updates_per_rollout: int
+    steps_per_rollout: int
     max_staleness: int
 
     def may_start(self, *, version: int, next_version: int, num_waiting: int, oldest_in_flight: int | None) -> bool:
@@ -51,7 +51,7 @@ class StalenessLimit:
 
         The learner takes rollouts in the order of arrival. At worst the new one, or the one in flight with the oldest
         weights, arrives last, after `num_waiting` others. Its last update is then at version
-        `next_version + (num_waiting + 1) * updates_per_rollout - 1`; its age is that minus the version of its weights.
+        `next_version + (num_waiting + 1) * steps_per_rollout - 1`; its age is that minus the version of its weights.
 
         Args:
             version: the version of the newest published weights, with which the new rollout would be sampled.
@@ -59,11 +59,11 @@ class StalenessLimit:
             num_waiting: the number of rollouts that are stored and not learned from yet, or in flight.
             oldest_in_flight: the oldest version of the weights of a rollout in flight; None if there is none.
 
-        >>> strict, now = StalenessLimit(updates_per_rollout=1, max_staleness=0), dict(version=4, next_version=4)
+        >>> strict, now = StalenessLimit(steps_per_rollout=1, max_staleness=0), dict(version=4, next_version=4)
         >>> [strict.may_start(num_waiting=n, oldest_in_flight=None, **now) for n in (0, 1)]
         [True, False]
         """
-        last_use = next_version + (num_waiting + 1) * self.updates_per_rollout - 1
+        last_use = next_version + (num_waiting + 1) * self.steps_per_rollout - 1
         oldest = version if oldest_in_flight is None else min(version, oldest_in_flight)
         return last_use - oldest <= self.max_staleness
 

@@ -67,7 +67,7 @@ def collect(
     with (
         stop_on_signals(parent) as stop,
         shared_run(run, asked, on_event=on_event),
-        at_work(run, name) as heartbeat,
+        at_work(run, name, progress_timeout_s=asked.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")
@@ -89,7 +89,7 @@ def collect(
                 return held.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
 
             flow = StalenessLimit(
-                updates_per_rollout=pipeline.learn.updates_per_rollout, max_staleness=pipeline.buffer.max_staleness
+                steps_per_rollout=pipeline.learn.steps_per_rollout, max_staleness=pipeline.max_staleness
             )
             worker = _Worker(
                 pipeline=pipeline,

@@ -22,7 +22,7 @@ from rlhf_pipeline.run.sources import Arrivals
 def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ignore_events) -> RunFinished:
     """Learn from the rollouts that `collect` processes store, until the definition's end or a signal.
 
-    Rollouts are taken in the order of their arrival, each for `learn.updates_per_rollout` steps. The ledger names the
+    Rollouts are taken in the order of their arrival, each for `Learn.steps_per_rollout` steps. The ledger names the
     trajectories of a step before the step is taken, and a restarted learner repeats the steps after its checkpoint
     as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
 
@@ -41,7 +41,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
     with (
         stop_on_signals(parent) as stop,
         shared_run(run, asked, on_event=on_event, leads=True),
-        at_work(run, "learner") as heartbeat,
+        at_work(run, "learner", progress_timeout_s=asked.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")
@@ -94,7 +94,7 @@ class _Publisher:
         run: RunFolder,
         on_event: EventHandler,
     ) -> None:
-        self._updates = pipeline.learn.updates_per_rollout
+        self._updates = pipeline.learn.steps_per_rollout
         self._sync = pipeline.buffer.durability != "process"
         self._parts = parts
         self._ledger = parts.learner.ledger

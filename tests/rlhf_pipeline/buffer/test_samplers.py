@@ -248,7 +248,7 @@ def test_fresh_and_group_replay_in_one_batch(graded):
 
 def test_anchored_takes_a_rollout_whole_and_then_replays(storage):
     """Of every three steps the first is on the newest rollout, the others on what replay draws, within its limits."""
-    sampler = as_sampler("anchored", max_staleness=3, updates_per_rollout=3)
+    sampler = as_sampler("anchored", max_staleness=3, steps_per_rollout=3)
     for step in range(6):
         assert pick(sampler, storage, 12, version=3, step=step) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
         assert pick(sampler, storage, 4, version=6, step=step) == [8, 9, 10, 11]
@@ -256,7 +256,7 @@ def test_anchored_takes_a_rollout_whole_and_then_replays(storage):
         assert drawn == pick(RecencySampler(tau=math.inf, max_staleness=3), storage, 4, version=7, step=step)
         assert {*drawn} <= {8, 9, 10, 11}
     with pytest.raises(DefinitionError, match="with fewer than 2 no update is left for replay"):
-        as_sampler("anchored", updates_per_rollout=1)
+        as_sampler("anchored", steps_per_rollout=1)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.05])

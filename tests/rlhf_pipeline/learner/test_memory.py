@@ -69,7 +69,7 @@ def test_recomputed_activations_give_the_same_run(tmp_path):
 
 def test_a_moving_reference_is_in_the_checkpoint(tmp_path):
     """A reference that follows the policy changes what is learned, and a stopped run goes on from where it was."""
-    changes = {"write__kl_coef": "0.5", "learn__updates_per_rollout": "1"}
+    changes = {"write__kl_coef": "0.5", "learn__epochs": "1"}
     moving = changes | {"learn__reference_every": "1", "learn__reference_rate": "0.5"}
     run(pipeline(**changes), run_dir=tmp_path / "frozen")
     run(pipeline(**moving), run_dir=tmp_path / "straight")

@@ -174,7 +174,7 @@ def test_a_choice_that_makes_no_sense_is_refused(fields, message):
 
 def test_fresh_takes_the_whole_rollout():
     """A batch size beside it would be ignored, so it is refused."""
-    with pytest.raises(DefinitionError, match=r"takes all of the newest rollout: no sample\.batch_size"):
+    with pytest.raises(DefinitionError, match=r"whole or in learn\.minibatches parts: no sample\.batch_size"):
         replaying(batch_size=8)
 
 
@@ -193,7 +193,7 @@ def test_a_name_means_the_same_in_a_definition_and_in_a_program(name):
     """A strategy's class and its settings, those of its parts included, by either door."""
     tau = {"tau": 8.0} if name == "recency" else {}
     sample = Sample(strategy=name, max_uses=3, **tau)
-    one = sampler_of(sample, max_staleness=5, updates_per_rollout=1)
+    one = sampler_of(sample, max_staleness=5, steps_per_rollout=2 if name == "anchored" else 1)
     other = as_sampler(name, max_staleness=5, max_uses=3, **tau)
     assert settings_of_sampler(one) == settings_of_sampler(other)
     assert one.seed == 0

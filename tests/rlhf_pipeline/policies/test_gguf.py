@@ -103,7 +103,7 @@ def test_a_run_starts_from_a_gguf_file_and_refuses_another_under_its_name(made, 
     path = tmp_path / "model.gguf"
     path.write_bytes(made[1].read_bytes())
     definition = replace(
-        tiny(reward=starts_with_a, learn__steps="1", learn__updates_per_rollout="1"),
+        tiny(reward=starts_with_a, learn__steps="1", learn__epochs="1"),
         policy=PretrainedPolicy(path=str(path)),
         prompts=Prompts(rows=[{"question": text, "answer": ""} for text in ("sum", "of", "two")], as_chat=False),
     )

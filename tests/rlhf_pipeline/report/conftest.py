@@ -47,7 +47,7 @@ def write_run(
 ) -> Path:
     """Write a run that gets better from rollout to rollout; `failed` trajectories of rollout 0 have no reward."""
     sizes = (("collect.prompts_per_rollout", str(prompts)), ("collect.group_size", str(group_size)))
-    two_updates = (("learn.updates_per_rollout", "2"), ("buffer.max_staleness", "1"))
+    two_updates = (("learn.epochs", "2"), ("buffer.max_staleness", "1"))
     settings = (*sizes, *two_updates, *overrides)
     pipeline = definitions.find(definition).pipeline(settings)
     folder.mkdir(parents=True)
@@ -62,7 +62,7 @@ def write_run(
     }
     (folder / "config.json").write_text(json.dumps(config))
     store = TrajectoryStore.create(folder / "store", Schema(COLUMNS))
-    updates = pipeline.learn.updates_per_rollout
+    updates = pipeline.learn.epochs
     for rollout in range(num_rollouts):
         batch = _rollout(pipeline, rollout, num_rollouts, prompts, group_size, failed if rollout == 0 else 0)
         ids = store.append(batch)
@@ -97,7 +97,7 @@ def _rollout(
                 {
                     "group_id": cursor,
                     "trajectory_id": cursor * group_size + member,
-                    "policy_version": rollout * pipeline.learn.updates_per_rollout,
+                    "policy_version": rollout * pipeline.learn.epochs,
                     "num_prompt_tokens": len(prompt.text),
                     "prompt": prompt.text,
                     "completion": text,

@@ -21,7 +21,7 @@ REPLAYED = (
     ("write.kl_coef", "0.1"),
     ("collect.dynamic", "2"),
     ("loss.kl_to_ref_coeff", "0.1"),
-    ("learn.updates_per_rollout", "2"),
+    ("learn.epochs", "2"),
     ("buffer.max_staleness", "4"),
     ("sample.strategy", "uniform"),
     ("sample.min_ess", "0.3"),

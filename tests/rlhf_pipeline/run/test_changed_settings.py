@@ -58,6 +58,7 @@ SAME_WEIGHTS = {
 ELSEWHERE = {
     "description": "seen",
     "needs": "a GPU",
+    "buffer.max_bytes": "1000000000000",
     "collect.engine_memory": "0.25",
     "collect.num_slots": "3",
     "learn.peak_flops": "1e9",
@@ -267,7 +268,7 @@ def other_value(path: str) -> Pipeline | None:
         "write.kl_target": {"write.kl_coef": "0.1"},
         "write.min_group_size": (closes := {"write.group_timeout_s": "9", "write.min_group_size": "2"}),
         "write.group_timeout_s": closes,
-        "learn.updates_per_rollout": {"buffer.max_staleness": "4"},
+        "learn.epochs": {"buffer.max_staleness": "4"},
         "sample.batch_size": {"sample.strategy": "uniform"},
         "loss.tis_floor": {"loss.tis_cap": "2"},
     }

@@ -51,7 +51,7 @@ def followed(reward: Callable[..., Any] = half, **changes: str) -> Pipeline:
     settings = {
         "collect__prompts_per_rollout": "2",
         "learn__steps": "6",
-        "learn__updates_per_rollout": "1",
+        "learn__epochs": "1",
         "buffer__max_staleness": "0",
     }
     mix = Mix((Numbered(name="1"), Numbered(name="2")), curriculum=Curriculum(every=2, least=0.1))

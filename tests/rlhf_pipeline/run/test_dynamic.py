@@ -87,7 +87,7 @@ def dynamic(reward: Callable[..., float] = reward_of, **changes: str) -> Pipelin
         "collect__prompts_per_rollout": "2",
         "collect__dynamic": "3",
         "learn__steps": "4",
-        "learn__updates_per_rollout": "1",
+        "learn__epochs": "1",
     }
     return dataclasses.replace(tiny(reward=reward, **{**settings, **changes}), prompts=Numbers())
 

@@ -28,7 +28,7 @@ from tests.rlhf_pipeline.small import collect, learn, tiny
 PIPELINE = tiny(
     collect__prompts_per_rollout="2",
     buffer__max_staleness="0",
-    learn__updates_per_rollout="1",
+    learn__epochs="1",
     learn__steps="4",
 )
 

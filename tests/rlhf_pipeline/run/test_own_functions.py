@@ -100,7 +100,7 @@ def test_an_objective_of_ones_own_is_the_built_in_one_where_it_computes_the_same
 
 def test_steps_of_a_strategy_of_ones_own_are_drawn_again_on_a_resume(own: Path):
     """The ledger names the rows that the function chose, and a resumed run has the straight run's weights."""
-    strategy = {"sample__strategy": "own.py:second_half", "learn__updates_per_rollout": "1"}
+    strategy = {"sample__strategy": "own.py:second_half", "learn__epochs": "1"}
     run(made(**strategy), run_dir=own / "half")
     rows = [json.loads(line)["row_ids"] for line in (own / "half" / "ledger.jsonl").read_text().splitlines()]
     assert rows[0] == list(range(6, 12))

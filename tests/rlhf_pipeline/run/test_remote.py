@@ -36,7 +36,7 @@ obstore = pytest.importorskip("obstore")
 from trajectory_store.objects.remote import ObstoreBucket  # noqa: E402
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
-ROOMY = StalenessLimit(updates_per_rollout=1, max_staleness=9)
+ROOMY = StalenessLimit(steps_per_rollout=1, max_staleness=9)
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, tiny, weights
 from trajectory_store import TrajectoryStore
 
-PIPELINE = tiny(
-    collect__prompts_per_rollout="2", buffer__max_staleness="0", learn__updates_per_rollout="1", learn__steps="4"
-)
+PIPELINE = tiny(collect__prompts_per_rollout="2", buffer__max_staleness="0", learn__epochs="1", learn__steps="4")
 """8 trajectories a step, and a checkpoint every 2 steps."""
 
 

@@ -37,12 +37,12 @@ def ledger_of(run_dir: Path, name: str) -> list[list[int]]:
     [
         {},
         {"write__kl_coef": "0.1", "write__estimator": "grpo", "loss__aggregation": "sequence_mean"},
-        {"learn__updates_per_rollout": "1", "buffer__max_staleness": "3", "loss__kl_to_ref_coeff": "0.1"},
+        {"learn__epochs": "1", "buffer__max_staleness": "3", "loss__kl_to_ref_coeff": "0.1"},
         {"sample__strategy": "uniform", "sample__batch_size": "6", "buffer__max_staleness": "3"},
         {"write__zero_variance": "drop"},
         {"write__zero_variance": "mark", "sample__strategy": "uniform", "collect__prompts_per_rollout": "1"},
         {"policy__lora_rank": "4", "learn__layout": "packed", "sample__min_ess": "0.99", "buffer__max_staleness": "3"},
-        {"buffer__backend": "zarr", "buffer__max_staleness": "2", "learn__updates_per_rollout": "3"},
+        {"buffer__backend": "zarr", "buffer__max_staleness": "2", "learn__epochs": "3"},
     ],
     ids=[
         "plain",
@@ -239,7 +239,7 @@ def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
 
 def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_path):
     """With collectors of their own a run's steps name rollouts: the replay takes the same rows, in the same order."""
-    pipeline = tiny(learn__updates_per_rollout="1", buffer__max_staleness="3")
+    pipeline = tiny(learn__epochs="1", buffer__max_staleness="3")
     run(pipeline, run_dir=tmp_path / "run")
     rows = list(StepRows(tmp_path / "run" / "ledger.jsonl"))
     arrived = [0, 2, 1, 3, 5, 4]

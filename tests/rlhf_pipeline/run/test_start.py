@@ -94,7 +94,7 @@ def test_the_reference_is_scored_in_the_layout_of_the_update():
 
 def test_every_sampled_log_prob_is_what_the_policy_scores(tmp_path):
     """Stored behaviour log-probs equal teacher forcing with the weights that sampled them, within 1e-5."""
-    run(tiny(learn__steps="1", learn__updates_per_rollout="1", collect__temperature="0.7"), run_dir=tmp_path / "run")
+    run(tiny(learn__steps="1", learn__epochs="1", collect__temperature="0.7"), run_dir=tmp_path / "run")
     policy = build_models(tiny(collect__temperature="0.7"), seed=0, device="cpu").policy
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         batch = store.read_padded(store.ids(), ["input_ids", "assistant_mask", "log_probs"])
@@ -200,7 +200,7 @@ def dies_after(step: int) -> Callable[[Event], None]:
 def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
     """Rollouts that were stored after the checkpoint advance the controller again, so the weights come out the same."""
     changes = {"write__kl_coef": "0.5", "write__kl_target": "0.01", "write__kl_horizon": "20"}
-    changes |= {"learn__updates_per_rollout": "1", "learn__checkpoint_every": "4"}
+    changes |= {"learn__epochs": "1", "learn__checkpoint_every": "4"}
     run(tiny(**changes), run_dir=tmp_path / "straight")
     with pytest.raises(Killed):  # after step 3 and before the first checkpoint behind step 0
         run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(3))
@@ -225,7 +225,7 @@ def test_what_was_stored_before_a_kill_is_looked_for_and_nothing_else(tmp_path, 
         return rows(self, first, last)
 
     monkeypatch.setattr(StoredGroups, "rows", counted)
-    changes = {"buffer__max_trajectories": ring, "learn__updates_per_rollout": "1", "buffer__max_staleness": "0"}
+    changes = {"buffer__max_trajectories": ring, "learn__epochs": "1", "buffer__max_staleness": "0"}
     changes |= {"learn__checkpoint_every": "6"}
     changes |= {"write__zero_variance": "drop", "loss__entropy_coeff": "0"} if drops else {}
     run(tiny(**changes), run_dir=tmp_path / "straight")

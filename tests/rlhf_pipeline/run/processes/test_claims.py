@@ -17,7 +17,7 @@ from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
-ROOMY = StalenessLimit(updates_per_rollout=1, max_staleness=9)
+ROOMY = StalenessLimit(steps_per_rollout=1, max_staleness=9)
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,15 @@ ROOMY = StalenessLimit(updates_per_rollout=1, max_staleness=9)
         ({}, True),  # used at version 4, sampled with version 4
         ({"num_waiting": 1}, False),  # used at version 5
         ({"num_waiting": 1, "max_staleness": 1}, True),
-        ({"updates_per_rollout": 2, "max_staleness": 1}, True),  # last used at version 5
-        ({"updates_per_rollout": 2, "num_waiting": 1, "max_staleness": 2}, False),  # last used at version 7
+        ({"steps_per_rollout": 2, "max_staleness": 1}, True),  # last used at version 5
+        ({"steps_per_rollout": 2, "num_waiting": 1, "max_staleness": 2}, False),  # last used at version 7
         ({"oldest_in_flight": 3, "num_waiting": 1, "max_staleness": 1}, False),  # the other one would be 2 old
         ({"oldest_in_flight": 3, "num_waiting": 1, "max_staleness": 2}, True),
     ],
 )
 def test_a_rollout_starts_only_if_nothing_gets_too_old(changes, starts):
     """The oldest trajectory at the last update that may see it, counted by hand."""
-    limits = {name: changes.get(name, least) for name, least in (("updates_per_rollout", 1), ("max_staleness", 0))}
+    limits = {name: changes.get(name, least) for name, least in (("steps_per_rollout", 1), ("max_staleness", 0))}
     now = {"version": 4, "next_version": 4, "num_waiting": 0, "oldest_in_flight": None}
     assert (
         StalenessLimit(**limits).may_start(**now | {name: changes[name] for name in changes.keys() & now.keys()})

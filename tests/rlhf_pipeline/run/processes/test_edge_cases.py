@@ -38,7 +38,7 @@ def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
         claims = FolderClaims(
             RunFolder(tmp_path),
             "collector-1",
-            FreeRollouts(rollouts, StalenessLimit(updates_per_rollout=1, max_staleness=0)),
+            FreeRollouts(rollouts, StalenessLimit(steps_per_rollout=1, max_staleness=0)),
         )
         (tmp_path / "claims" / "collector-0.json").write_text(content)
         assert claims.claim(PUBLISHED) == 0

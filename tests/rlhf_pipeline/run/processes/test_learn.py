@@ -30,7 +30,7 @@ from tests.rlhf_pipeline.small import collect, learn, tiny
 from trajectory_store import TrajectoryStore
 
 FORGED = b"of a step that did not happen"
-SETTINGS = {"buffer__max_staleness": "4", "learn__updates_per_rollout": "1", "learn__steps": "3"}
+SETTINGS = {"buffer__max_staleness": "4", "learn__epochs": "1", "learn__steps": "3"}
 PIPELINE = tiny(**SETTINGS)
 
 
