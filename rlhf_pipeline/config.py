@@ -186,8 +186,9 @@ class Collect(Settings):
     retries: int = setting(
         0,
         min=0,
-        help="With an environment: how often a conversation that the world failed (a timeout, an error of a tool, an "
-        "engine that aborted it) is begun again; the failures are stored with it. Not where `has_effects` is set.",
+        help="How often a reward call that failed is made again, and a conversation that the world failed (a timeout, "
+        "an error of a tool, an engine that aborted it) begun again; the failures are stored with it. Not where "
+        "`has_effects` is set.",
     )
     alarm_failed: float = setting(
         0.1,
@@ -285,6 +286,11 @@ class Collect(Settings):
             ),
             (all(self.stop), "a stop string is empty."),
             (
+                self.dynamic > 1 or self.dynamic_by is None,
+                f"dynamic_by is {self.dynamic_by!r}, and dynamic is 1, which keeps every group. Set dynamic, the most "
+                "rounds of a rollout.",
+            ),
+            (
                 self.dynamic == 1 or self.group_size > 1,
                 f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
             ),
@@ -374,6 +380,12 @@ class Buffer(Settings):
         None,
         min=1,
         help="Keep at most this many; the oldest are evicted first. None keeps all.",
+    )
+    max_bytes: int | None = setting(
+        None,
+        min=1,
+        help="The most bytes that the run folder may take on disk: the run says a day ahead, at its present rate, that "
+        "they will be used up, and stops, saved, when they are. None: all that is free, which it says ahead as well.",
     )
     max_staleness: int = setting(
         0,

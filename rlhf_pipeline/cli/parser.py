@@ -240,6 +240,23 @@ def add_steps(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_watching(command: argparse.ArgumentParser) -> None:
+    """Add `--progress-timeout` and `--metrics-port`."""
+    command.add_argument(
+        "--progress-timeout",
+        type=seconds,
+        metavar="S",
+        help="end a process, with exit code 3, that takes more than S seconds for one rollout or step; with "
+        "--collectors it is started again (default: never)",
+    )
+    command.add_argument(
+        "--metrics-port",
+        type=positive,
+        metavar="PORT",
+        help="serve state, alarms and figures as Prometheus text at http://HOST:PORT/metrics (extra: prometheus)",
+    )
+
+
 def add_process_options(command: argparse.ArgumentParser) -> None:
     """Add the options of both `collect` and `learn`."""
     command.add_argument(
@@ -253,6 +270,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
     add_overrides(command)
     add_trust(command)
+    add_watching(command)
     command.add_argument("--parent", type=positive, metavar="PID", help="stop when this parent process has exited")
 
 

@@ -40,6 +40,7 @@ def conduct(
 ) -> int:
     """Do a run, its learner or a collector, and print the result and the next commands."""
     from rlhf_pipeline.cli.summary import finish
+    from rlhf_pipeline.report.prometheus import metrics_served
     from rlhf_pipeline.run.folder import is_run
     from rlhf_pipeline.run.start import start
     from trajectory_store import StoreError
@@ -63,8 +64,9 @@ def conduct(
         with launching as launch:
             return start(torchrun.joined(run), parent=parent, launch=launch, on_event=view)
 
+    port = getattr(args, "metrics_port", None)
     try:
-        with signals_seen(seen):
+        with signals_seen(seen), nullcontext() if port is None else metrics_served(run.run_dir, port):
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":

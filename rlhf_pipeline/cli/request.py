@@ -56,6 +56,7 @@ def _made(
         run_dir=out,
         seed=seed if args.seed is None else args.seed,
         device=args.device or device,
+        progress_timeout_s=getattr(args, "progress_timeout", None),
         **more,
     )
 

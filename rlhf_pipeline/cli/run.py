@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from rlhf_pipeline.cli.parser import add_overrides, add_steps, add_trust, natural, positive, seconds, share
+from rlhf_pipeline.cli.parser import (
+    add_overrides,
+    add_steps,
+    add_trust,
+    add_watching,
+    natural,
+    positive,
+    seconds,
+    share,
+)
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.formatting import count
 
@@ -48,6 +57,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add_overrides(command)
     add_trust(command)
+    add_watching(command)
     processes = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     processes.add_argument(
         "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"
@@ -81,12 +91,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="S",
         help="kill a process that is frozen for S seconds (default: %(default)g)",
-    )
-    processes.add_argument(
-        "--progress-timeout",
-        type=seconds,
-        metavar="S",
-        help="kill a process that takes more than S seconds for one rollout or step (default: never)",
     )
 
 

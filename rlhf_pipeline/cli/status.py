@@ -13,13 +13,21 @@ DETAILS = """\
 examples:
   rlhf-pipeline status runs/copy_digits
   rlhf-pipeline status runs/copy_digits --json | jq .alarms
+  rlhf-pipeline status runs/copy_digits --check            one line, for a probe or a cron job
+  rlhf-pipeline status runs/mine --check --process learner
 
-Exit code 1 if there is an alarm."""
+Exit code 1 if there is an alarm: nothing runs, a process is frozen or gone, no step for long, no space."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
+    command.add_argument("--check", action="store_true", help="print `healthy`, or the alarms and nothing else")
+    command.add_argument(
+        "--process",
+        metavar="NAME",
+        help="look at one process only, `learner` or `collector-3`, as a probe beside it does",
+    )
     add_json(command)
 
 
@@ -27,7 +35,7 @@ def execute(args: argparse.Namespace) -> int:
     """Print the state of a run; 1 if there is an alarm."""
     from rlhf_pipeline.report.formatting import aligned, count, duration, number
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.status import status
+    from rlhf_pipeline.report.status import process_alarms, status
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
 
@@ -36,6 +44,11 @@ def execute(args: argparse.Namespace) -> int:
     view, now = View(address), time.time()
     found = status(view, now)
     view.close()
+    if args.process is not None:
+        found["alarms"] = process_alarms(found, args.process, now)
+    if args.check and not args.json:
+        say("\n".join(found["alarms"]) or "healthy")
+        return 1 if found["alarms"] else 0
     code = 1 if found["alarms"] else 0
     if args.json:
         say_json(found)

@@ -151,6 +151,7 @@ class Collector:
             concurrency=config.reward_concurrency,
             timeout_s=config.reward_timeout_s,
             leaves_out=not self.marks.get(EVALUATION.name, False),
+            retries=config.retries,
         )
         self._names = [one.label for one in self.grader.rewards] if bound.named else []
         self.buffer = buffer

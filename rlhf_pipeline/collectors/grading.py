@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
@@ -53,6 +53,9 @@ class Grade:
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
     """The components that a function gave, by its name."""
 
+    retried: tuple[str, ...] = ()
+    """The failures of calls that were made again."""
+
     @property
     def broken(self) -> bool:
         """Whether a call failed, and did not leave the trajectory out on purpose."""
@@ -70,6 +73,8 @@ class _Call:
     started: float | None = None
     said: bool = False
     outcome: list[Result] | BaseException | None = None
+    retried: tuple[str, ...] = ()
+    """The failures of earlier tries."""
 
 
 class Grader:
@@ -91,7 +96,9 @@ class Grader:
         concurrency: int = 16,
         timeout_s: float | None = None,
         leaves_out: bool = True,
+        retries: int = 0,
     ) -> None:
+        self.retries = retries
         self.leaves_out = leaves_out
         """Whether a function may leave a completion out; in an evaluation it only does not apply."""
         self.bound = bound
@@ -282,10 +289,23 @@ class Grading:
         with self._grader.changed:
             if call.outcome is not None:
                 return False
+            if self._is_to_retry(call, outcome):
+                self._grader.submit(self, call)
+                return True
             call.outcome = outcome
             self._open -= 1
             if not self._open or self.given_up:
                 self._grader.changed.notify_all()
+        return True
+
+    def _is_to_retry(self, call: _Call, outcome: list[Result] | BaseException) -> bool:
+        """Return whether a call is to be made again, and note why."""
+        if not isinstance(outcome, BaseException) or isinstance(outcome, (LeftOut, KeyboardInterrupt, SystemExit)):
+            return False
+        if self.given_up or len(call.retried) >= self._grader.retries:
+            return False
+        call.retried = (*call.retried, describe_error(outcome))
+        call.started, call.said = None, False
         return True
 
     def pass_back(self, call: _Call) -> None:
@@ -305,6 +325,8 @@ class Grading:
                 mine, self._for_main = self._for_main, []
             for call in mine:
                 outcome = _run_here(call.form, call.group)
+                while self._is_to_retry(call, outcome):
+                    outcome = _run_here(call.form, call.group)
                 with self._grader.changed:
                     call.outcome = outcome
                     self._open -= 1
@@ -352,7 +374,8 @@ class Grading:
             call.outcome[call.places.index(place)] if isinstance(call.outcome, list) else call.outcome
             for _, call in sorted(calls.items())
         ]
-        return _combined(self._grader, outcomes)
+        retried = tuple(error for _, call in sorted(calls.items()) for error in call.retried)
+        return replace(_combined(self._grader, outcomes), retried=retried)
 
 
 def _first(outcome: list[Result] | BaseException) -> Result | BaseException:

@@ -234,7 +234,7 @@ def trajectories(
         for prompt in prompts
     ]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
-    beside = [{**more, **_beside(item)} for more, item in zip(drawn.metas, grades, strict=True)]
+    beside = [{**more, **_beside(item, more)} for more, item in zip(drawn.metas, grades, strict=True)]
     out = Trajectories.completed(
         drawn.lengths,
         tokens=drawn.tokens,
@@ -286,6 +286,8 @@ def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[
     return found
 
 
-def _beside(item: Grade) -> dict[str, Any]:
-    """Return what `meta` holds of a grade."""
-    return ({"error": item.error} if item.error is not None else {}) | ({"rewards": item.parts} if item.parts else {})
+def _beside(item: Grade, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `meta` holds of a grade, beside what it has of the conversation."""
+    found: dict[str, Any] = {} if item.error is None else {"error": item.error}
+    found |= {"rewards": item.parts} if item.parts else {}
+    return found | ({"retried": [*more.get("retried", ()), *item.retried]} if item.retried else {})

@@ -130,13 +130,12 @@ def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
     if isinstance(source, ChosenPrompts):
         return columns_of(source.source, seed)
     if isinstance(source, Prompts):
-        listed: Sequence[Prompt] = source.all_prompts()
-    else:
-        length = getattr(source, "__len__", None)
-        most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
-        listed = [prompt_at(source, 0, seed)]
-        with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
-            listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
+        return source.columns()
+    length = getattr(source, "__len__", None)
+    most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
+    listed = [prompt_at(source, 0, seed)]
+    with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
+        listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
     return tuple(sorted({name for prompt in listed for name in prompt.meta}))
 
 
@@ -314,6 +313,10 @@ class Prompts(Settings):
     def skipped(self) -> dict[str, int]:
         """Return how many rows each rule of `skip` left out when the file was read."""
         return dict(_read(self._reading()).skipped)
+
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of `meta` of all prompts together, sorted."""
+        return _read(self._reading()).columns
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`; every epoch is a new shuffle of all prompts, unless `shuffle` is false.
@@ -583,6 +586,7 @@ class _Reading:
 class _Read:
     prompts: tuple[Prompt, ...]
     skipped: Mapping[str, int]
+    columns: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=8)
@@ -600,7 +604,7 @@ def _read(reading: _Reading) -> _Read:
     if not found:
         gone = "".join(f" {count:,} rows were left out by skip={rule}." for rule, count in skipped.items())
         raise DataError(f"{reading.path or 'rows'} holds no prompts with a field '{reading.prompt_field}'.{gone}")
-    return _Read(tuple(found), skipped)
+    return _Read(tuple(found), skipped, tuple(sorted({name for prompt in found for name in prompt.meta})))
 
 
 def _prompt_of(

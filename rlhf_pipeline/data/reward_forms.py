@@ -76,6 +76,12 @@ def _chat(one: Sampled) -> bool:
     return one.prompt.messages is not None or one.conversation is not None
 
 
+def _environment(one: Sampled) -> Any:
+    if one.environment is None:
+        raise LookupError("the environment of a stored conversation is gone: only a run can call this function")
+    return one.environment
+
+
 def _prompt_text(one: Sampled) -> str:
     return one.prompt.text if one.prompt_text is None else one.prompt_text
 
@@ -96,7 +102,7 @@ _MORE: Final[dict[str, Getter]] = {
     "prompt_text": _prompt_text,
     "rewards": lambda one: dict(one.rewards),
     "turns": lambda one: one.turns,
-    "environment": lambda one: one.environment,
+    "environment": _environment,
     "solution_str": lambda one: one.completion,
     "ground_truth": lambda one: one.prompt.answer,
     "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
@@ -107,7 +113,7 @@ _TRL: Final[dict[str, Getter]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
     "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
     "completion_ids": lambda one: list(one.token_ids),
-    "environments": lambda one: one.environment,
+    "environments": _environment,
 }
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {

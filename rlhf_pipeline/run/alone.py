@@ -21,7 +21,7 @@ def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler)
     started, folder, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
     models = checked_models(asked, folder, on_event)
     with (
-        asked.begun(folder, on_event),
+        asked.begun(folder, on_event) as heartbeat,
         chosen_engine(pipeline, models.policy, run=folder, device=asked.device) as hand_over,
         build_parts(pipeline, models, run=folder, seed=asked.seed, hand_over=hand_over) as parts,
         open_evaluator(
@@ -33,7 +33,15 @@ def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler)
             tell(on_event, notice)
         source = MadeHere(pipeline, parts, on_event)
         loop = Loop(
-            asked, folder, parts.learner, source, stop=stop, on_event=on_event, evaluator=evaluator, started=started
+            asked,
+            folder,
+            parts.learner,
+            source,
+            stop=stop,
+            on_event=on_event,
+            after=lambda step, _: heartbeat.beat("running", step=step),
+            evaluator=evaluator,
+            started=started,
         )
         loop.restore()
         finished = loop.finished(loop.run(), len(parts.buffer.store))

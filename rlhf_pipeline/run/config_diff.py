@@ -15,8 +15,8 @@ LAST_BITS: Final = "from here on, figures and weights may differ in their last b
 
 _SILENT: Final = frozenset(
     {
-        *("description", "needs", "collect.engine_memory", "learn.peak_flops", "learn.logger", "learn.metrics"),
-        *("learn.logger_project", "learn.logger_name", "learn.logger_tags", "learn.logger_samples"),
+        *("description", "needs", "buffer.max_bytes", "collect.engine_memory", "learn.peak_flops", "learn.metrics"),
+        *("learn.logger", *(f"learn.logger_{name}" for name in ("project", "name", "tags", "samples"))),
         *("learn.stop_at_reward", "learn.stop_window", "learn.keep_token_figures"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
     }

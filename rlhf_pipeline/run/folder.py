@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
 
-_OWNER: Final = "run"
-"""The name under which a process has the run for itself."""
+ALONE: Final = "run"
+"""The name of a process that has the run for itself."""
 
 _BEFORE_THE_RECORD: Final = frozenset(
     {
@@ -692,8 +692,8 @@ class RunFolder:
 
     def in_use_since(self) -> float | None:
         """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
-        if self.is_alive(_OWNER):
-            return self.heartbeat_of(_OWNER).get("started", 0.0)
+        if self.is_alive(ALONE):
+            return self.heartbeat_of(ALONE).get("started", 0.0)
         try:
             with (self.path / filenames.LOCK).open(encoding="utf-8") as file:
                 return None if try_lock(file, shared=True) else os.fstat(file.fileno()).st_mtime
@@ -703,8 +703,8 @@ class RunFolder:
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""
-        with self.lease(_OWNER):
-            at_work = self.living() - {_OWNER}
+        with self.lease(ALONE):
+            at_work = self.living() - {ALONE}
             if at_work:
                 raise RunExistsError(
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "

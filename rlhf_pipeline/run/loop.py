@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlhf_pipeline.errors import StopAskedError
+from rlhf_pipeline.errors import RunStorageError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
@@ -23,6 +23,7 @@ from rlhf_pipeline.run.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
+from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
 from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
@@ -145,6 +146,8 @@ class Loop:
         self.metrics = run.metrics
         self.metrics.refresh()
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        allowed = asked.pipeline.buffer.max_bytes
+        self._disk = None if run.mirror else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
         self._unrecorded: Setup | None = asked
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
@@ -194,6 +197,8 @@ class Loop:
             if progress.step == 0:
                 self._evaluate(0)
             while (reason := self._ended()) is None:
+                if self._disk is not None:
+                    self._look_at(self._disk)
                 with named_damage(self.folder, progress.step, self._saved):
                     batch = self.source.next(progress.step + 1, self.stop)
                 if batch is None:
@@ -271,6 +276,14 @@ class Loop:
             self.metrics.append(row)
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
+
+    def _look_at(self, disk: DiskWatch) -> None:
+        try:
+            disk.look()
+        except RunStorageError:
+            self._save()
+            self.folder.flush()
+            raise
 
     def _settle(self, asked: Setup, step: int) -> None:
         """Record the settings of this process once its first step is taken, before that step's line is written."""

@@ -43,7 +43,7 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
     if heat is not None and heat != (policy.temperature or 1.0):
         policy.temperature = heat
     schema = None if folder.gathered() is not None else gather_schema(choice)
-    with asked.begun(folder, on_event):
+    with asked.begun(folder, on_event) as heartbeat:
         if policy.temperature != pipeline.collect.temperature:
             tell(
                 on_event,
@@ -73,6 +73,7 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
                         source,
                         stop=stop,
                         on_event=on_event,
+                        after=lambda step, _: heartbeat.beat("running", step=step),
                         evaluator=evaluator,
                         started=started,
                     )

@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import DefinitionError, PipelineError
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import ALONE, RunFolder, Setup, tell
 from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.preflight import (
     check_device,
@@ -22,6 +22,7 @@ from rlhf_pipeline.run.preflight import (
     check_stores,
     check_writable,
 )
+from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.launch import is_one_of_several
 from trajectory_store import StoreError
 
@@ -42,6 +43,8 @@ class Run(Setup):
     """What this process does in a run of several; it continues by the same command. None has the run for itself."""
     supervised: SupervisorConfig | None = None
     """The collectors and the learner under a supervisor; None runs everything in this process."""
+    progress_timeout_s: float | None = None
+    """How long this process may be in one rollout or step before it ends itself; None for ever."""
     command: str = ""
     """The command that starts this run, without `--resume`; empty if a program starts it."""
 
@@ -69,9 +72,19 @@ class Run(Setup):
         return self
 
     @contextmanager
-    def begun(self, folder: RunFolder, on_event: EventHandler) -> Iterator[None]:
-        """Hold the folder for this process alone, with its record written; it is made if absent."""
-        with folder.named_disk_errors(), folder.lock(), folder.log():
+    def begun(self, folder: RunFolder, on_event: EventHandler) -> Iterator[Heartbeat]:
+        """Hold the folder for this process alone, with its record written; it is made if absent.
+
+        Yields what tells others that it is alive, and what it does.
+        """
+        with (
+            folder.named_disk_errors(),
+            folder.lock(),
+            folder.log(),
+            process_lock(folder.processes, ALONE),
+            Heartbeat(folder.processes, ALONE, progress_timeout_s=self.progress_timeout_s) as heartbeat,
+        ):
+            heartbeat.beat("starting")
             # Again under the lock: another process may have been faster.
             folder.check_free_or_recorded(resume=self.resume)
             if not self.resume:
@@ -80,7 +93,7 @@ class Run(Setup):
                 tell(on_event, notice)
             if not self.resume:  # else once the first step is taken; see `Loop`
                 folder.record(self)
-            yield
+            yield heartbeat
             folder.flush()
 
     def _checks(self) -> Iterator[Callable[[], object]]:

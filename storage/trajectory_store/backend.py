@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import fs
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket
-from trajectory_store.catalog_log import CATALOG, Entry, State, catalog_json
+from trajectory_store.bucket import Bucket, FolderBucket
+from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, StoreError
 from trajectory_store.file_access import FORMATS, PreadBytes, PreadItems
 from trajectory_store.format import (
@@ -27,8 +27,10 @@ from trajectory_store.format import (
     ArraySpec,
     SegmentMeta,
     offsets_name,
+    ordinal_of,
 )
 from trajectory_store.ragged import Int64Array, expand
+from trajectory_store.rebuild import Unnamed
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
 from trajectory_store.verify_report import VerifyReport
@@ -79,7 +81,7 @@ class Segment(ABC):
             )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
-        self.lost = entry.lost
+        self.accepted = entry.accepted
         self.name = entry.name
         self.meta = meta
         self.schema = meta.schema
@@ -111,19 +113,6 @@ class Segment(ABC):
     def is_live(self) -> bool:
         """Return whether a process may still append."""
 
-    @property
-    def may_be_torn(self) -> bool:
-        """Whether the machine may have gone down after commits that did not wait for the disk.
-
-        The writer may also live on another machine, and then all that it commits counts.
-        """
-        return self.meta.durability == "process" and self.meta.boot_id != fs.boot_id()
-
-    @property
-    @abstractmethod
-    def unsettled(self) -> bool:
-        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
-
     @abstractmethod
     def disk_bytes(self) -> int:
         """Return the disk space of the segment in bytes."""
@@ -153,6 +142,14 @@ class Segment(ABC):
 
         Those that fail are in `gaps` from then on. Other media compare whatever they fetch.
         """
+        return False
+
+    def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
+        """Read arrays of rows until all that is damaged among them is in `gaps`; return whether some was found."""
+        return self.check_rows(rows)
+
+    def find_missing(self) -> bool:
+        """Look for files or objects that are gone, and note what they held in `gaps`; return whether some are."""
         return False
 
     # What every medium shares
@@ -247,9 +244,23 @@ class Segment(ABC):
     def row_ids(self, first: int, end: int) -> Int64Array:
         """Return the ids of a range of rows; for updates, the address where each was first written."""
         if self.meta.merged:
-            return np.array(self.array(ROW_ID)[first:end])
+            return self._source_ids[first:end] if self.meta.kind == "rows" else np.array(self.array(ROW_ID)[first:end])
         base = self.ordinal << ORDINAL_SHIFT
         return np.arange(base + first, base + end, dtype=np.int64)
+
+    @functools.cached_property
+    def _source_ids(self) -> Int64Array:
+        """The ids of the rows of a merged segment: all rows of each source, one source after another."""
+        ordinals, counts = (np.array(part, np.int64) for part in zip(*self.meta.sources, strict=True))
+        return expand(ordinals << ORDINAL_SHIFT, counts)
+
+    def _hide_others(self) -> None:
+        """Leave out the rows of sources that count elsewhere: segments named in place of this one while it was away."""
+        mine, first = {o for a, b in self.owners for o in range(a, b + 1)}, 0
+        for place, (ordinal, count) in enumerate(self.meta.sources if self.meta.kind == "rows" else ()):
+            if ordinal not in mine:
+                self.gaps.append(Gap(-1 - place, first, first + count, ""))
+            first += count
 
     def row_times(self, records: int = 0, first: int = 0) -> Int64Array:
         """Return the commit times of the rows after the first `records` records, which hold the first `first` rows.
@@ -299,19 +310,29 @@ class Segment(ABC):
         except StoreError:
             return np.empty(0, np.int64)
 
+    def sure_targets(self, gap: Gap) -> Int64Array | None:
+        """Return the rows that a damaged update was for, or None if they are not known: it may be for any."""
+        return None
+
     def report(self, report: VerifyReport, gap: Gap) -> None:
-        """Report a commit whose rows are not there: as a loss if the catalog has recorded it as one."""
-        (report.loss if self.is_lost(gap.seq) else report.problem)(f"{self.name}: {gap.why}")
+        """Report a commit whose rows are not there: as a loss if the owner of the store has accepted it."""
+        (report.loss if self.is_accepted(gap) else report.problem)(f"{self.name}: {gap.why}")
         report.damaged(self.gap_ids(gap))
 
-    def is_lost(self, seq: int) -> bool:
-        """Return whether the catalog has recorded a commit as lost."""
-        return any(first <= seq <= last for first, last in self.lost or ())
+    def is_accepted(self, gap: Gap) -> bool:
+        """Return whether the owner of the store has accepted the loss of a commit's rows."""
+        return gap.first < gap.end and any(first <= gap.first and gap.end - 1 <= last for first, last in self.accepted)
+
+    def is_damage(self, gap: Gap) -> bool:
+        """Return whether rows are missing that somebody was promised, and whose loss nobody has accepted."""
+        return bool(gap.why) and not self.is_accepted(gap)
 
     def row_limits(self) -> Mapping[int, int]:
         """Return the number of rows per original segment."""
         if not self.meta.merged:
             return {self.ordinal: self.rows}
+        if self.meta.kind == "rows":
+            return {ordinal: count for ordinal, count in self.meta.sources if count}
         ids = np.sort(self.row_ids(0, self.rows))
         owners = ids >> ORDINAL_SHIFT
         lasts = np.flatnonzero(np.append(owners[1:] != owners[:-1], True)) if len(ids) else owners
@@ -484,30 +505,39 @@ class Medium(ABC):
         """Remove the files or objects of a segment that no longer counts."""
 
     @abstractmethod
-    def sweep(self, state: State) -> None:
-        """Remove what killed processes left behind."""
+    def sweep(self, state: State, whole: Collection[int]) -> None:
+        """Remove what killed processes left behind.
+
+        Args:
+            state: the newest record, which could be read.
+            whole: the segments that it names and that are there as a whole.
+        """
 
     @abstractmethod
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
 
-    def check_root(self) -> list[str]:
+    def check_root(self, root: Root) -> list[str]:
         """Return what is wrong with the files of the store that never change, in words."""
-        out: list[str] = []
-        raw = self.bucket.get(KEY)
-        try:
-            good = raw is not None and Root.from_json(raw, KEY).to_json() == raw
-        except StoreError:
-            good = False
-        if not good:
-            out.append(f"{KEY} is damaged or missing")
-        if self.bucket.get(f"{CATALOG}/{KEY}") != catalog_json():
-            out.append(f"{CATALOG}/{KEY} is damaged or missing")
-        return out
+        wanted = {KEY: root.to_json(), f"{CATALOG}/{KEY}": root.catalog_json()}
+        return [f"{key} is damaged or missing" for key, raw in wanted.items() if self.bucket.get(key) != raw]
+
+    def has_later(self, state: State) -> bool:
+        """Return whether there are segments that a later record of the catalog must have named, where that is cheap."""
+        return isinstance(self.bucket, FolderBucket) and any(
+            (ordinal_of(name) or 0) >= state.next_ordinal for name in os.listdir(self.bucket.root) if name[:4] == "seg-"
+        )
 
     @abstractmethod
-    def forgotten(self, state: State) -> list[Entry]:
-        """Return the segments with commits that a record of the catalog named that is lost (FORMAT.md, 3)."""
+    def survey(self, state: State) -> list[Unnamed]:
+        """Return the segments that are there and that a record of the catalog does not name."""
+
+    @abstractmethod
+    def close_dead(self, segment: Segment) -> bool:
+        """End a segment whose writer died, so that it need not be checked again; return whether that was done.
+
+        Before, all its commits are checked and synced. One with damage stays open: readers go on checking it.
+        """
 
     def seal(self, segment: Segment) -> bool:
         """Make sure that no process can append to a segment whose writer seems dead; return whether that is certain."""

@@ -13,6 +13,7 @@ from typing import Final
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog_log import Journal, State, number_of, record_keys
 from trajectory_store.errors import CorruptionError, StoreExistsError, WriteFailedError
+from trajectory_store.root import Root
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
 """Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""
@@ -22,7 +23,7 @@ _CLOCK_S: Final = 2.0
 _CHUNK: Final = 1 << 22
 
 
-def copy_folder(source: Path, target: Path, first: State) -> None:
+def copy_folder(source: Path, target: Path, root: Root) -> None:
     """Copy a store, so that the copy holds what was committed when the copying began; later commits may be in it.
 
     A round copies the catalog, then the segments that it names, and of a segment first the commit records, so that
@@ -35,11 +36,11 @@ def copy_folder(source: Path, target: Path, first: State) -> None:
     building = target.parent / f".partial-{target.name}"
     shutil.rmtree(building, ignore_errors=True)
     unchanged_before = 0.0
-    journal = Journal(FolderBucket(source, durable=False), first)
+    journal = Journal(FolderBucket(source, durable=False), root.catalog_json(), root.first_state)
     for _ in range(_ROUNDS):
         began = time.time()
         journal.catch_up()
-        if journal.top > journal.state.number:  # the copy would lack what only this one names
+        if not journal.is_sound:  # the copy would lack what only this one names
             raise CorruptionError(journal.problems[-1])
         with contextlib.suppress(FileNotFoundError):  # an upkeep has removed a segment: the next round has its heir
             _copy_round(source, building, journal.state, unchanged_before)

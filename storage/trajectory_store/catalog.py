@@ -17,12 +17,13 @@ from trajectory_store.arrival import ArrivalOrder
 from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_MASK
-from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME
+from trajectory_store.ragged import Int64Array
+from trajectory_store.rebuild import rebuild
 from trajectory_store.root import Root
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
-_NOWHERE = _UNKNOWN = -1
+_NOWHERE = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
@@ -45,12 +46,14 @@ class Catalog:
 
     def __init__(self, medium: Medium, root: Root, *, warn: bool = True) -> None:
         self.medium = medium
+        self.root = root
         self._warn = warn
-        self.journal = Journal(medium.bucket, root.first_state)
+        self.journal = Journal(medium.bucket, root.catalog_json(), root.first_state)
         self.segments: dict[int, Segment] = {}
         self.updates: dict[int, Segment] = {}
         self.generation = 0
         self.problems: list[str] = []
+        self._told: set[str] = set()
         self.damaged: set[int] = set()
         self.newest_ns = 0
         self._watermark = 0
@@ -60,7 +63,10 @@ class Catalog:
         self._order_generation = -1
         self.lock = threading.RLock()
         self._known: dict[int, Entry] = {}
-        self._failed: dict[int, Entry] = {}
+        self.failed: dict[int, Entry] = {}
+        """The segments that are named and cannot be opened."""
+        self.doubtful: set[int] = set()
+        """Those, and merged ones that were found damaged as they were opened: others may hold their rows."""
         self._unread: set[int] = set()
         self._noted: dict[int, int] = {}
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
@@ -154,10 +160,42 @@ class Catalog:
                 )
             elif isinstance(found, Segment) and entry.rows is not None and found.rows < entry.rows:
                 self.medium.refresh([found])  # its writer ended it after it was opened
-        self._follow_to(state, {entry: opened[entry.ordinal] for entry in new})
+        after = self._in_place_of_lost(state, opened, opening=opening)
+        if after is None:
+            self._take_state(opening=opening)
+            return
+        more = [e for e in after.entries if e not in state.entries]
+        opened.update(zip([e.ordinal for e in more], self.medium.open_segments(more), strict=True))
+        self._follow_to(after, {e: opened[e.ordinal] for e in (*new, *more) if e in after.entries})
+
+    def _in_place_of_lost(
+        self, state: State, opened: Mapping[int, Segment | Exception], *, opening: bool
+    ) -> State | None:
+        """Return a state that counts what is there in place of what the newest record was to name, or names in vain.
+
+        None if there is a newer record by now, which may name all that.
+        """
+        failed = {e.ordinal for e in state.entries if isinstance(opened.get(e.ordinal), CorruptionError)}
+        failed |= self.failed.keys() | self._damaged_merges(state, opened)
+        self.doubtful |= failed
+        if not failed and self.journal.is_sound and not (opening and self.medium.has_later(state)):
+            return state
+        after = rebuild(state, self.medium.survey(state), failed)
+        if after == state:
+            return state
+        if self.journal.catch_up():
+            return None
+        names = ", ".join(entry.name for entry in after.entries if entry not in state.entries)
+        self._note(f"{names} was found without a record of the catalog that names it: records are missing.")
+        return after
+
+    def _damaged_merges(self, state: State, opened: Mapping[int, Segment | Exception]) -> set[int]:
+        """Return the merged segments that are there in part: a copy may still have what they were made of."""
+        merged = {e.ordinal: opened.get(e.ordinal) for e in state.entries if e.merged}
+        return {o for o, s in merged.items() if isinstance(s, Segment) and any(map(s.is_damage, s.gaps))}
 
     def _may_open(self, entry: Entry) -> bool:
-        return entry != self._failed.get(entry.ordinal) or entry.ordinal in self._unread
+        return entry != self.failed.get(entry.ordinal) or entry.ordinal in self._unread
 
     def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
         """Switch to a record. Nothing is read here, so nothing fails halfway."""
@@ -172,18 +210,19 @@ class Catalog:
         for ordinal in gone:
             self._forget(ordinal)
         self._unread &= {entry.ordinal for entry in state.entries}
+        self.failed = {ordinal: entry for ordinal, entry in self.failed.items() if entry in state.entries}
         self.newest_ns = max(self.newest_ns, state.time_ns)
         if new or gone:
             self.generation += 1
-        for entry in state.entries:  # a writer may have recorded what a power loss took
+        for entry in state.entries:  # the owner may have accepted a loss
             known = self.segments.get(entry.ordinal) or self.updates.get(entry.ordinal)
             if known is not None:
-                known.lost = entry.lost
+                known.accepted = entry.accepted
         self._note_gaps()
         for entry, found in new.items():
             self._unread.discard(entry.ordinal)
             if not isinstance(found, Segment):
-                self._failed[entry.ordinal] = entry
+                self.failed[entry.ordinal] = entry
                 if isinstance(found, OSError):
                     self._unread.add(entry.ordinal)
                 self._note(f"{entry.name}: cannot be opened: {found}")
@@ -203,7 +242,10 @@ class Catalog:
         if not entry.merged:
             homes[entry.ordinal, _ROWS] = segment.rows
             return
-        homes[sources, _ROWS] = _UNKNOWN
+        ordinals, counts = (np.array(part, np.int64) for part in zip(*segment.meta.sources, strict=True))
+        mine = np.isin(ordinals, sources)
+        homes[ordinals[mine], _ROWS] = counts[mine]
+        homes[ordinals[mine], _FIRST] = (counts.cumsum() - counts)[mine]
         self._moved = True
         inside, known = set(entry.sources), [e for e in self._known.values() if e.kind == "rows" and e is not entry]
         self.order.replace([e.ordinal for e in known if e.sources[0] in inside], segment)
@@ -240,10 +282,10 @@ class Catalog:
             self._note_gaps()
 
     def _note_gaps(self) -> None:
-        """Note the commits found so far that are not served, except those that are recorded as lost."""
+        """Note the commits found so far that are not served, except those whose loss was accepted."""
         self._gappy = [s for s in self.segments.values() if s.gaps]
         for segment in (*self._gappy, *(s for s in self.updates.values() if s.gaps)):
-            new = [gap for gap in segment.gaps if gap.why and not segment.is_lost(gap.seq)]
+            new = [gap for gap in segment.gaps if segment.is_damage(gap)]
             if new and len(new) != self._noted.get(segment.ordinal):
                 self._noted[segment.ordinal] = len(new)
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
@@ -253,7 +295,8 @@ class Catalog:
         if problem in self.problems:
             return
         self.problems.append(problem)
-        if self._warn:
+        if self._warn and problem not in self._told:
+            self._told.add(problem)
             warnings.warn(
                 f"{self.medium.where}: {problem} Everything else is readable; run verify() for the whole list.",
                 RuntimeWarning,
@@ -320,6 +363,11 @@ class Catalog:
     def look_again(self) -> None:
         """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
         with self.lock:
+            if self.failed:
+                gone = tuple(f"{entry.name}: cannot be opened" for entry in self.failed.values())
+                self.problems = [words for words in self.problems if not words.startswith(gone)]
+                self.failed, self.doubtful = {}, set()
+                self._take_state(opening=True)
             damaged = [s for s in (*self.segments.values(), *self.updates.values()) if any(g.why for g in s.gaps)]
             for segment in damaged:
                 stamp = segment.stamp()
@@ -348,6 +396,30 @@ class Catalog:
             self._grew(found)
         self.note_damage()
 
+    def find_damage(self, among: Sequence[tuple[Segment, Rows]] | None = None, names: Sequence[str] = ()) -> bool:
+        """Read rows, by default all, until all damage among them is in `gaps`; return whether some was found."""
+        every = [(s, slice(0, s.rows)) for s in (*self.segments.values(), *self.updates.values())]
+        found = False
+        for segment, rows in every if among is None else among:
+            if segment.find_damage(rows, names or tuple(segment.specs)):
+                self._read_anew(segment)
+                found = True
+        if found:
+            self.note_damage()
+        return found
+
+    def find_missing(self) -> bool:
+        """Look for files that are gone, of segments that still count; return whether some were found."""
+        found = False
+        with self.lock:
+            for segment in (*self.segments.values(), *self.updates.values()):
+                if segment.find_missing():
+                    self._read_anew(segment)
+                    found = True
+            if found:
+                self.note_damage()
+        return found
+
     def note_damage(self) -> None:
         """Leave out the commits that were found damaged since `ids` was asked."""
         with self.lock:
@@ -362,10 +434,10 @@ class Catalog:
         return [self.segments[o] for o in sorted(self.segments)]
 
     def total_rows(self) -> int:
-        """Rows that are part of the store: damaged ones as well, but not those recorded as lost."""
+        """Rows that are part of the store: damaged ones as well, but not those whose loss was accepted."""
         with self.lock:
             return sum(s.rows for s in self.segments.values()) - sum(
-                gap.end - gap.first for s in self._gappy for gap in s.gaps if not gap.why or s.is_lost(gap.seq)
+                gap.end - gap.first for s in self._gappy for gap in s.gaps if not s.is_damage(gap)
             )
 
     def watermark(self) -> int:
@@ -377,8 +449,14 @@ class Catalog:
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""
         with self.lock:
-            if self._order_generation != self.generation:
-                self.order.update(self.row_segments())
+            while self._order_generation != self.generation:
+                try:
+                    self.order.update(self.row_segments())
+                except CorruptionError:
+                    rows = [(segment, slice(0, segment.rows)) for segment in self.row_segments() if segment.meta.merged]
+                    if not self.find_damage(rows, (ROW_TIME,)):
+                        raise
+                    continue
                 self._order_generation = self.generation
                 self._see()
             return self.order.ids()
@@ -477,40 +555,14 @@ class Catalog:
 
     def _home(self, ordinals: Int64Array) -> Int64Array:
         """Return where the rows of some segments are: `[B, 3]`."""
-        homes = self._homes[ordinals]
-        moved = homes[:, _ROWS] == _UNKNOWN
-        if not moved.any():
-            return homes
-        for home in distinct(homes[moved, _HOME]):
-            self._find_sources(self.any_segment(home), np.array(self._known[home].sources, np.int64))
         return self._homes[ordinals]
-
-    def _find_sources(self, segment: Segment, sources: Int64Array) -> None:
-        """Find the rows of each source in a merged segment, which holds all of them, one source after another."""
-        ids = segment.array(ROW_ID)[: segment.rows]
-        starts = ids.searchsorted(sources << ORDINAL_SHIFT)
-        counts = ids.searchsorted((sources + 1) << ORDINAL_SHIFT) - starts
-        if segment.gaps:  # what is known of the rows of each source says where they are
-            starts, counts = _sources_in(ids, segment, sources)
-        held = counts > 0
-        if not segment.gaps and not np.array_equal(ids[(starts + counts - 1)[held]] & ROW_MASK, counts[held] - 1):
-            raise CorruptionError(
-                f"{self.medium.where}: {segment.name}/{ROW_ID} is damaged: ids are not those of whole segments. Run "
-                "verify(), and restore the segment from a copy."
-            )
-        with self.lock:
-            homes = self._homes.copy()
-            mine = homes[sources, _HOME] == segment.ordinal
-            homes[sources[mine], _ROWS] = counts[mine]
-            homes[sources[mine], _FIRST] = starts[mine]
-            self._homes = homes
 
     def _missing(self, row_id: int) -> MissingRowError:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
             why = f"segment {ordinal} has {segment.rows} rows as seen from here, and this is row {row}"
-        elif ordinal in self._failed:
+        elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:
             why = f"segment {ordinal} was evicted"
@@ -548,16 +600,3 @@ class Catalog:
         self.kept = {}
         self.segments.clear()
         self.updates.clear()
-
-
-def _sources_in(ids: Int64Array, segment: Segment, sources: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return where the rows of each source begin in a merged segment, and their number, without those of its gaps."""
-    served = np.ones(len(ids), bool)
-    for gap in segment.gaps:
-        served[gap.first : gap.end] = False
-    starts, counts = np.zeros(len(sources), np.int64), np.zeros(len(sources), np.int64)
-    for i, source in enumerate(sources):
-        mine = np.flatnonzero(served & (ids >> ORDINAL_SHIFT == source))
-        if len(mine):
-            starts[i], counts[i] = mine[0] - (ids[mine[0]] & ROW_MASK), (ids[mine[-1]] & ROW_MASK) + 1
-    return starts, counts

@@ -9,8 +9,9 @@ record is kept in two objects before anything rests on it, so one that is damage
 from __future__ import annotations
 
 import errno
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,9 @@ from trajectory_store.format import (
     FORMAT_VERSION,
     KEY,
     KINDS,
-    MAX_CRC,
     MAX_ORDINAL,
     MAX_SALT,
+    ROW_MASK,
     Kind,
     array_json,
     checked_int,
@@ -51,14 +52,14 @@ class Entry:
     merged: bool = False
     rows: int | None = None
     owners: tuple[tuple[int, int], ...] = ()
-    lost: tuple[tuple[int, int], ...] | None = None
+    accepted: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
         """The folder of the segment."""
         return segment_name(self.ordinal, merged=self.merged)
 
-    @property
+    @functools.cached_property
     def sources(self) -> list[int]:
         """The ordinals of the segments whose rows it holds."""
         return [o for first, last in self.owners for o in range(first, last + 1)] or [self.ordinal]
@@ -77,6 +78,7 @@ class State:
     schema: Schema
     rows_gone: int = 0
     entries: tuple[Entry, ...] = ()
+    gone: tuple[tuple[int, int], ...] = ()
     claim: tuple[str, int] | None = None
 
     def with_entry(self, entry: Entry) -> State:
@@ -85,10 +87,19 @@ class State:
         entries = tuple(sorted([*kept, entry], key=lambda e: e.ordinal))
         return replace(self, entries=entries, next_ordinal=max(self.next_ordinal, entry.ordinal + 1))
 
-    def without(self, ordinals: set[int], rows_gone: int = 0) -> State:
-        """Return this state without some segments."""
-        kept = tuple(e for e in self.entries if e.ordinal not in ordinals)
-        return replace(self, entries=kept, rows_gone=self.rows_gone + rows_gone)
+    def without(self, ordinals: Collection[int]) -> State:
+        """Return this state without some segments, whose rows are in another one."""
+        return replace(self, entries=tuple(e for e in self.entries if e.ordinal not in ordinals))
+
+    def dropped(self, ordinals: Collection[int], rows_gone: int = 0) -> State:
+        """Return this state without some segments, whose rows are gone for good."""
+        gone = {o for e in self.entries if e.ordinal in ordinals for o in e.sources}
+        gone |= {o for first, last in self.gone for o in range(first, last + 1)}
+        return replace(self.without(ordinals), rows_gone=self.rows_gone + rows_gone, gone=runs_of(sorted(gone)))
+
+    def has_gone(self, ordinal: int) -> bool:
+        """Return whether the rows of a segment were removed for good."""
+        return any(first <= ordinal <= last for first, last in self.gone)
 
     def to_bytes(self) -> bytes:
         """Return the content of each of the two objects of the record: one line."""
@@ -104,7 +115,8 @@ class State:
             "next_ordinal": self.next_ordinal,
             "rows_gone": self.rows_gone,
             "claim": self.claim,
-            "segments": [[e.ordinal, e.kind, e.salt, e.merged, e.rows, e.owners, e.lost] for e in self.entries],
+            "segments": [[e.ordinal, e.kind, e.salt, e.merged, e.rows, e.owners, e.accepted] for e in self.entries],
+            "gone": self.gone,
             "schema": self.schema.to_json(),
         }
         line = json.dumps(body, separators=(",", ":")).encode()
@@ -138,6 +150,7 @@ def _parse(raw: bytes, number: int) -> State | None:
             next_ordinal=following,
             rows_gone=checked_int(body["rows_gone"]),
             entries=tuple(_parse_entry(fields, following) for fields in body["segments"]),
+            gone=tuple((checked_int(a, b), checked_int(b, following - 1)) for a, b in body["gone"]),
             claim=None if claim is None else (str(claim[0]), checked_int(claim[1])),
             schema=Schema.from_json(body["schema"]),
         )
@@ -146,15 +159,13 @@ def _parse(raw: bytes, number: int) -> State | None:
 
 
 def _parse_entry(fields: Any, following: int) -> Entry:
-    ordinal, kind, salt, merged, rows, owners, lost = fields
+    ordinal, kind, salt, merged, rows, owners, accepted = fields
     if kind not in KINDS or type(merged) is not bool:
         raise ValueError(kind, merged)
     runs = tuple((checked_int(first, last), checked_int(last, following - 1)) for first, last in owners)
     rows = None if rows is None else checked_int(rows)
-    lost = (
-        None if lost is None else tuple((checked_int(first, last), checked_int(last, MAX_CRC)) for first, last in lost)
-    )
-    return Entry(checked_int(ordinal, following - 1), kind, checked_int(salt, MAX_SALT), merged, rows, runs, lost)
+    losses = tuple((checked_int(first, last), checked_int(last, ROW_MASK)) for first, last in accepted)
+    return Entry(checked_int(ordinal, following - 1), kind, checked_int(salt, MAX_SALT), merged, rows, runs, losses)
 
 
 def record_keys(number: int) -> tuple[str, str]:
@@ -169,14 +180,17 @@ def number_of(key: str) -> int | None:
     return int(stem) if dot and end in ("rec", "copy") and stem.isdigit() and len(stem) == 12 else None
 
 
-def catalog_json() -> bytes:
-    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records."""
-    return array_json([0], np.dtype("uint8"), ["records"])
+def catalog_json(root: Mapping[str, Any]) -> bytes:
+    """The zarr.json of the folder of catalog records: an empty array, so that Zarr readers ignore the records.
+
+    Its attributes are the second copy of those of the root.
+    """
+    return array_json([0], np.dtype("uint8"), ["records"], attributes=root)
 
 
-def put_first(bucket: Bucket, first: State) -> None:
+def put_first(bucket: Bucket, document: bytes, first: State) -> None:
     """Put the first record, which follows from the root: every process puts the same bytes."""
-    bucket.put_once(f"{CATALOG}/{KEY}", catalog_json())
+    bucket.put_once(f"{CATALOG}/{KEY}", document)
     for key in record_keys(0):
         bucket.put_once(key, first.to_bytes())
 
@@ -186,20 +200,30 @@ class Journal:
 
     state: State
 
-    def __init__(self, bucket: Bucket, first: State) -> None:
+    def __init__(self, bucket: Bucket, document: bytes, first: State) -> None:
         self._bucket = bucket
+        self._document = document
         self._store = first.store
         self.top = -1
+        self.lost = False
+        """Whether no record can be read, and the store has segments."""
         self._stamp: int | None = None
         self.problems: list[str] = []
         if not self.catch_up():
-            if not set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)}:
-                self.state = first  # the creator was killed, or is slower than this process
-                return
-            raise CorruptionError(
-                f"{bucket.where}/{CATALOG} holds no record that can be read, so which segments count is not known. "
-                "Restore the folder from a copy; the segments themselves may be whole."
-            )
+            self.state = first  # the creator was killed, or is slower than this process, or all records are lost
+            self.lost = bool(set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)})
+            if self.lost:
+                foreign = [words for words in self.problems if "record of another store" in words]
+                if foreign and bucket.get(f"{CATALOG}/{KEY}") != document:  # the store was removed and made again
+                    raise CorruptionError(foreign[0])
+                self.problems.append(
+                    f"{bucket.where}/{CATALOG} holds no record that can be read: what counts is found from the segments"
+                )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the newest record that is known of could be read; nothing is removed on the word of an older one."""
+        return not self.lost and self.top <= self.state.number
 
     def catch_up(self) -> bool:
         """Read the newest record if it is newer than `state`; return whether it is."""
@@ -242,7 +266,7 @@ class Journal:
                 continue
             if state is None:  # removed since it was listed, so there are newer ones
                 return self._read_newest()
-            self.state = state
+            self.state, self.lost = state, False
             self.top = self._after(number, unreadable)
             return True
         self.top = self._after(self.top, unreadable)
@@ -259,7 +283,7 @@ class Journal:
         """Add a record."""
         while True:
             if not self.catch_up() and self.top < 0:
-                put_first(self._bucket, self.state)
+                put_first(self._bucket, self._document, self.state)
                 continue
             before = self.state
             wanted = step(before)
@@ -271,7 +295,7 @@ class Journal:
             now = time_after(max(before.time_ns, newest_ns))
             state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.put_once(record_keys(number)[0], state.to_bytes()) and self._counts(state):
-                self.state, self.top = state, number
+                self.state, self.top, self.lost = state, number, False
                 self._put_copy()
                 self._prune(number)
                 return state

@@ -6,18 +6,19 @@ cost twelve times as much per slice. Work that does not depend on the column is 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import getitem
-from typing import Any, Literal, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.backend import Part, Rows, Segment
 from trajectory_store.catalog import Catalog
-from trajectory_store.errors import BatchError, CorruptionError, SchemaError
+from trajectory_store.errors import BatchError, CorruptionError, DamageFoundError, SchemaError
 from trajectory_store.file_access import will_need
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.pool import BufferPool
@@ -26,6 +27,8 @@ from trajectory_store.schema import Column
 from trajectory_store.updates import Later, later_of
 
 Side = Literal["left", "right"]
+P = ParamSpec("P")
+R = TypeVar("R")
 _NONE = np.empty(0, np.int64)
 _FEW = 4
 """Up to this many rows of one segment, touching them first costs more than it saves."""
@@ -165,6 +168,27 @@ class Spans:
         return owners[firsts].tolist(), map(slice, first, last), map(slice, begin, stop)
 
 
+def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Concatenate[ColumnReader, P], R]:
+    """Let damage cost the rows that it holds: it is searched among what was read, and left out when that is read again.
+
+    Raises:
+        DamageFoundError: damage was found that was not known; another try leaves it out.
+    """
+
+    @functools.wraps(read)
+    def wrapper(self: ColumnReader, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(self, *args, **kwargs)
+        except DamageFoundError:
+            raise
+        except CorruptionError as error:
+            if self.find_damage():
+                raise DamageFoundError(str(error)) from error
+            raise
+
+    return wrapper
+
+
 class ColumnReader:
     """Reads columns of one list of ids, sharing the look-ups between columns.
 
@@ -222,6 +246,13 @@ class ColumnReader:
                 wanted.setdefault(segment, []).extend((name, rows) for name in names)
         medium.fetch(wanted)
 
+    def find_damage(self) -> bool:
+        """Search for damage among these rows and all updates, and leave it out; return whether some was found."""
+        catalog = self._catalog
+        every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
+        return catalog.find_damage([*every, *((catalog.any_segment(o), rows) for o, rows in self._base.runs)])
+
+    @contained
     def check(self, columns: tuple[Column, ...]) -> None:
         """Compare the commits of the rows, and of all later values of these columns, with their checksums.
 
@@ -232,9 +263,11 @@ class ColumnReader:
         if catalog.updates:
             updates = [u for u in catalog.updates.values() if any(c.name in u.schema for c in columns)]
             catalog.check([(update, slice(0, update.rows)) for update in updates])
-            for update, gap in ((u, gap) for u in updates for gap in u.gaps):
-                if gap.why and not update.is_lost(gap.seq):
-                    raise catalog.unreadable(update, gap, update.gap_ids(gap))
+            for update, gap in ((u, gap) for u in updates for gap in u.gaps if u.is_damage(gap)):
+                targets = update.sure_targets(gap)
+                mine = self.ids if targets is None else self.ids[np.isin(self.ids, targets)]
+                if len(mine):
+                    raise catalog.unreadable(update, gap, mine)
             places = [*{id(found): found for found in (self._base, *map(self._places, columns))}.values()]
         runs = [(catalog.any_segment(ordinal), rows) for found in places for ordinal, rows in found.runs]
         if catalog.check(runs):
@@ -294,6 +327,7 @@ class ColumnReader:
             if b - a > _FEW and len(array):  # an empty row may begin at the very end of the array
                 array.take(firsts if column.width == 1 else firsts * column.width, mode="clip")
 
+    @contained
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or by an update: `[B]` bool."""
         places = self._places(column)
@@ -303,6 +337,7 @@ class ColumnReader:
         sizes = [b - a for a, b in itertools.pairwise(places.edges)]
         return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
 
+    @contained
     def spans(self, column: Column) -> Spans:
         """Return where the elements of a ragged column are."""
         places = self._places(column)
@@ -332,10 +367,12 @@ class ColumnReader:
             "of these rows. Run verify(): it lists the trajectories that are damaged."
         )
 
+    @contained
     def base_lengths(self, column: Column) -> Int64Array:
         """Return the elements per row on a column's axis, as committed with the row: `[B]` int64."""
         return self._find_spans(column, self._base).lengths
 
+    @contained
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """Return the values of a scalar column: `[B]`."""
         later = None
@@ -369,6 +406,7 @@ class ColumnReader:
                 if column.name in segment.schema:
                     will_need(segment.raw(column.name), spans.starts[a:b] * size, spans.ends[a:b] * size)
 
+    @contained
     def ragged(self, column: Column) -> RaggedArray:
         """Return the rows of a ragged column in one new flat array; text as its bytes."""
         spans = self.spans(column)
@@ -395,6 +433,7 @@ class ColumnReader:
             parts = [slice(part.start * column.width, part.stop * column.width) for part in parts]
         return list(_pieces(items, owners, parts))
 
+    @contained
     def text(self, column: Column) -> list[Any]:
         """Return the rows of a column of text or bytes."""
         spans = self.spans(column)
@@ -413,6 +452,7 @@ class ColumnReader:
                 f"rows ({error.reason}). Run verify(): it lists the trajectories that are damaged."
             ) from None
 
+    @contained
     def padded(
         self,
         column: Column,

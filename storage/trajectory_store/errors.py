@@ -13,6 +13,7 @@
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write through a reader
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
+    |   +-- PlaceError (IndexError)           a place in the order of arrival that has no row
     |   +-- SegmentGoneError                  its segment was removed since the last refresh
     |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
@@ -81,6 +82,10 @@ class MissingRowError(StoreError, LookupError):
     """An id that is not, or no longer, in the store."""
 
 
+class PlaceError(MissingRowError, IndexError):
+    """There is no row in this place of the order of arrival."""
+
+
 class SegmentGoneError(MissingRowError):
     """A segment was evicted or compacted away since the last refresh; reads refresh and try again."""
 
@@ -103,6 +108,10 @@ class ReadFailedError(StoreError, OSError):
 
 class CorruptionError(StoreError, ValueError):
     """The files contradict themselves."""
+
+
+class DamageFoundError(CorruptionError):
+    """Damage that was not known: the read is repeated without it, so no caller sees this."""
 
 
 class MissingPackageError(StoreError, ImportError):

@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fs
-from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, WriteFailedError
+from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, StoreError, WriteFailedError
 from trajectory_store.file_access import PreadBytes
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KEY = "zarr.json"
 """The metadata of the store, of its catalog, and of a segment, whose writer holds the lock of it."""
 COMMITS = "commits"
@@ -138,7 +138,8 @@ class SegmentMeta:
     durability: str = "process"
     preallocated: bool = False
     writer: str = field(default_factory=lambda: f"{os.getpid()}@{os.uname().nodename}")
-    boot_id: str = field(default_factory=fs.boot_id)
+    store: str = ""
+    sources: tuple[tuple[int, int], ...] = ()
     created_ns: int = field(default_factory=lambda: time_after(0))
 
     @functools.cached_property
@@ -174,6 +175,7 @@ class SegmentMeta:
         """The attributes of the segment's group."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         known |= {"elems_cap": dict(self.elems_cap), "schema": self.schema.to_json()}
+        known |= {"sources": [list(source) for source in self.sources]}
         return {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "segment", **known}
 
     @classmethod
@@ -190,7 +192,8 @@ class SegmentMeta:
                 preallocated=bool(attributes["preallocated"]),
                 salt=checked_int(attributes["salt"], MAX_SALT),
                 writer=str(attributes["writer"]),
-                boot_id=str(attributes["boot_id"]),
+                store=str(attributes["store"]),
+                sources=tuple(_source(*fields) for fields in attributes["sources"]),
                 created_ns=checked_int(attributes["created_ns"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -198,6 +201,15 @@ class SegmentMeta:
         if meta.kind not in KINDS or set(meta.elems_cap) != set(meta.schema.axes):
             raise CorruptionError(f"{where} is damaged: kind {meta.kind!r} or elems_cap {meta.elems_cap} is wrong.")
         return meta
+
+
+def _source(ordinal: Any, rows: Any) -> tuple[int, int]:
+    return checked_int(ordinal, MAX_ORDINAL), checked_int(rows, ROW_MASK)
+
+
+def with_crc(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes with a checksum of them."""
+    return {**attributes, "crc": crc32c(json.dumps(attributes, sort_keys=True).encode())}
 
 
 def group_json(attributes: Mapping[str, Any]) -> bytes:
@@ -232,6 +244,22 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
     return cast("dict[str, Any]", attributes)
 
 
+def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str) -> dict[str, Any]:
+    """Return the attributes of the first copy that matches its checksum; raise for the first copy if none does."""
+    first: StoreError | None = None
+    for raw in copies:
+        try:
+            if raw is None:
+                raise CorruptionError(f"{where} is missing.")
+            attributes = read_attributes(raw, where, role)
+            if attributes != with_crc({k: v for k, v in attributes.items() if k != "crc"}):
+                raise CorruptionError(f"{where} is damaged: its attributes do not match their checksum.")
+            return attributes
+        except StoreError as error:
+            first = first or error
+    raise first or CorruptionError(f"{where} is missing.")
+
+
 def array_json(
     shape: list[int],
     dtype: np.dtype[Any],
@@ -240,6 +268,7 @@ def array_json(
     *,
     zstd: int | None = None,
     indent: int | None = 1,
+    attributes: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The zarr.json of an array with one chunk, uncompressed or compressed at a zstd level."""
     value: Any = fill
@@ -263,7 +292,7 @@ def array_json(
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": value,
         "codecs": codecs,
-        "attributes": {},
+        "attributes": attributes or {},
         "dimension_names": dimensions,
     }
     return json.dumps(doc, indent=indent, separators=None if indent else (",", ":")).encode()
@@ -278,9 +307,10 @@ def spec_json(spec: ArraySpec, *, zstd: int | None = None, indent: int | None = 
     return array_json([spec.capacity, *spec.shape], spec.dtype, dimensions, spec.fill, zstd=zstd, indent=indent)
 
 
-def commits_json(rows_cap: int) -> bytes:
-    """The zarr.json of the commits array."""
-    return array_json([commits_cap(rows_cap), RECORD_SIZE], np.dtype("uint8"), ["commits", "bytes"])
+def commits_json(meta: SegmentMeta) -> bytes:
+    """The zarr.json of the commits array; its attributes are the second copy of those of the segment."""
+    shape, copy = [commits_cap(meta.rows_cap), RECORD_SIZE], with_crc(meta.to_attributes())
+    return array_json(shape, np.dtype("uint8"), ["commits", "bytes"], attributes=copy)
 
 
 def commits_cap(rows_cap: int) -> int:
@@ -301,19 +331,20 @@ def commits_path(folder: Path) -> Path:
 # Records
 
 RECORD_SIZE = 64
-MAGIC = b"TRJ3"
+MAGIC = b"TRJ4"
 KIND_ROWS = 1
 KIND_END = 2
 KIND_CLOSED = 3
 """An end whose writer had synced everything before it: nothing is left to trust."""
-_BODY = struct.Struct("<4sIQQIIQIIIII")
+_BODY = struct.Struct("<4sIIIQIIQIIIII")
 _TAIL = struct.Struct("<I")
 _NOTHING = bytes(2 * RECORD_SIZE)
 RECORD_DTYPE = np.dtype(
     [
         ("magic", "S4"),
         ("salt", "<u4"),
-        ("seq", "<u8"),
+        ("seq", "<u4"),
+        ("target_crc", "<u4"),
         ("time_ns", "<u8"),
         ("rows_end", "<u4"),
         ("n_rows", "<u4"),
@@ -332,6 +363,7 @@ class Record(NamedTuple):
     """One commit."""
 
     seq: int
+    target_crc: int
     time_ns: int
     rows_end: int
     n_rows: int
@@ -431,10 +463,14 @@ class Log:
         return int(used[-1]) + 1 if len(used) else 0
 
 
-# The mark of acknowledged records: two u64, their number and its complement.
+# The marks of a segment: how many records are acknowledged, and how many count if another process ended it. Each is two
+# u64, a number and its complement; zeros are none. The last byte says that another process is about to end it.
 
 _MARK = struct.Struct("<QQ")
 _ALL_ONES = (1 << 64) - 1
+FENCE_AT = _MARK.size
+ENDING_AT = 2 * _MARK.size
+MARK_SIZE = ENDING_AT + 8
 
 
 def mark_path(folder: Path) -> Path:
@@ -447,9 +483,9 @@ def pack_mark(records: int) -> bytes:
     return _MARK.pack(records, records ^ _ALL_ONES)
 
 
-def parse_mark(raw: bytes) -> int | None:
-    """Return the number of acknowledged records, or None if the bytes are damaged."""
-    if len(raw) != _MARK.size:
+def parse_mark(raw: bytes, at: int = 0) -> int | None:
+    """Return the number of acknowledged records, or that at another place; None if the bytes are none or damaged."""
+    if len(raw) < at + _MARK.size:
         return None
-    records, complement = _MARK.unpack(raw)
+    records, complement = _MARK.unpack_from(raw, at)
     return records if records ^ complement == _ALL_ONES else None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import os
 import stat
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,6 +210,26 @@ def try_lock(fd: int) -> bool | None:
     return True
 
 
+@contextmanager
+def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]:
+    """Hold the lock of an open file that others hold for microseconds; where there are no locks, go on without.
+
+    Raises:
+        WriteFailedError: a process holds it all the time; it may have been stopped just then.
+    """
+    until = time.monotonic() + patience_s
+    while (taken := try_lock(fd)) is False:
+        if time.monotonic() > until:
+            why = f"another process has held its lock for {patience_s:.0f} s; end that process, and try again"
+            raise WriteFailedError(errno.EAGAIN, why, path)
+        time.sleep(0.0005)
+    try:
+        yield
+    finally:
+        if taken:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def is_locked(path: Path) -> bool | None:
     """Return whether a living process holds the lock of a file, or None if there are no locks.
 
@@ -260,15 +280,6 @@ def token(size: int) -> str:
 def random_salt() -> int:
     """A random odd number of 32 bits."""
     return int.from_bytes(os.urandom(4), "little") | 1
-
-
-@functools.cache
-def boot_id() -> str:
-    """The id of this boot of the machine, or an empty string if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def disk_bytes(root: Path) -> int:

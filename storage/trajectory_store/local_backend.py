@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +14,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trajectory_store import fork_safety, fs
-from trajectory_store.backend import Claim, Medium, Segment, SegmentWriter
+from trajectory_store.backend import Claim, Medium, SealedError, Segment, SegmentWriter
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
 from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
-from trajectory_store.file_access import Io, choose
+from trajectory_store.file_access import Io, choose, open_file
 from trajectory_store.format import (
+    ENDING_AT,
+    FENCE_AT,
     KIND_CLOSED,
     KIND_END,
     KIND_ROWS,
+    MARK_SIZE,
     RECORD_SIZE,
     ROW_TIME,
+    TARGET,
     TEMPORARY,
+    Log,
     Record,
     SegmentMeta,
     chunk_path,
@@ -40,12 +45,13 @@ from trajectory_store.format import (
     ordinal_of,
     pack,
     pack_mark,
-    parse,
-    read_attributes,
+    parse_mark,
     segment_name,
     spec_json,
+    with_crc,
 )
-from trajectory_store.local_segment import LocalSegment, assert_local, check_segment
+from trajectory_store.local_segment import LocalSegment, assert_local, check_segment, read_meta
+from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.verify_report import VerifyReport
 
 if TYPE_CHECKING:
@@ -105,7 +111,7 @@ class Memmap(Medium):
                     ordinal, folder = self._name(folder, least, merged=meta.merged)
                     least = claim(ordinal, meta.salt)
                     if least == ordinal:
-                        return LocalWriter(folder, ordinal, meta, log_fd, meta_crc)
+                        return LocalWriter(folder, ordinal, meta, log_fd, meta_crc, self.io)
             except OSError as error:
                 os.close(log_fd)
                 if not isinstance(error, UnsyncedError):  # else the catalog names the segment
@@ -144,47 +150,104 @@ class Memmap(Medium):
         """Remove the folder of a segment that no longer counts: whole files, so maps of readers stay valid."""
         fs.remove_tree(self.folder / entry.name)
 
-    def sweep(self, state: State) -> None:
-        """Remove half-made segments, and those that no longer count and that no process holds."""
-        counted = {entry.name for entry in state.entries}
+    def sweep(self, state: State, whole: Collection[int]) -> None:
+        """Remove half-made segments, and those without which nothing is lost and that no process holds."""
         now = fs.now(self.folder)
         for path in [*self.folder.iterdir(), *(self.folder / CATALOG).glob(f"{PARTIAL}*")]:
-            ordinal = ordinal_of(path.name)
-            useless = path.name.startswith((TEMPORARY, PARTIAL)) if ordinal is None else path.name not in counted
+            if not path.name.startswith((TEMPORARY, PARTIAL)):
+                continue
             try:
-                old = now - path.lstat().st_mtime > OLD_S or (ordinal is not None and ordinal < state.next_ordinal)
+                old = now - path.lstat().st_mtime > OLD_S
             except FileNotFoundError:
                 continue
-            if not useless or not old:
-                continue
-            if path.is_symlink() or not path.is_dir():
+            if old and (path.is_symlink() or not path.is_dir()):
                 fs.remove_file(path)
-            elif fs.is_locked(commits_path(path)) is False:
+            elif old and fs.is_locked(commits_path(path)) is False:
+                fs.remove_tree(path)
+        for one in self.survey(state):
+            path = self.folder / one.entry.name
+            if is_superfluous(state, one, whole) and fs.is_locked(commits_path(path)) is False:
                 fs.remove_tree(path)
 
-    def forgotten(self, state: State) -> list[Entry]:
-        """Return the segments with commits that the catalog does not know of."""
+    def survey(self, state: State) -> list[Unnamed]:
+        """Return the segments that are there and that a record of the catalog does not name."""
         counted = {entry.name for entry in state.entries}
-        out: list[Entry] = []
+        out: list[Unnamed] = []
         for path in sorted(self.folder.glob("seg-*")):
             ordinal = ordinal_of(path.name)
-            if ordinal is None or path.name in counted:
+            if ordinal is None or path.name in counted or path.is_symlink():
                 continue
             try:
-                attributes = read_attributes(fs.read_file(path / "zarr.json"), path, "segment")
-                meta = SegmentMeta.from_attributes(attributes, str(path))
-                record = parse(fs.read_file(commits_path(path))[:RECORD_SIZE], meta.salt, 0)
-            except (OSError, StoreError, KeyError, TypeError, ValueError):
+                meta = read_meta(path)
+                if meta.store == state.store and path.name == segment_name(ordinal, merged=meta.merged):
+                    out.append(_found(path, ordinal, meta))
+            except (OSError, StoreError):
                 continue
-            if record is None or record.ordinal != ordinal:
-                continue
-            if record.catalog > state.number or ordinal >= state.next_ordinal:
-                out.append(Entry(ordinal, meta.kind, meta.salt, meta.merged))
         return out
+
+    def close_dead(self, segment: Segment) -> bool:
+        """End a segment whose writer died, once its commits are checked and synced."""
+        found = assert_local(segment)
+        if found.closed or not found.rows:
+            return False
+        fd = fs.open_fd(commits_path(found.folder), os.O_RDWR)
+        try:
+            if fs.try_lock(fd) is not True:
+                return False
+            last = found.last_record()
+            if not found.check_all() or last is None or last.kind != KIND_ROWS:
+                return False
+            self.bucket.sync(found.name)
+            end = last._replace(
+                seq=found.records, time_ns=last.time_ns + 1, n_rows=0, kind=KIND_CLOSED, data_crc=0, target_crc=0
+            )
+            fs.pwrite(fd, pack(end, found.meta.salt), found.records * RECORD_SIZE)
+            fs.datasync(fd)
+        finally:
+            os.close(fd)
+        return True
+
+    def fence(self, segment: Segment) -> None:
+        """End a segment whether its writer is alive or not: what counts is what its log holds now.
+
+        A writer looks, after each record that it wrote, whether its segment is being ended. So either it sees that, and
+        waits to be told what counts, or its record was there before the log is read here.
+        """
+        found = assert_local(segment)
+        if found.finished:
+            return
+        with fs.explained(found.folder, "ending a segment"):
+            fd = fs.open_fd(mark_path(found.folder), os.O_RDWR)
+            try:
+                with fs.short_lock(fd, mark_path(found.folder)):
+                    if parse_mark(os.pread(fd, MARK_SIZE, 0), FENCE_AT) is None:
+                        fs.pwrite(fd, b"\1", ENDING_AT)
+                        records = found.log.find_end(found.records)[0]
+                        fs.pwrite(fd, pack_mark(records), FENCE_AT)
+                        fs.datasync(fd)
+            finally:
+                os.close(fd)
 
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
         check_segment(assert_local(segment), report)
+
+
+def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
+    """Describe a segment that the catalog does not name. A log that cannot be read may hold anything."""
+    entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
+    whole, commits, catalog = False, True, 0
+    try:
+        log = Log(memoryview(fs.read_file(commits_path(path))), meta.salt)
+        last = log.get(log.last_valid() - 1) if log.last_written() else None
+        commits = log.last_written() > 0 or parse_mark(fs.read_file(mark_path(path))) != 0
+        whole = meta.merged and last is not None and last.kind == KIND_CLOSED and last.rows_end == meta.rows_cap
+        first = log.get(0)
+        catalog = 0 if first is None else first.catalog
+    except (OSError, StoreError):
+        pass
+    sources = tuple(source for source, _ in meta.sources)
+    return Unnamed(entry=entry, schema=meta.schema, sources=sources, whole=whole, commits=commits, catalog=catalog)
 
 
 def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
@@ -197,15 +260,15 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
         fd = fs.open_fd(commits_path(folder), os.O_RDWR)
         if fs.try_lock(fd) is False:
             raise StoreError(f"{folder} was locked by another process while it was made.")
-        fs.write_file(mark_path(folder), pack_mark(0))
-        fs.write_file(folder / "commits" / "zarr.json", commits_json(meta.rows_cap))
+        fs.write_file(mark_path(folder), pack_mark(0).ljust(MARK_SIZE, b"\0"))
+        fs.write_file(folder / "commits" / "zarr.json", commits_json(meta))
         for spec in meta.arrays():
             path = chunk_path(folder, spec.name, spec.shape)
             for part in [*reversed(path.relative_to(folder).parents)][1:]:
                 fs.mkdir(folder / part)
             fs.write_file(folder / spec.name / "zarr.json", spec_json(spec))
             fs.create_sized(path, spec.capacity * spec.itemsize, meta.preallocated)
-        raw = group_json(meta.to_attributes())
+        raw = group_json(with_crc(meta.to_attributes()))
         fs.write_file(folder / "zarr.json", raw)
         if meta.durability != "process":
             fs.sync_tree(folder)
@@ -220,13 +283,17 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
 class LocalWriter(SegmentWriter):
     """Appends commits to one segment on a local disk."""
 
-    def __init__(self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int) -> None:
+    def __init__(
+        self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int, io: Io = "pread"
+    ) -> None:
         super().__init__(ordinal, meta)
         self.folder = folder
+        self._ended = False
         self._catalog = 0
         self._meta_crc = meta_crc
         self._log_fd = log_fd
         self._mark_fd = fs.open_fd(mark_path(folder), os.O_WRONLY)
+        self._marks = open_file(mark_path(folder), MARK_SIZE, io)
         self._fds = {
             name: fs.open_fd(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self.specs.items()
         }
@@ -244,24 +311,36 @@ class LocalWriter(SegmentWriter):
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Write a batch that fits and return its first row."""
         first = self.rows
-        ends, crc = self._write_data(batch)
+        ends, crc, target_crc = self._write_data(batch)
         self._catalog = catalog
         time_ns = max(time_ns, self.last_time + 1)
-        self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc)
+        self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc, target_crc)
+        if self._marks[ENDING_AT : ENDING_AT + 1][0] and self._is_fenced():
+            self._ended = True
+            raise SealedError(f"{self.folder} was ended by another process")
         self.rows, self.ends, self.last_time = first + batch.n_rows, ends, time_ns
         self.records += 1
         if not self._waits:
             self._acknowledge(self.records)
         return first
 
+    def _is_fenced(self) -> bool:
+        """Return whether another process ended the segment before the record that was just written."""
+        with fs.short_lock(self._mark_fd, mark_path(self.folder)):
+            fence = parse_mark(bytes(self._marks[:]), FENCE_AT)
+        return fence is not None and self.records >= fence
+
     def _acknowledge(self, records: int) -> None:
         """Note how many commits are acknowledged; they exist even if the note cannot be written."""
         with suppress(OSError):
             fs.pwrite(self._mark_fd, pack_mark(records), 0)
 
-    def _put_record(self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int) -> None:
+    def _put_record(
+        self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int = 0, target_crc: int = 0
+    ) -> None:
         record = Record(
             seq=self.records,
+            target_crc=target_crc,
             time_ns=time_ns,
             rows_end=rows_end,
             n_rows=n_rows,
@@ -274,9 +353,9 @@ class LocalWriter(SegmentWriter):
         )
         fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
-    def _write_data(self, batch: Batch) -> tuple[dict[str, int], int]:
-        """Write the values after the existing ones; return the new ends and the checksum."""
-        ends, crc = dict(self.ends), 0
+    def _write_data(self, batch: Batch) -> tuple[dict[str, int], int, int]:
+        """Write the values after the existing ones; return the new ends, their checksum, and that of the targets."""
+        ends, crc, target_crc = dict(self.ends), 0, 0
         for name, values in batch.arrays(self.meta).items():
             spec, start = self.specs[name], self.rows
             if spec.axis is not None:
@@ -288,7 +367,9 @@ class LocalWriter(SegmentWriter):
                 raw = values.view(np.uint8)
                 fs.pwrite(self._fds[name], raw, start * spec.itemsize)
                 crc = continued(crc, raw)  # after the write, when the values are in the processor's cache
-        return ends, crc
+                if name == TARGET:
+                    target_crc = crc32c(raw)
+        return ends, crc, target_crc
 
     def wait_durable(self, records: int) -> None:
         """Return once that many records are on the disk, with their data; one waiting thread syncs for all."""
@@ -355,6 +436,9 @@ class LocalWriter(SegmentWriter):
         """Sync the segment, write the end record, and close; without the sync, the end says nothing of what is safe."""
         if self._log_fd < 0:
             return
+        if self._ended:
+            self.abandon()
+            return
         kind = KIND_CLOSED
         try:
             self._make_safe()
@@ -363,7 +447,7 @@ class LocalWriter(SegmentWriter):
         except OSError:
             kind = KIND_END
         try:
-            self._put_record(kind, self.rows, 0, sum(self.ends.values()), self.last_time + 1, 0)
+            self._put_record(kind, self.rows, 0, sum(self.ends.values()), self.last_time + 1)
             fs.datasync(self._log_fd)
         except OSError:
             pass

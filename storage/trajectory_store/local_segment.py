@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import time
@@ -18,11 +19,16 @@ from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreErro
 from trajectory_store.file_access import Io, PreadBytes, open_file
 from trajectory_store.format import (
     COMMITS,
+    ENDING_AT,
+    FENCE_AT,
+    KEY,
     KIND_CLOSED,
     KIND_ROWS,
     MAGIC,
+    MARK_SIZE,
     PRESENT,
     RECORD_SIZE,
+    TARGET,
     ArraySpec,
     Log,
     Record,
@@ -36,8 +42,9 @@ from trajectory_store.format import (
     mark_path,
     offsets_name,
     parse_mark,
-    read_attributes,
+    read_whole,
     spec_json,
+    with_crc,
 )
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.verify_report import VerifyReport
@@ -54,16 +61,17 @@ class LocalSegment(Segment):
 
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
         fs.check_folder(folder)
-        raw = fs.read_file(folder / "zarr.json")
-        meta = SegmentMeta.from_attributes(read_attributes(raw, folder / "zarr.json", "segment"), str(folder))
+        meta = read_meta(folder)
         super().__init__(entry, meta)
         self.folder = folder
-        self.meta_crc = crc32c(raw)
+        self.meta_crc = crc32c(group_json(with_crc(meta.to_attributes())))
         self._io: Io = io
         self._log: Log | None = None
+        self._marks: memoryview | PreadBytes | None = None
         self._elements = 0
         self._short: set[str] = set()
-        self._torn = False
+        self.closed = meta.merged
+        """Whether nothing is left to trust: the writer, or who found it dead, had synced everything."""
         self._seen = 0
         self._states: dict[str, FileState] = {}
         self._sound: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -89,15 +97,38 @@ class LocalSegment(Segment):
     def close_log(self) -> None:
         """Close the commit records if nothing more will be added."""
         if self.finished:
-            self._log = None
+            self._log = self._marks = None
 
     def refresh(self) -> None:
         """Read new records."""
         if self.finished:
             return
         end, last = self.log.find_end(self.records)
+        fence = self.fence()  # after the records: one that was seen before it is among those that count
+        if fence is not None and fence < end:
+            end, last = fence, self.log.get(fence - 1) if fence > self.records else None
         if last is not None:
             self._take(end, last)
+        self.finished |= fence is not None
+
+    def fence(self) -> int | None:
+        """Return how many records count if another process ended the segment, or None."""
+        if self._marks is None:
+            try:
+                self._marks = open_file(mark_path(self.folder), MARK_SIZE, self._io)
+            except (OSError, StoreError):  # damaged or missing: `acknowledged` says so
+                return None
+        if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
+            return None
+        found = parse_mark(bytes(self._marks[:]), FENCE_AT)
+        if found is None:  # it is being written now, or whoever wrote it was killed
+            fd = fs.open_fd(mark_path(self.folder), os.O_RDONLY)
+            try:
+                with fs.short_lock(fd, mark_path(self.folder)):
+                    found = parse_mark(bytes(self._marks[:]), FENCE_AT)
+            finally:
+                os.close(fd)
+        return found
 
     def _take(self, records: int, last: Record | None) -> None:
         """Count the first records, given the last of them."""
@@ -115,31 +146,34 @@ class LocalSegment(Segment):
     def _take_all(self, promised: int | None) -> None:
         """Count every valid record of a writer that is gone, and find the commits that are not served.
 
-        Where the writer had synced everything, or the machine still runs that it ran on, nothing has to be checked.
+        Where the writer had synced everything, nothing has to be checked.
         """
         self.finished = False  # while commits are checked, files are read whole
         log, mark = self.log, self.acknowledged()
         last = None if mark is None else log.get(mark) or (log.get(mark - 1) if mark else None)
-        torn = self.may_be_torn and not self.meta.merged and (last is None or last.kind != KIND_CLOSED)
-        self._torn = torn
-        if mark is not None and not torn and (last is not None or not mark):
+        self.closed = self.meta.merged or (last is not None and last.kind == KIND_CLOSED)
+        promised_all = self.meta.durability == "process"
+        if mark is not None and (last is not None or not mark) and (self.closed or not promised_all):
             records, found = log.find_end(mark)
             last = found or last
         else:  # the mark, or the records there, are damaged, or may be older than what is on the disk
             records = log.last_valid()
             last = log.get(records - 1) if records else None
+        self.closed |= last is not None and last.kind == KIND_CLOSED
+        fence = self.fence()
+        if fence is not None and fence < records:
+            records, last = fence, log.get(fence - 1) if fence else None
         self._take(records, last)
         self.finished = False
         commits = records - (last is not None and last.kind != KIND_ROWS)
         self._short = {name for name, spec in self.specs.items() if self._is_short(spec)}
         first = commits  # of the commits to check
-        if torn or self._short:
+        if self._short or (promised_all and not self.closed):
             first = 0
-        elif not self.meta.merged and self.meta.durability != "process":
+        elif not self.closed:
             first = min(mark or 0, commits)
         for seq in range(first, commits):
-            if self._short or self.lost is None or self.is_lost(seq) or not torn:
-                self._check(seq, acknowledged=mark is None or seq < mark or torn)
+            self._check(seq, promised=promised_all or mark is None or seq < mark)
         while self.gaps and not self.gaps[-1].why and self.gaps[-1].seq == self.records - 1:
             gap = self.gaps.pop()
             self.records, self.rows = gap.seq, gap.first
@@ -149,6 +183,7 @@ class LocalSegment(Segment):
             end = min(max(self.rows, promised or 0), self.meta.rows_cap)
             self.gaps.append(Gap(max(self.records, commits), self.rows, end, why))
             self.rows = end
+        self._hide_others()
         self.finished = True
 
     def _is_short(self, spec: ArraySpec) -> bool:
@@ -158,7 +193,7 @@ class LocalSegment(Segment):
         except (FileNotFoundError, NotADirectoryError):
             return True
 
-    def _check(self, seq: int, *, acknowledged: bool = True) -> Record | None:
+    def _check(self, seq: int, *, promised: bool = True) -> Record | None:
         """Return the record of a commit, or leave it out if its record or its data does not match its checksum."""
         record, why = self.log.get(seq), f"commit {seq} is damaged"
         if record is None:
@@ -171,11 +206,23 @@ class LocalSegment(Segment):
             except (CorruptionError, SegmentGoneError) as error:
                 why = f"commit {seq} cannot be read: {str(error).rstrip('.')}"
         if not any(gap.seq == seq for gap in self.gaps):
-            self.gaps.append(Gap(seq, first, max(first, end), why if acknowledged else ""))
-            if not acknowledged:
+            self.gaps.append(Gap(seq, first, max(first, end), why if promised else ""))
+            if not promised:
                 self.dropped.add(seq)
             self.gaps.sort()
         return None
+
+    def last_record(self) -> Record | None:
+        """Return the last record that counts, an end too."""
+        return self.log.get(self.records - 1) if self.records else None
+
+    def check_all(self) -> bool:
+        """Check the data of all commits; return whether all hold."""
+        for seq in range(self.records):
+            record = self.log.get(seq)
+            if record is None or record.kind == KIND_ROWS:
+                self._check(seq)
+        return not self.gaps
 
     def has_changed(self) -> bool:
         """Compare the state of files with that in which they were checked."""
@@ -230,12 +277,33 @@ class LocalSegment(Segment):
         self.close_log()
         return len(self.gaps) > before
 
+    def find_missing(self) -> bool:
+        """Look for files that are gone or were cut since the segment was opened."""
+        short = {name for name, spec in self.specs.items() if name not in self._short and self._is_short(spec)}
+        if not short:
+            return False
+        self._short |= short
+        self.release()
+        self._sound, self._clean = np.zeros(0, np.bool_), False
+        return self.check_rows(slice(0, self.rows))
+
     @property
     def is_checked(self) -> bool:
         """Whether no row is left to compare, and no update is damaged."""
         return not self.rows or (
             self._clean and len(self._sound) == self.rows and not (self.gaps and self.meta.kind == "update")
         )
+
+    def sure_targets(self, gap: Gap) -> Int64Array | None:
+        """Return the rows that a damaged update was for, or None if they are not known."""
+        record = self.log.get(gap.seq) if 0 <= gap.seq < self.records else None
+        if record is None:
+            return None
+        try:
+            targets = self.part(TARGET, gap.first, gap.end)
+        except (CorruptionError, SegmentGoneError):
+            return None
+        return targets if crc32c(targets.view(np.uint8)) == record.target_crc else None
 
     def around(self, seq: int) -> tuple[int, int]:
         """Return the first row, and one past the last, of a commit whose record is damaged, from those beside it."""
@@ -356,11 +424,6 @@ class LocalSegment(Segment):
             self.commits(self._seen)
             self._seen = self.records
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
-        return self._torn and self.lost is None
-
     def disk_bytes(self) -> int:
         """Return the disk space of the segment in bytes."""
         return fs.disk_bytes(self.folder)
@@ -409,10 +472,12 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
 def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
     """Check each record and its data; return the number of records."""
     name, log, covered = segment.name, segment.log, 0
-    end = log.last_written()
+    fence = segment.fence()
+    end = log.last_written() if fence is None else min(log.last_written(), fence)
     for seq in range(end):
         record = log.get(seq)
         if seq in segment.dropped:
+            report.loss(f"{name}: commit {seq} was being written, and nobody was promised it")
             continue
         if record is None:
             if seq == end - 1 and segment.is_live():
@@ -450,9 +515,23 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
 def _expected_metadata(segment: LocalSegment) -> list[tuple[Path, bytes]]:
     folder, meta = segment.folder, segment.meta
     out = [(folder / spec.name / "zarr.json", spec_json(spec)) for spec in meta.arrays()]
-    out.append((folder / "commits" / "zarr.json", commits_json(meta.rows_cap)))
-    out.append((folder / "zarr.json", group_json(meta.to_attributes())))
+    out.append((folder / "commits" / "zarr.json", commits_json(meta)))
+    out.append((folder / KEY, group_json(with_crc(meta.to_attributes()))))
     return out
+
+
+def read_meta(folder: Path) -> SegmentMeta:
+    """Read the metadata of a segment, or the copy of it beside the commits."""
+    copies: list[bytes | None] = []
+    for path in (folder / KEY, folder / COMMITS / KEY):
+        try:
+            copies.append(fs.read_file(path))
+        except (FileNotFoundError, NotADirectoryError):
+            copies.append(None)
+    if copies == [None, None]:
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(folder / KEY))
+    attributes = read_whole(copies, folder / KEY, "segment")
+    return SegmentMeta.from_attributes(attributes, str(folder))
 
 
 def assert_local(segment: Segment) -> LocalSegment:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket, taken
-from trajectory_store.catalog_log import State, put_first
+from trajectory_store.catalog_log import CATALOG, State, catalog_json, put_first
 from trajectory_store.errors import CorruptionError, NotAStoreError, StoreNotFoundError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     KEY,
     Durability,
-    crc32c,
     group_json,
-    read_attributes,
+    read_whole,
     time_after,
+    with_crc,
 )
 from trajectory_store.schema import Schema
 
@@ -48,20 +47,26 @@ class Root:
     uuid: str = field(default_factory=lambda: fs.token(16))
     created_ns: int = field(default_factory=lambda: time_after(0))
 
-    def to_json(self) -> bytes:
-        """Return the content of the store's zarr.json."""
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the store's group."""
         attributes: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "store"}
         attributes.update({f.name: getattr(self, f.name) for f in fields(self)}, schema=self.schema.to_json())
-        return group_json({**attributes, "crc": _crc(attributes)})
+        return attributes
+
+    def to_json(self) -> bytes:
+        """Return the content of the store's zarr.json."""
+        return group_json(with_crc(self.attributes()))
+
+    def catalog_json(self) -> bytes:
+        """Return the content of the catalog's zarr.json, which has a copy of all this."""
+        return catalog_json(with_crc(self.attributes()))
 
     @classmethod
-    def from_json(cls, raw: bytes, where: str) -> Root:
-        """Parse a store's zarr.json."""
-        attributes = read_attributes(raw, where, "store")
+    def from_json(cls, where: str, *copies: bytes | None) -> Root:
+        """Parse a store's zarr.json, or else the copy of it."""
+        attributes = read_whole(copies, where, "store")
         try:
             known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
-            if attributes["crc"] != _crc({k: v for k, v in attributes.items() if k != "crc"}):
-                raise CorruptionError(f"{where} is damaged: its attributes do not match their checksum.")
             known["schema"] = Schema.from_json(known["schema"])
             return cls(**known)
         except (KeyError, RecursionError) as error:
@@ -79,35 +84,30 @@ class Root:
         return State(0, self.uuid[:16], "", self.uuid, self.created_ns, 0, self.schema)
 
 
-def _crc(attributes: Mapping[str, Any]) -> int:
-    import json
-
-    return crc32c(json.dumps(attributes, sort_keys=True).encode())
-
-
 def create_root(bucket: Bucket, root: Root) -> None:
     """Put the files of a new store; the process whose root is put creates it."""
 
     def fill(bucket: Bucket) -> None:
         if not bucket.put_once(KEY, root.to_json()):
             raise taken(bucket.where)
-        put_first(bucket, root.first_state)
+        put_first(bucket, root.catalog_json(), root.first_state)
 
     bucket.make(fill)
 
 
 def read_root(bucket: Bucket) -> Root:
     """Read the root of a store."""
-    raw = bucket.get(KEY)
-    if raw is None and not bucket.is_empty():
-        raw = bucket.get(KEY)  # it may have been created between the two requests
-        if raw is None:
+    keys, where = (KEY, f"{CATALOG}/{KEY}"), f"{bucket.where}/{KEY}"
+    copies = bucket.get_many(keys)
+    if copies == [None, None] and not bucket.is_empty():
+        copies = bucket.get_many(keys)  # it may have been created between the two requests
+        if copies == [None, None]:
             raise NotAStoreError(
                 f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
                 "TrajectoryStore.create made."
             )
-    if raw is not None:
-        return Root.from_json(raw, f"{bucket.where}/{KEY}")
+    if copies != [None, None]:
+        return Root.from_json(where, *copies)
     raise StoreNotFoundError(
         f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
         "TrajectoryStore.create(path, schema)."

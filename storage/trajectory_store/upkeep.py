@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_ID, ROW_TIME, TARGET, SegmentMeta
 from trajectory_store.ragged import Int64Array
+from trajectory_store.rebuild import Unnamed, rebuild
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
 from trajectory_store.verify import check_segments
@@ -98,7 +99,7 @@ def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int
         taken.update({e.ordinal: e for e in state.entries if e.ordinal in ordinals})
         if not rows.keys() <= taken.keys():
             taken.clear()
-        return state.without(set(taken), sum(rows.get(o, 0) for o in taken)) if taken else None
+        return state.dropped(taken.keys(), sum(rows.get(o, 0) for o in taken)) if taken else None
 
     if catalog.journal.change(step, catalog.newest_ns) is None:
         return set()
@@ -233,28 +234,82 @@ def _most(root: Root) -> tuple[int, int]:
     return rows, elements
 
 
-def record_losses(catalog: Catalog) -> None:
-    """Record in the catalog which commits a power loss took of segments whose writers are gone; done once for each.
+def recover(catalog: Catalog) -> None:
+    """Bring the catalog in line with the segments that are there; the caller holds the upkeep lock.
 
-    The segments are synced first. What is recorded is no damage any more, and is checked again by every reader: a
-    commit whose file is put back counts.
+    Segments that lost records named are named again, a finished merge whose record was lost takes the place of its
+    sources, and segments whose writers died are ended, so that they need not be checked by everybody who opens.
     """
-    looked: dict[int, tuple[tuple[int, int], ...]] = {}
-    for segment in (*catalog.segments.values(), *catalog.updates.values()):
-        if segment.unsettled:
-            catalog.medium.sync(segment, 0)
-            looked[segment.ordinal] = runs_of(sorted({gap.seq for gap in segment.gaps}))
+    catalog.refresh()
+    journal, medium = catalog.journal, catalog.medium
+    found, failed, sound = medium.survey(journal.state), catalog.doubtful, dict[int, bool]()
+
+    def is_sound(one: Unnamed) -> bool:
+        if one.entry.ordinal not in sound:
+            sound[one.entry.ordinal] = _holds(catalog, one)
+        return sound[one.entry.ordinal]
 
     def step(state: State) -> State | None:
-        entries = [replace(e, lost=looked[e.ordinal]) if e.ordinal in looked else e for e in state.entries]
-        return (
-            replace(state, entries=tuple(entries))
-            if any(e.lost is None and e.ordinal in looked for e in state.entries)
-            else None
-        )
+        after = rebuild(state, found, failed, is_sound)
+        return None if after == state and journal.is_sound else after
 
-    if looked and catalog.journal.change(step, catalog.newest_ns) is not None:
+    journal.change(step, catalog.newest_ns)
+    catalog.refresh()
+    dead = {s.ordinal: s.rows for s in (*catalog.segments.values(), *catalog.updates.values()) if medium.close_dead(s)}
+    if dead:
+        journal.change(lambda state: _with_rows(state, dead), catalog.newest_ns)
+        catalog.refresh()
+
+
+def recover_claimed(catalog: Catalog) -> None:
+    """Bring the catalog in line where there are no locks, if a record or a segment is lost."""
+    if not catalog.journal.is_sound or catalog.failed:
+        with _claim(catalog) as mine:
+            if mine:
+                recover(catalog)
+
+
+def _with_rows(state: State, rows: Mapping[int, int]) -> State | None:
+    """Return a state that knows how many rows some segments have for good."""
+    entries = tuple(replace(e, rows=rows[e.ordinal]) if e.ordinal in rows else e for e in state.entries)
+    return None if entries == state.entries else replace(state, entries=entries)
+
+
+def _holds(catalog: Catalog, one: Unnamed) -> bool:
+    """Return whether all checksums of a segment hold that the catalog does not name."""
+    report = VerifyReport(catalog.medium.where)
+    entry = replace(one.entry, owners=runs_of(sorted(one.sources)))
+    segment = catalog.medium.open_segments([entry])[0]
+    if not isinstance(segment, Segment):
+        return False
+    check_segments(catalog, [segment], report)
+    return report.ok
+
+
+def whole_segments(catalog: Catalog) -> set[int]:
+    """Return the segments that are there without any damage that is known."""
+    every = (*catalog.segments.values(), *catalog.updates.values())
+    return {segment.ordinal for segment in every if not segment.gaps}
+
+
+def accept_losses(catalog: Catalog) -> int:
+    """Record that the owner of the store accepts the loss of all rows and updates that are damaged now.
+
+    Returns:
+        The number of commits that were accepted.
+    """
+    every = (*catalog.segments.values(), *catalog.updates.values())
+    lost = {s.ordinal: {(g.first, g.end - 1) for g in s.gaps if s.is_damage(g) and g.end > g.first} for s in every}
+
+    def step(state: State) -> State | None:
+        entries = tuple(
+            replace(e, accepted=tuple(sorted({*e.accepted, *lost.get(e.ordinal, ())}))) for e in state.entries
+        )
+        return None if entries == state.entries else replace(state, entries=entries)
+
+    if catalog.journal.change(step, catalog.newest_ns) is not None:
         catalog.follow_state()
+    return sum(map(len, lost.values()))
 
 
 def _by_columns(updates: Iterable[Segment]) -> list[list[Segment]]:
@@ -349,6 +404,8 @@ def _write_merged(
         kind=group[0].meta.kind,
         merged=True,
         durability="power",
+        store=catalog.state.store,
+        sources=tuple(sorted(source for s in group for source in s.meta.sources or ((s.ordinal, s.rows),))),
     )
     reserved = catalog.journal.change(lambda s: replace(s, next_ordinal=s.next_ordinal + 1), catalog.newest_ns)
     if reserved is None:
@@ -413,6 +470,13 @@ def _disk_bytes(catalog: Catalog) -> int:
     return sum(s.disk_bytes() for s in (*catalog.segments.values(), *catalog.updates.values()))
 
 
+def sweep(catalog: Catalog, state: State) -> None:
+    """Remove what killed processes left behind, on the word of a record that could be read and is safe."""
+    if catalog.journal.is_sound and catalog.journal.state.number >= state.number:
+        catalog.journal.put_copy()
+        catalog.medium.sweep(state, whole_segments(catalog))
+
+
 # The upkeep claim
 
 
@@ -435,8 +499,7 @@ def _claim(catalog: Catalog) -> Generator[bool]:
             yield True
             state = catalog.state
             if owner is None or (state.claim is not None and state.claim[0] == owner):
-                catalog.journal.put_copy()
-                catalog.medium.sweep(state)
+                sweep(catalog, state)
         finally:
             catalog.claim = None
             if owner is not None:

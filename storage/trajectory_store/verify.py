@@ -13,6 +13,7 @@ from trajectory_store.backend import Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import StoreError
 from trajectory_store.ragged import Int64Array
+from trajectory_store.rebuild import rebuild
 from trajectory_store.verify_report import VerifyReport
 
 _NUMBER = re.compile(r"(?<!seg-)(?<!\d)\d+")
@@ -65,10 +66,12 @@ def _check_once(catalog: Catalog, path: Path | str, ids: Int64Array | None) -> V
     if ids is not None:
         return report
     medium = catalog.medium
-    for problem in (*catalog.journal.missing(), *medium.check_root()):
+    for problem in (*catalog.journal.missing(), *medium.check_root(catalog.root)):
         report.problem(problem)
-    for entry in medium.forgotten(catalog.state):
-        report.problem(f"{entry.name} holds commits, and no record of the catalog names it: records are missing")
+    state = catalog.journal.state
+    for entry in rebuild(state, medium.survey(state), catalog.doubtful).entries:
+        if entry not in state.entries:
+            report.problem(f"{entry.name} holds commits, and no record of the catalog names it: records are missing")
     catalog.journal.catch_up()
     newest = max(report.catalog_numbers, default=0)
     last = catalog.journal.state.number

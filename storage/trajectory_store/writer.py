@@ -145,6 +145,7 @@ class Stream:
             kind=self.kind,
             durability=self.durability,
             preallocated=self._root.preallocate and own,
+            store=self._root.uuid,
         )
         medium = self._catalog.medium
         try:
@@ -218,11 +219,11 @@ class Stream:
                 return
             self._join()
             self._give_up()
-            if self._finished is not None and not self._catalog.medium.complete:
+            if self._finished is not None:
                 self._note_rows()
 
     def _note_rows(self) -> None:
-        """Enter the row count of the last segment in the catalog; only `verify` needs it."""
+        """Enter the row count of the last segment in the catalog: if an older copy of it is put back, that is known."""
 
         def step(state: State) -> State | None:
             after = self._noted(state)

@@ -3,8 +3,8 @@
     python tests/crash/histories.py --medium memmap --histories 60 --kills 600 --seed 0
 
 In each history 1 to 4 processes append, update, refresh, read, compact, verify, take snapshots and reopen, with clocks
-that are up to two hours apart, in half of the histories with a small `max_trajectories`. In every second history clock
-and boot id change whenever a process opens the store, as if its machine had been started again. They are stopped
+that are up to two hours apart, in half of the histories with a small `max_trajectories`. In every second history
+the clock changes whenever a process opens the store, as if its machine had been started again. They are stopped
 (SIGSTOP) and continued, killed (SIGKILL) and replaced. All of them note what they try and what was acknowledged in one
 file; the judge of `_world.py` then says whether anything was lost, doubled, stale or torn. One line per medium sums it
 up; exit code 1 where anything must not be. `--medium s3` runs against a server on this machine that loses requests and
@@ -30,7 +30,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from _world import (  # noqa: E402  # noqa: E402
     values_of,
 )
 
-from trajectory_store import MissingRowError, StoreError, TrajectoryStore, fs  # noqa: E402
+from trajectory_store import MissingRowError, StoreError, TrajectoryStore  # noqa: E402
 
 CLOCKS_S = (0, 0, 0, -7200, -5, -0.001, 0.001, 5, 3700, 7200)
 MOST_PROCESSES = 1 << 12
@@ -78,7 +77,7 @@ class History:
     """About how many rows there will be without a limit."""
     clocks_s: tuple[float, ...] = CLOCKS_S
     restarts: bool = False
-    """Clock and boot id change at each opening."""
+    """The clock changes at each opening."""
     before_the_end: Callable[[], None] = lambda: None
     """Called in the process that looks at what is left."""
 
@@ -193,7 +192,6 @@ class Actor:
         self.view = self.new_view()
         if self.history.restarts:
             CLOCK_NS[0] = int(self.rng.choice(self.history.clocks_s) * 1e9)
-            fs.boot_id = partial(str, self.rng.randrange(3))  # type: ignore[assignment]
         self.log(self.view, "look")
         self.store = TrajectoryStore.open(self.history.where, self.mode)
         self.log(self.view, "saw", self.store.watermark)

@@ -3,9 +3,8 @@
 The file operations of two writers that append, update and compact are recorded. For a moment in that record, a state
 of the disk is drawn: what was synced is there; of what was not, each 512-byte sector, each file size, each folder entry
 and each removal is there or not by the toss of a coin, which is more hostile than any journal: a commit's record may be
-there without its data. What a reader sees of it is judged against what was acknowledged until then. Where appends wait
-for the disk, half of the states are read without a reboot, as after a disk that went away and came back. The default
-run draws a few hundred states; set `STORE_STATES=1500` for the long one.
+there without its data. What a reader sees of it is judged against what was acknowledged until then. The
+default run draws a few hundred states; set `STORE_STATES=1500` for the long one.
 """
 
 from __future__ import annotations
@@ -294,18 +293,6 @@ def test_power_losses(base, monkeypatch, backend, durability):
     run_power_losses(base, monkeypatch, backend, durability)
 
 
-@contextlib.contextmanager
-def rebooted(monkeypatch):
-    """The machine says meanwhile that it was started again."""
-    real = Path.read_text
-    with monkeypatch.context() as patches:
-        patches.setattr(Path, "read_text", lambda path, *a, **k: "b" if path.name == "boot_id" else real(path, *a, **k))
-        fs.boot_id.cache_clear()
-        assert fs.boot_id() == "b"
-        yield
-    fs.boot_id.cache_clear()
-
-
 def run_power_losses(base, monkeypatch, backend, durability):
     """Record the writers, then draw states."""
     origin = base / "origin"
@@ -336,9 +323,7 @@ def run_power_losses(base, monkeypatch, backend, durability):
         target = base / f"state{state}"
         build(target, draw_disk(past, lambda rng=rng, chance=chance: rng.random() < chance, settled))
         what = f"{backend}, {durability}, state {state}, moment {moment} of {len(events)}, {events[moment - 1][:3]}"
-        same_boot = durability != "process" and state % 2
-        with contextlib.nullcontext() if same_boot else rebooted(monkeypatch):
-            lost += check(target / "s", past, len(past) if durability != "process" else settled, what)
+        lost += check(target / "s", past, len(past) if durability != "process" else settled, what)
         shutil.rmtree(target)
     if durability == "process":
         assert lost > 0, "the simulation never lost an unsynced row, so it proves nothing"
@@ -367,7 +352,7 @@ def test_what_was_flushed_is_on_the_disk(base, monkeypatch, backend):
     for moment, expected in ((flushed, wanted), (twice, more)):
         path = base / str(moment)
         build(path, draw_disk(recorder.events[:moment], lambda: False))
-        with rebooted(monkeypatch), TrajectoryStore.open(path / "s") as store:
+        with TrajectoryStore.open(path / "s") as store:
             assert read_all(store) == expected
             assert store.verify().ok
 

@@ -27,21 +27,21 @@ def layout(meta: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...], s
     return {k[0]: (np.dtype({"str": "u1", "bytes": "u1"}.get(k[1], k[1])).newbyteorder("<"), *k[2:]) for k in kinds}
 
 
-def read_files(folder: Path, meta: dict[str, Any], lost: Any) -> tuple[dict[str, np.ndarray], list[int]]:
+def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[str, np.ndarray], list[int]]:
     """The arrays of a segment on a local disk, and the commit time of each row; -1 for rows that do not count."""
     kinds, arrays, ends = layout(meta), {}, {".rows": 0, ".edges": 1, **dict.fromkeys(meta["elems_cap"], 0)}
     for name, (dtype, shape, _) in kinds.items():
         path = folder.joinpath(name, "c", "0", *"0" * len(shape))
         arrays[name] = (np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)).reshape(-1, *shape)
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
-    times, (safe, complement) = [], struct.unpack("<QQ", (folder / "commits/acknowledged").read_bytes())
-    assert safe ^ complement == (1 << 64) - 1, folder
-    rebooted = meta["durability"] == "process" and meta["boot_id"] != boot_id.strip()
+    marks = struct.unpack("<5Q", (folder / "commits/acknowledged").read_bytes().ljust(40, b"\0"))
+    times, safe = [], marks[0]
+    assert safe ^ marks[1] == (1 << 64) - 1, folder
     records = list(map(bytes, np.memmap(folder / "commits/c/0/0", "V64", "r")))
     written = max((i + 1 for i, record in enumerate(records) if any(record)), default=0)
+    written = min(written, marks[2]) if marks[2] ^ marks[3] == (1 << 64) - 1 else written
     for i, record in enumerate(records[:written]):
-        magic, salt, seq, time, rows, new, _, kind, *_, data_sum, own_sum = struct.unpack("<4sIQQIIQIIIIII", record)
-        good = (magic, salt, seq, own_sum) == (b"TRJ3", meta["salt"], i, crc(record[:60]))
+        magic, salt, seq, _, time, rows, new, _, kind, *_, data_sum, own_sum = struct.unpack("<4sIIIQIIQIIIIII", record)
+        good = (magic, salt, seq, own_sum) == (b"TRJ4", meta["salt"], i, crc(record[:60]))
         if good and kind == 1:
             times += [-1] * (rows - new - len(times))  # rows of a commit before it that is lost
             before = {a: int(arrays[f"{a}.offsets"][rows - new]) for a in meta["elems_cap"]}
@@ -52,8 +52,8 @@ def read_files(folder: Path, meta: dict[str, Any], lost: Any) -> tuple[dict[str,
             good, ends = crc(b"".join(parts)) == data_sum, after
             times += [time if good else -1] * new
         if not good:
-            known = any(first <= i <= last for first, last in lost or ())
-            assert known or (i >= safe and not rebooted), f"data of record {i} of {folder}"
+            known = any(first <= rows - new and rows <= last + 1 for first, last in accepted)
+            assert known or (i >= safe and meta["durability"] != "process"), f"data of record {i} of {folder}"
     return {name: arrays[name][: ends[axis]] for name, (_, _, axis) in kinds.items()}, times
 
 
@@ -101,17 +101,20 @@ def read_store(path: Path) -> dict[str, Any]:
     """`ids` in the order of arrival, `watermark`, and by column `values` and `present` in that order."""
     root = json.loads((path / "zarr.json").read_bytes())["attributes"]
     rest = json.dumps({key: value for key, value in root.items() if key != "crc"}, sort_keys=True).encode()
-    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 3, root["crc"]), path
+    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 4, root["crc"]), path
     lines = [file.read_bytes() for file in sorted((path / "catalog").glob("*.*")) if file.name != "zarr.json"]
     catalog = json.loads([line[9:-1] for line in lines if line[:9] == b"%08x " % crc(line[9:-1])][-1])
     found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
-    for ordinal, kind, salt, merged, count, _, lost in catalog["segments"]:
+    for ordinal, kind, salt, merged, count, _, accepted in catalog["segments"]:
         folder = path / f"seg-{ordinal:08d}{'-merged' * merged}"
         meta = json.loads((folder / "zarr.json").read_bytes())["attributes"]
-        arrays, times = (read_files if root["backend"] == "memmap" else read_objects)(folder, meta, lost)
+        arrays, times = (read_files if root["backend"] == "memmap" else read_objects)(folder, meta, accepted)
         assert (meta["salt"], len(times) >= (count or 0)) == (salt, True), f"rows of {folder}"
         times = arrays["row_time"].tolist() if merged else times
-        ids = arrays["row_id"].tolist() if merged else range(ordinal << 32, (ordinal << 32) + len(times))
+        sources = meta["sources"] if merged else [[ordinal, len(times)]]
+        ids = [(source << 32) + row for source, count in sources for row in range(count)]
+        assert not merged or kind == "update" or ids == arrays["row_id"].tolist(), folder
+        ids = arrays["row_id"].tolist() if merged else ids
         rows = [(*at, row, meta["schema"]["columns"], arrays) for row, at in enumerate(zip(times, ids, strict=True))]
         (found if kind == "rows" else updates).extend(row for row in rows if row[0] >= 0)
         gone += sum(time < 0 for time in times) * (kind == "rows")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import holder, is_alive, is_idle, read_heartbeat
 from rlhf_pipeline.run.processes.launch import GROUP, Launcher, Process
 from rlhf_pipeline.settings import Settings, setting
 
@@ -292,8 +292,11 @@ class _Pulse:
         busy = self._unchanged_s("since", said["since"])
         if silent > config.hang_timeout_s:
             return f"its heartbeat has stopped {silent:.0f} s ago ({said['state']!r})"
-        waits = str(said["state"]).startswith(("waiting", "starting", "ended"))
-        if config.progress_timeout_s is not None and not waits and busy > config.progress_timeout_s:
+        if (
+            config.progress_timeout_s is not None
+            and not is_idle(str(said["state"]))
+            and busy > config.progress_timeout_s
+        ):
             return f"it has been {said['state']!r} for {busy:.0f} s"
         return None
 

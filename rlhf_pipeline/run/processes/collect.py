@@ -67,7 +67,7 @@ def collect(
     with (
         stop_on_signals(parent) as stop,
         shared_run(run, asked, on_event=on_event),
-        at_work(run, name) as heartbeat,
+        at_work(run, name, progress_timeout_s=asked.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")

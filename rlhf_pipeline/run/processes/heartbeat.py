@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import threading
@@ -13,8 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
-from rlhf_pipeline.errors import RunExistsError
+from rlhf_pipeline.errors import RunExistsError, plain
 from rlhf_pipeline.run.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+HUNG: Final = 3
+"""The exit code of a process that ends itself because it makes no progress: another try may help."""
 
 RENEWAL_S: Final = 2.0
 """Seconds between two renewals of a heartbeat while the state stays the same."""
@@ -26,6 +32,12 @@ class Heartbeat:
     `time` in the file is when the process last showed that it is not stopped or frozen: inside `with`, a thread renews
     it, however long a rollout or a step takes. `since` is when its state last changed: if it hangs, that gets old.
 
+    Args:
+        folder: the run's `processes` folder.
+        name: of the process.
+        progress_timeout_s: end the process with `HUNG` if it has been in one state for longer, in seconds, other than
+            while it waits or starts; whoever started it starts it again. None never does.
+
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with Heartbeat(folder, "learner") as heartbeat:
@@ -34,14 +46,15 @@ class Heartbeat:
     ('learning', 3)
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, *, progress_timeout_s: float | None = None) -> None:
         self.name = name
+        self._progress_timeout_s = progress_timeout_s
         self.facts: dict[str, Any] = {}
         """Fields of every beat from now on."""
         self._path = folder / f"{name}.json"
         self._started = time.time()
         self._said: dict[str, Any] = {}
-        self._since = 0.0
+        self._since, self._changed = 0.0, math.inf
         self._written = -math.inf
         """When the file was last written, by the monotonic clock."""
         self._lock = threading.Lock()
@@ -65,19 +78,35 @@ class Heartbeat:
             if said == self._said and time.monotonic() - self._written < 1.0:
                 return
             if said != self._said:
-                self._said, self._since = said, time.time()
+                self._said, self._since, self._changed = said, time.time(), math.inf
             self._write()
+            self._changed = min(self._changed, self._written)
 
     def _renew(self) -> None:
         while not self._leave.wait(RENEWAL_S):
             with self._lock, suppress(OSError):  # the main thread reports a full disk
                 if self._said and time.monotonic() - self._written >= RENEWAL_S / 2:
                     self._write()
+            self._leave_if_hung()
+
+    def _leave_if_hung(self) -> None:
+        state, busy = str(self._said.get("state", "")), time.monotonic() - self._changed
+        if self._progress_timeout_s is None or is_idle(state) or busy <= self._progress_timeout_s:
+            return
+        said = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout), and leaves"
+        logger.error("%s", said)
+        os.write(2, f"rlhf-pipeline: {plain(said)}. What was stored and learned is kept.\n".encode())
+        os._exit(HUNG)  # the thread that hangs cannot be asked
 
     def _write(self) -> None:
         own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": time.time()}
         write_heartbeat(self._path, {**own, "since": self._since, **self.facts, **self._said})
         self._written = time.monotonic()
+
+
+def is_idle(state: str) -> bool:
+    """Return whether a process in this state need not advance."""
+    return state.startswith(("waiting", "starting", "ended"))
 
 
 class Pause:

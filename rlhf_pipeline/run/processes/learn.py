@@ -41,7 +41,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
     with (
         stop_on_signals(parent) as stop,
         shared_run(run, asked, on_event=on_event, leads=True),
-        at_work(run, "learner") as heartbeat,
+        at_work(run, "learner", progress_timeout_s=asked.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")

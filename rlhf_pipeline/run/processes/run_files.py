@@ -77,13 +77,16 @@ def shared_run(
 
 
 @contextmanager
-def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -> Iterator[Heartbeat]:
+def at_work(
+    run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S, progress_timeout_s: float | None = None
+) -> Iterator[Heartbeat]:
     """Hold a name as its only process; yield its heartbeat.
 
     Args:
         run: the run folder.
         name: of the process; None takes the first free one of `collector-0`, `collector-1`, ...
         wait_s: how long to wait for another process on this machine to leave, in seconds.
+        progress_timeout_s: see `Heartbeat`.
     """
     with ExitStack() as held:
         if name is not None:
@@ -97,7 +100,7 @@ def at_work(run: RunFolder, name: str | None, *, wait_s: float = _LEAVES_IN_S) -
                 held.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
-        yield held.enter_context(Heartbeat(run.processes, str(name)))
+        yield held.enter_context(Heartbeat(run.processes, str(name), progress_timeout_s=progress_timeout_s))
 
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:

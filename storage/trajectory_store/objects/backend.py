@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,10 @@ from trajectory_store.format import (
     ordinal_of,
     per_name,
     read_attributes,
+    read_whole,
     segment_name,
     spec_json,
+    with_crc,
 )
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -45,11 +47,16 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
+from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.root import Root
 from trajectory_store.verify_report import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""
+COPY = "zarr.copy"
+"""The second copy of the metadata of a segment."""
+MERGING = "merging.json"
+"""What a merged segment will hold: put first, so that of one that was not finished it is known."""
 AHEAD = 256
 """Objects that one `fetch` requests and holds in memory until they are read."""
 _OLD_S = 60.0
@@ -110,7 +117,7 @@ class ObjectMedium(Medium):
         self.refresh([s for s in segments if s.ordinal in self._own])
         self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
         for segment in segments:
-            if segment.may_be_torn and not segment.closed and segment.ordinal not in self._own:
+            if segment.may_be_torn and segment.ordinal not in self._own:
                 self._check_objects(segment)
             if segment.finished or not segment.is_live():
                 segment.expect_rows(segment.promised)
@@ -124,15 +131,18 @@ class ObjectMedium(Medium):
         return segment
 
     def _open(self, entry: Entry, raw: bytes | None) -> ObjectSegment:
-        name = entry.name
-        if raw is None:
-            raise CorruptionError(f"{name}/{KEY} is missing, and the catalog says that the segment counts.")
-        attributes = read_attributes(raw, f"{name}/{KEY}", "segment")
+        meta, sealed = self._read_meta(entry.name, raw)
+        return ObjectSegment(self.bucket, self._cache, entry, meta, sealed)
+
+    def _read_meta(self, name: str, raw: bytes | None) -> tuple[SegmentMeta, Mapping[str, Any] | None]:
+        """Return the metadata of a segment from its zarr.json, or else from the copy of it."""
+        copies = (self.bucket.get(key) if key else raw for key in (None, f"{name}/{COPY}"))
+        attributes = read_whole(copies, f"{name}/{KEY}", "segment")
         meta = SegmentMeta.from_attributes(attributes, name)
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:
             check_sealed(sealed, meta, name)
-        return ObjectSegment(self.bucket, self._cache, entry, meta, sealed)
+        return meta, sealed
 
     def refresh(self, segments: Sequence[Segment]) -> None:
         """Read new commits of segments; the requests for all segments are made at the same time."""
@@ -191,7 +201,7 @@ class ObjectMedium(Medium):
         """Leave out the commits that did not reach the disk as a whole before the machine went down."""
         report, known = VerifyReport(self.where), {gap.seq for gap in segment.gaps}
         for seq in range(segment.records):
-            if seq in known or not (segment.lost is None or segment.is_lost(seq)):
+            if seq in known:
                 continue
             found = self.bucket.get(segment.key(seq))
             why = "it is missing" if found is None else _wrong_in(found, segment, seq, report)
@@ -222,7 +232,7 @@ class ObjectMedium(Medium):
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> ObjectWriter:
         """Put the metadata of an empty segment under a free number, and enter it in the catalog."""
-        raw = group_json(meta.to_attributes())
+        raw = group_json(with_crc(meta.to_attributes()))
         while True:
             ordinal = least
             if not self.bucket.put_once(f"{segment_name(ordinal)}/{KEY}", raw):
@@ -235,12 +245,14 @@ class ObjectMedium(Medium):
                 _unlock(lock)
                 raise
             if least == ordinal:
+                self.bucket.put_once(f"{segment_name(ordinal)}/{COPY}", raw)
                 own = self._own[ordinal] = []
                 return ObjectWriter(self.bucket, ordinal, meta, own, lock, compress=self._root.compress)
             _unlock(lock)
 
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
         """Put a segment of sharded arrays, its metadata last."""
+        self.bucket.put(f"{entry.name}/{MERGING}", group_json(with_crc(meta.to_attributes())))
         writers = {spec.name: (spec, ShardWriter(entry.name, spec, self.bucket.put)) for spec in meta.arrays()}
         ends = dict.fromkeys(meta.schema.axes, 0)
         for i, batch in enumerate(parts):
@@ -254,14 +266,25 @@ class ObjectMedium(Medium):
         for _, writer in writers.values():
             writer.finish()
         sealed = {"rows": entry.rows, "ends": ends, "crc": {name: writer.crc for name, (_, writer) in writers.items()}}
-        raw = group_json({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed})
+        raw = group_json(with_crc({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed}))
+        self.bucket.put(f"{entry.name}/{COPY}", raw)
         if not self.bucket.put_once(f"{entry.name}/{KEY}", raw):
             raise WriteFailedError(None, f"{entry.name} was made by another process", self.where)
         self.bucket.sync(entry.name)
 
     def seal(self, segment: Segment) -> bool:
         """Put the end of a segment whose writer seems dead; if it is alive after all, its next commit fails."""
-        return isinstance(segment, ObjectSegment) and self._put_end(segment)
+        return isinstance(segment, ObjectSegment) and (self.close_dead(segment) or self._put_end(segment))
+
+    def close_dead(self, segment: Segment) -> bool:
+        """End a segment in a folder whose writer died, once its objects are checked and synced."""
+        if not isinstance(segment, ObjectSegment) or not segment.may_be_torn or segment.finished or not segment.rows:
+            return False
+        self._check_objects(segment)
+        if segment.gaps:
+            return False
+        self.bucket.sync(segment.name)
+        return self._put_end(segment, synced=True)
 
     def fence(self, segment: Segment) -> None:
         """Put the end of a segment, whether its writer is alive or not."""
@@ -270,7 +293,7 @@ class ObjectMedium(Medium):
             if not segment.finished:
                 self._put_end(segment)
 
-    def _put_end(self, segment: ObjectSegment) -> bool:
+    def _put_end(self, segment: ObjectSegment, *, synced: bool = False) -> bool:
         last = segment.elements()
         end = Commit(
             ordinal=segment.ordinal,
@@ -282,6 +305,7 @@ class ObjectMedium(Medium):
             starts=last,
             ends=last,
             sealed=True,
+            synced=synced,
         )
         if self.bucket.put_once(segment.key(end.seq), build(end, {}, compress=False)):
             segment.add(end)
@@ -312,31 +336,54 @@ class ObjectMedium(Medium):
         except (StoreError, NeedMore):
             return False
 
-    def sweep(self, state: State) -> None:
-        """Delete objects of segments that no longer count."""
-        counted = {entry.name for entry in state.entries}
-        folders: dict[str, list[str]] = {}
-        for key in self.bucket.keys("seg-"):
-            folders.setdefault(key.partition("/")[0], []).append(key)
-        for name, keys in folders.items():
-            ordinal = ordinal_of(name)
-            if name not in counted and ordinal is not None and ordinal < state.next_ordinal:
-                self._delete(name, keys)
+    def sweep(self, state: State, whole: Collection[int]) -> None:
+        """Delete objects of segments without which nothing is lost."""
+        for one in self.survey(state):
+            if is_superfluous(state, one, whole):
+                self._delete(one.entry.name, self.bucket.keys(f"{one.entry.name}/"))
         self.bucket.sweep(_OLD_S)
 
     # Checking
 
-    def forgotten(self, state: State) -> list[Entry]:
-        """Return the segments with commits that the catalog does not know of."""
-        names = {key.partition("/")[0] for key in self.bucket.keys("seg-") if key.endswith(".zip")}
-        new = {name: o for name in names if (o := ordinal_of(name)) is not None and o >= state.next_ordinal}
-        entries: list[Entry] = []
-        for name, raw in zip(new, self.bucket.get_many([f"{name}/{KEY}" for name in new]), strict=True):
+    def survey(self, state: State) -> list[Unnamed]:
+        """Return the segments that are there and that a record of the catalog does not name."""
+        counted = {entry.name for entry in state.entries}
+        folders: dict[str, list[str]] = {}
+        for key in self.bucket.keys("seg-"):
+            name = key.partition("/")[0]
+            if name not in counted and ordinal_of(name) is not None:
+                folders.setdefault(name, []).append(key)
+        out: list[Unnamed] = []
+        raws = self.bucket.get_many([f"{name}/{KEY}" for name in folders])
+        for (name, keys), raw in zip(folders.items(), raws, strict=True):
             with suppress(StoreError, KeyError, TypeError, ValueError):
-                meta = SegmentMeta.from_attributes(read_attributes(raw or b"", f"{name}/{KEY}", "segment"), name)
-                entries.append(Entry(new[name], meta.kind, meta.salt, meta.merged))
-        found = zip(entries, self.open_segments(entries), strict=True)
-        return [e for e, s in found if isinstance(s, Segment) and len(s.commits())]  # each commit names its segment
+                out.append(self._survey_one(name, keys, raw, state))
+        return out
+
+    def _survey_one(self, name: str, keys: Sequence[str], raw: bytes | None, state: State) -> Unnamed:
+        whole, ordinal = True, ordinal_of(name) or 0
+        try:
+            meta, _ = self._read_meta(name, raw)
+        except StoreError:
+            whole, raw = False, self.bucket.get(f"{name}/{MERGING}")
+            meta = SegmentMeta.from_attributes(read_whole([raw], f"{name}/{MERGING}", "segment"), name)
+        if meta.store != state.store or name != segment_name(ordinal, merged=meta.merged):
+            raise CorruptionError(f"{name} is a segment of another store.")
+        entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
+        commits, catalog = [key for key in keys if key.endswith(".zip")], 0
+        if commits:
+            tail = self.bucket.tails([commits[0]], [self.bucket.tail])[0]
+            with suppress(StoreError, NeedMore):
+                catalog = 0 if tail is None else read_commit(*tail, commits[0], meta).catalog
+        only_end = len(commits) == 1 and self._is_seal(commits[0])
+        return Unnamed(
+            entry=entry,
+            schema=meta.schema,
+            sources=tuple(source for source, _ in meta.sources),
+            whole=whole and meta.merged,
+            commits=meta.merged or (bool(commits) and not only_end),
+            catalog=catalog,
+        )
 
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Fetch every object of a segment and recompute its checksums."""
@@ -347,8 +394,11 @@ class ObjectMedium(Medium):
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
             expected["sealed"] = dict(segment.sealed)
-        if self.bucket.get(f"{segment.name}/{KEY}") != group_json(expected):
-            report.problem(f"{segment.name}: {KEY} is damaged or missing")
+        wanted = group_json(with_crc(expected))
+        keys = (f"{segment.name}/{KEY}", f"{segment.name}/{COPY}")
+        for key, raw in zip(keys, self.bucket.get_many(keys), strict=True):
+            if raw != wanted and (raw is not None or key.endswith(KEY) or segment.sealed is not None):
+                report.problem(f"{key} is damaged or missing")
         if segment.sealed is not None:
             _check_sealed(self.bucket, segment, segment.sealed, report)
         else:

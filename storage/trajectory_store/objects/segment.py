@@ -143,6 +143,7 @@ class ObjectSegment(Segment):
             rows = int(sealed["rows"])
             self._add(Brief(rows, rows, 0, ends))
             self.finished = True
+            self._hide_others()
 
     # Commits
 
@@ -302,15 +303,8 @@ class ObjectSegment(Segment):
     @property
     def may_be_torn(self) -> bool:
         """Whether the machine may have gone down after commits that did not wait for the disk."""
-        return self.bucket.can_tear and super().may_be_torn
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether a power loss may have taken commits, and the catalog does not say yet which."""
-        looked = (
-            self.gaps or not self.is_live()
-        )  # objects appear whole, so what failed is lost if its writer lives, too
-        return self.may_be_torn and not self.closed and self.lost is None and bool(looked)
+        waited = self.meta.durability != "process" or not self.bucket.can_tear
+        return not (waited or self.closed or self.is_live())
 
     def disk_bytes(self) -> int:
         """Return the bytes of the values before compression."""
@@ -326,6 +320,65 @@ class ObjectSegment(Segment):
                 self.raw(name)
             self._compared = self.rows
         return len(self.gaps) > before
+
+    def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
+        """Fetch arrays of rows, one commit or chunk after another where that fails, and leave out what is damaged."""
+        before, names = len(self.gaps), list(names)
+        order = sorted(
+            names, key=lambda name: not self.specs[name].edges
+        )  # the rows of other chunks follow from offsets
+        with self._cache.lock:
+            for name in order:
+                try:
+                    self._fetch(name, rows)
+                except (CorruptionError, SegmentGoneError):
+                    self._file(name)
+                    for unit in self._missing(name, rows).tolist():
+                        self._find_damage_in(name, unit)
+        return len(self.gaps) > before
+
+    def _find_damage_in(self, name: str, unit: int) -> None:
+        try:
+            if self.sealed is None:
+                self._fetch_commits(name, [unit])
+            else:
+                self._fetch_chunks(name, np.array([unit]), self.sealed)
+        except (CorruptionError, FileNotFoundError) as error:
+            what = str(error).rstrip(".") if isinstance(error, CorruptionError) else f"object {error} is missing"
+            if self.sealed is None:
+                self.leave_out(unit, what)
+                return
+            self._have(name, unit, 0)  # zeros, which nobody is shown
+            first, end = self._rows_of_chunk(self.specs[name], unit)
+            if first < end and not any(gap.first <= first and end <= gap.end for gap in self.gaps):
+                self.gaps.append(Gap(1 + len(self.gaps), first, end, what))
+
+    def _rows_of_chunk(self, spec: ArraySpec, chunk: int) -> tuple[int, int]:
+        """Return the first row with values in a chunk of an array of a merged segment, and one past the last."""
+        begin, stop = chunk * CHUNK, (chunk + 1) * CHUNK
+        if spec.axis is None or spec.edges:
+            return max(0, begin - spec.edges), min(stop, self.rows)
+        offsets = self.offsets(spec.axis)[: self.rows + 1]
+        hit = (offsets[:-1] < stop) & (offsets[1:] > begin)
+        for gap in self.gaps:
+            hit[gap.first : gap.end] = False
+        rows = np.flatnonzero(hit)
+        return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+
+    def find_missing(self) -> bool:
+        """Look for objects that are gone."""
+        before = len(self.gaps)
+        there = set(self.bucket.keys(f"{self.name}/"))
+        if self.sealed is None:
+            for seq in range(self.records):
+                if self.history[seq].n_rows and self.key(seq) not in there and not self._is_out(seq):
+                    self.leave_out(seq, f"object {self.key(seq)} is missing")
+            return len(self.gaps) > before
+        gone = [name for name, spec in self.specs.items() if not there.issuperset(shards(self.name, spec))]
+        return self.find_damage(slice(0, self.rows), gone)
+
+    def _is_out(self, seq: int) -> bool:
+        return any(gap.seq == seq for gap in self.gaps)
 
     @property
     def is_checked(self) -> bool:
@@ -558,10 +611,17 @@ class ObjectSegment(Segment):
         """Return the ids of the rows of a gap; for updates those of their targets, where the object still has them."""
         if self.meta.kind == "rows" or gap.first == gap.end:
             return super().gap_ids(gap)
+        targets = self.sure_targets(gap)
+        return np.empty(0, np.int64) if targets is None else targets
+
+    def sure_targets(self, gap: Gap) -> Int64Array | None:
+        """Return the rows that a damaged update was for, or None if they are not known."""
         try:
+            if self.sealed is not None:
+                return self.array(TARGET)[gap.first : gap.end]
             return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
-        except (StoreError, FileNotFoundError):
-            return np.empty(0, np.int64)
+        except (StoreError, FileNotFoundError, IndexError):
+            return None
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """Return how many elements of an array a commit has, and where they begin in the segment."""

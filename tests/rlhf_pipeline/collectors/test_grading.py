@@ -30,6 +30,7 @@ from rlhf_pipeline.buffer.trajectory_schema import FAILURES
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.reward_forms import Sampled, bind
+from rlhf_pipeline.data.rewards import LeftOut
 from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.run.build import build_learner
 from tests.rlhf_pipeline.small import tiny
@@ -83,6 +84,40 @@ def test_whatever_a_call_raises_fails_its_own_trajectory(error, kind):
         grades = grader.grade(several(3))
         assert [grade.kind for grade in grades] == ["", "grader_error", ""]
         assert str(grades[1].error).startswith(f"{error.__name__}: out of time")
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "batched", "hangs"])
+def test_a_failed_call_is_made_again(kind):
+    """As often as `retries` says, and its failures are noted; what is left out is not asked for again."""
+    calls, lock = dict[str, int](), threading.Lock()
+
+    def graded(completion: str) -> float:
+        with lock:
+            calls[completion] = calls.get(completion, 0) + 1
+        if completion == "3":
+            raise LeftOut("three")
+        if calls[completion] <= int(completion):
+            if kind == "hangs":
+                time.sleep(1.0)
+            raise OSError(f"try {calls[completion]}")
+        return float(completion)
+
+    async def later(completion: str) -> float:
+        return graded(completion)
+
+    def together(completions: list[str]) -> list[float]:
+        return [graded(completion) for completion in completions]
+
+    function = {"async": later, "batched": together}.get(kind, graded)
+    grader = Grader(bind(function), timeout_s=0.2 if kind == "hangs" else None, retries=1)
+    grades = grader.grade(several(4), groups=range(4))
+    assert [grade.kind for grade in grades][::3] == ["", "three"]
+    assert [len(grade.retried) for grade in grades] == [0, 1, 1, 0]
+    assert all("no result after" in one or "OSError: try 1" in one for one in grades[1].retried)
+    if kind != "hangs":  # a call that was left behind counts as one of those
+        assert [grade.reward for grade in grades][:2] == [0.0, 1.0]
+        assert grades[2].kind == "grader_error"
+        assert calls == {"0": 1, "1": 2, "2": 2, "3": 1}
 
 
 def test_a_call_that_never_returns_is_a_timeout():

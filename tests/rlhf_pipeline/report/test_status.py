@@ -106,7 +106,8 @@ def test_processes_that_wait_hang_or_are_gone(run_dir: Path):
 def test_disk_and_its_growth(run_dir: Path):
     """Bytes are those of the folder; per hour, what a trajectory takes times how many the steps added."""
     timed(run_dir, 60.0)
-    found = told(run_dir)
+    with RunFolder(run_dir).lock():
+        found = told(run_dir)
     assert found["bytes"] == disk_usage(run_dir)
     # 48 trajectories, 8 of them before the first step: 40 in 11 minutes.
     assert found["bytes_per_hour"] == pytest.approx(found["bytes"] / 48 * 40 / (11 / 60))
@@ -115,13 +116,13 @@ def test_disk_and_its_growth(run_dir: Path):
 def test_figures_that_look_wrong(tmp_path: Path):
     """Failed reward calls, groups without spread and a gradient that is not finite are alarms."""
     run = write_run(tmp_path / "run", failed=3)
-    timed(run, 1.0, flat_groups=0.95)
+    timed(run, 1.0, num_trajectories=40, num_taught=2)
     StepRows(run / "metrics.jsonl").append({"step": 13, "grad_norm": None, "time": NOW})
     with RunFolder(run).lock():
         alarms = told(run)["alarms"]
     assert alarms[0].startswith("3 trajectories of the newest 13 steps failed; why: ")
     assert alarms[1:3] == [
-        "95% of the newest groups have equal rewards, so they teach nothing",
+        "95% of the newest step's trajectories have no gradient, so they teach nothing",
         "step 13 has no finite gradient",
     ]
 
@@ -141,3 +142,38 @@ def test_a_finished_run_of_a_hundred_thousand_steps(tmp_path: Path):
     found = told(run)
     assert time.process_time() - began < 1.0
     assert (found["state"], found["step"], found["stored"], found["alarms"]) == ("ended", 100_000, 400_000, [])
+
+
+def test_a_run_of_one_process_that_is_frozen_or_stands_still(run_dir: Path):
+    """No sign of life for half a minute, or no step for ten times the longest, is an alarm; a step is not."""
+    timed(run_dir, 60.0)
+    says(run_dir, "run", "running", 40.0)
+    with process_lock(run_dir / "processes", "run"):
+        assert told(run_dir)["alarms"] == ["run has said nothing for 40 s (it was: running)"]
+        says(run_dir, "run", "running", -899.0)
+        assert told(run_dir, NOW + 599)["alarms"] == []
+        (alarm,) = told(run_dir, NOW + 900)["alarms"]
+        assert alarm == "no step for 15 min 0 s; one of the newest 12 took 1 min 0 s at most"
+
+
+def test_a_learner_that_nobody_feeds(run_dir: Path):
+    """It is alive and waits, and no collector is: an alarm with the command that starts one."""
+    timed(run_dir, 1.0)
+    says(run_dir, "learner", "waiting for a rollout", 1.0, since=NOW - 45)
+    with process_lock(run_dir / "processes", "learner"):
+        (alarm,) = told(run_dir)["alarms"]
+        assert alarm.startswith(
+            "the learner waits for 45 s, and no collector is alive. Start one: rlhf-pipeline collect"
+        )
+        says(run_dir, "collector-0", "collecting", 1.0)
+        with process_lock(run_dir / "processes", "collector-0"):
+            assert told(run_dir)["alarms"] == []
+
+
+def test_a_rate_is_of_a_minute_and_of_a_run_that_runs(run_dir: Path):
+    """Steps of a second say nothing about an hour, and what has ended does not grow."""
+    timed(run_dir, 60.0)
+    assert told(run_dir)["bytes_per_hour"] is None
+    timed(run_dir, 0.1)
+    with RunFolder(run_dir).lock():
+        assert told(run_dir)["bytes_per_hour"] is None

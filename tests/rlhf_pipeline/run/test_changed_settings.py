@@ -60,6 +60,7 @@ SAME_WEIGHTS = {
 ELSEWHERE = {
     "description": "seen",
     "needs": "a GPU",
+    "buffer.max_bytes": "1000000000000",
     "collect.engine_memory": "0.25",
     "collect.num_slots": "3",
     "learn.peak_flops": "1e9",

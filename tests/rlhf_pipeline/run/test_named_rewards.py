@@ -13,11 +13,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlhf_pipeline import Collect, Learn, MCAdvantage, Pipeline, Prompts, Reward, TinyPolicy, TrajectoryReplayBuffer
+from rlhf_pipeline import (
+    Collect,
+    Learn,
+    MCAdvantage,
+    Pipeline,
+    Prompts,
+    Replay,
+    Reward,
+    Sample,
+    TinyPolicy,
+    TrajectoryReplayBuffer,
+)
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import TURN_REWARDS, TURNS, named_reward
 from rlhf_pipeline.config import WritePath
-from rlhf_pipeline.errors import DefinitionError, MissingKeyError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.functional.test_advantage import gdpo_by_the_paper
 from tests.rlhf_pipeline.small import sums_collector, talker
@@ -65,6 +76,27 @@ def test_a_run_with_gdpo_learns_from_each_reward_in_its_group(tmp_path: Path) ->
     np.testing.assert_allclose(rows["task_reward"], total, atol=1e-6)
     with pytest.raises(DefinitionError, match="a penalty in the sum of the rewards, and estimator=gdpo"):
         WritePath(estimator="gdpo", kl_coef=0.1)
+
+
+def test_a_replay_with_gdpo_reads_the_stored_rewards_one_by_one(tmp_path: Path) -> None:
+    """Over all that was gathered; a store without their columns is refused in one sentence."""
+    run(pipeline(), run_dir=tmp_path / "run")
+    with TrajectoryStore.open(tmp_path / "run" / "store", mode="a") as store:
+        store.update(store.ids(), advantage=np.full(len(store), np.nan, np.float32))
+    asked = pipeline(
+        write=WritePath(estimator="gdpo"),
+        replay=Replay(stores=(str(tmp_path / "run"),)),
+        sample=Sample(batch_size=16),
+        learn=Learn(steps=1),
+    )
+    run(asked, run_dir=tmp_path / "again")
+    rows = stored(tmp_path / "again")
+    values = np.stack([rows["reward_digits"], rows["reward_short"]], 1).astype(float)
+    want = gdpo_by_the_paper(values.tolist(), rows["group_id"].tolist(), (1.0, 0.5))
+    assert rows["advantage"].tolist() == pytest.approx(want, abs=1e-5)
+    other = replace(asked, reward=(Reward(digits, name="other"), short))
+    with pytest.raises(DataError, match="no column 'reward_other'"):
+        run(other, run_dir=tmp_path / "third")
 
 
 def right_first(returns: Any, groups: Any, lengths: Any, *, rewards: Any, names: Any, weights: Any) -> Any:

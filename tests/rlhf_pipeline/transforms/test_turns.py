@@ -27,8 +27,8 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import TURN_FIGURES, TURNS, trajectory_schema
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.functional.advantage import turn_advantage
 from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.functional.test_advantage import turns_by_the_formula
 from tests.rlhf_pipeline.small import sums_collector, talker
 from trajectory_store import TrajectoryStore
 
@@ -144,12 +144,21 @@ def test_what_does_not_fit_is_refused():
         WritePath(estimator="turn_grpo", kl_coef=0.1)
 
 
-def lake() -> Pipeline:
-    """Two steps on small rollouts of the frozen lake, turn by turn, weighted, with one for the whole beside."""
+def brief(completion: str, rewards: dict[str, float]) -> float:
+    """Read the environment's rewards: it counts as a whole, at the last turn."""
+    return 0.25 * len(completion) - sum(rewards.values())
 
-    def brief(completion: str, rewards: dict[str, float]) -> float:
-        return 0.25 * len(completion) - sum(rewards.values())
 
+SELECTIONS = [
+    ((environment_reward, Reward("nearer", weight=0.5), brief), {"reached": 1.0, "nearer": 1.5}),
+    ((Reward("reached"), Reward("nearer", weight=0.3)), {"reached": 1.0, "nearer": 0.3}),
+    ((Reward("nearer", weight=-2.0, name="away"),), {"nearer": -2.0}),
+]
+"""Rewards of a definition, and what they make each of the environment's count."""
+
+
+def lake(reward: tuple[object, ...]) -> Pipeline:
+    """Two steps on small rollouts of the frozen lake, turn by turn."""
     found = definitions.find("frozen_lake").pipeline(
         [
             ("collect.prompts_per_rollout", "4"),
@@ -161,12 +170,13 @@ def lake() -> Pipeline:
             ("write.turn_discount", "0.5"),
         ]
     )
-    return dataclasses.replace(found, evaluate=None, reward=(environment_reward, Reward("nearer", weight=0.5), brief))
+    return dataclasses.replace(found, evaluate=None, reward=reward)
 
 
-def test_a_run_learns_from_turns(tmp_path):
-    """What the store holds after a run is `turn_advantage` of the environment's rewards, the rest at the last turn."""
-    run(lake(), run_dir=tmp_path / "run")
+@pytest.mark.parametrize(("reward", "weights"), SELECTIONS)
+def test_a_run_learns_from_turns(tmp_path, reward, weights):
+    """Turns are worth the selected rewards by their weights, the rest counts at the last; advantages by the formula."""
+    run(lake(reward), run_dir=tmp_path / "run")
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         rows = store.read(store.ids())
     assert len(rows["turn_rewards"]) == 32
@@ -175,18 +185,23 @@ def test_a_run_learns_from_turns(tmp_path):
     ):
         given = json.loads(meta)["turn_rewards"]
         assert len(turns) == len(advantages) == (spans[:, 1] == 1).sum() == len(given)
-        weighted = [sum(one.values()) + 0.5 * one["nearer"] for one in given[:-1]]
-        assert turns[:-1].tolist() == pytest.approx(weighted, abs=1e-6)
+        weighted = [sum(weight * one[name] for name, weight in weights.items()) for one in given]
+        assert turns[:-1].tolist() == pytest.approx(weighted[:-1], abs=1e-6)
+        assert brief in reward or turns[-1] == pytest.approx(weighted[-1], abs=1e-5)
         assert turns.sum() == pytest.approx(total, abs=1e-5)
     for number, meta in enumerate(map(json.loads, rows["meta"])):  # and each by its name, without weights
         for name in ("reached", "nearer"):
             each = [one.get(name, 0.0) for one in meta["turn_rewards"]]
             assert rows[f"turn_reward_{name}"][number].tolist() == pytest.approx(each)
-            assert rows[f"reward_{name}"][number] == pytest.approx(sum(each), abs=1e-6)
-    counts = torch.tensor([len(one) for one in rows["turn_rewards"]])
-    flat = torch.from_numpy(np.concatenate([*rows["turn_rewards"]])).double()
-    want = turn_advantage(flat, torch.from_numpy(np.array(rows["group_id"])), counts, discount=0.5).advantages
-    np.testing.assert_allclose(np.concatenate([*rows["turn_advantages"]]), want.numpy(), atol=1e-5)
+            if name in weights and len(weights) > 1:
+                assert rows[f"reward_{name}"][number] == pytest.approx(sum(each), abs=1e-6)
+    talks = [
+        (group, turns.astype(float).tolist())
+        for group, turns in zip(rows["group_id"].tolist(), rows["turn_rewards"], strict=True)
+    ]
+    for number, found in enumerate(rows["turn_advantages"]):
+        want = [turns_by_the_formula(talks, k, number, 0.5) for k in range(len(found))]
+        assert found.tolist() == pytest.approx(want, abs=1e-4)
     furthest = [float(one[np.abs(one).argmax()]) for one in rows["turn_advantages"]]
     assert rows["advantage"].tolist() == pytest.approx(furthest)
 

@@ -314,3 +314,17 @@ def test_processes_are_numbered_in_the_order_of_their_first_starts(tmp_path):
         launch(name, command, tmp_path / f"{name}.log", {}).wait()
     said = {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
     assert said == {"learner": "0", "collector-0": "11", "collector-1": "2"}
+
+
+def test_a_process_that_makes_no_progress_ends_itself(tmp_path, monkeypatch, capfd):
+    """In one state for longer than it may be: exit code 3 and a sentence; while it waits it may take any time."""
+    monkeypatch.setattr("rlhf_pipeline.run.processes.heartbeat.RENEWAL_S", 0.05)
+    for state, code in (("waiting for a rollout", 0), ("learning", 3)):
+        child = os.fork()
+        if not child:
+            with Heartbeat(tmp_path, "learner", progress_timeout_s=0.2) as heartbeat:
+                heartbeat.beat(state)
+                time.sleep(1.0)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    assert "learner has been 'learning' for " in capfd.readouterr().err

@@ -1,0 +1,113 @@
+"""A run's state, alarms and newest figures as Prometheus text, for scraping: `--metrics-port`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf_pipeline.errors import DefinitionError, PipelineError
+from rlhf_pipeline.report.query import View
+from rlhf_pipeline.report.status import status
+from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.folder import is_run
+from trajectory_store import StoreError
+
+_PREFIX = "rlhf_pipeline_"
+_ROWS = 16
+
+
+@contextmanager
+def metrics_served(run_dir: Address, port: int) -> Iterator[int]:
+    """Serve a run's metrics at a port of this machine while the block runs; yield the port.
+
+    Args:
+        run_dir: the run; it need not exist yet.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        DefinitionError: prometheus-client is not installed, or the port is taken.
+    """
+    try:
+        client: Any = importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise DefinitionError(
+            "--metrics-port needs prometheus-client, and it cannot be imported. Install it: "
+            "pip install prometheus-client"
+        ) from error
+    registry = client.CollectorRegistry()
+    registry.register(_RunMetrics(run_dir, client))
+    try:
+        server, thread = client.start_http_server(port, registry=registry)
+    except OSError as error:
+        raise DefinitionError(f"--metrics-port {port} cannot be used: {error}. Choose another.") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _RunMetrics:
+    """Gives what `status` says, and the newest figures, whenever it is asked."""
+
+    def __init__(self, run_dir: Address, client: Any) -> None:
+        self._run_dir = run_dir
+        self._gauge = client.metrics_core.GaugeMetricFamily
+
+    def describe(self) -> list[Any]:
+        """Return nothing: the figures of a run are not known before it has taken a step."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics."""
+        if not is_run(self._run_dir):
+            return
+        now = time.time()
+        try:
+            view = View(self._run_dir)
+            try:
+                found, rows = status(view, now), view.metrics_rows()
+                # Some figures are in a rollout's first step only.
+                newest = {name: value for row in rows[-_ROWS:] for name, value in row.items() if value is not None}
+            finally:
+                view.close()
+        except (PipelineError, StoreError):  # a file that is being replaced: the next scrape sees it
+            return
+        known = {
+            "healthy": not found["alarms"],
+            "alarms": len(found["alarms"]),
+            "step": found["step"] or 0,
+            "steps": found["of"],
+            "stored_trajectories": found["stored"],
+            "failed_trajectories": found["failed"],
+            "disk_bytes": found["bytes"],
+            "disk_bytes_per_hour": found["bytes_per_hour"],
+        }
+        for name, value in known.items():
+            if value is not None:
+                yield self._gauge(_PREFIX + name, f"{name} of the run", value=float(value))
+        for name, value in newest.items():
+            if name not in ("step", "time") and isinstance(value, (int, float)):
+                yield self._gauge(f"{_PREFIX}metric_{named(name)}", f"the newest {name}", value=float(value))
+        alive = self._gauge(f"{_PREFIX}process_alive", "1 if the process is alive", labels=["process", "state"])
+        silent = self._gauge(f"{_PREFIX}process_silent_seconds", "since it was last seen", labels=["process"])
+        for one in found["processes"]:
+            alive.add_metric([one["name"], str(one.get("state"))], float(one["alive"]))
+            if one["seen"] is not None:
+                silent.add_metric([one["name"]], max(now - one["seen"], 0.0))
+        yield alive
+        yield silent
+
+
+def named(figure: str) -> str:
+    """Return a figure's name as Prometheus takes it.
+
+    >>> named("evaluation/pass@4"), named("kl_k1")
+    ('evaluation_pass_4', 'kl_k1')
+    """
+    return re.sub(r"\W", "_", figure)

@@ -1,0 +1,35 @@
+"""A run says a day ahead that it will have no room, and stops where its budget is used up."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_pipeline.errors import RunStorageError
+from rlhf_pipeline.run.disk import DiskWatch
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.start import run
+from tests.rlhf_pipeline.small import Clock, tiny, weights
+
+
+def test_it_says_once_that_a_day_is_left(tmp_path):
+    """At a megabyte in two minutes, 30 MB an hour, a budget of 500 MB lasts less than a day; a slow run is silent."""
+    for per_look, expected in ((1 << 20, 1), (1 << 12, 0)):
+        folder, said, clock = tmp_path / str(per_look), [], Clock()
+        folder.mkdir()
+        watch = DiskWatch(folder, 500_000_000, said.append, clock=clock)
+        for look in range(10):
+            (folder / f"{look}").write_bytes(bytes(per_look))
+            clock.now += 120
+            watch.look()
+        assert len(said) == expected
+
+
+def test_a_budget_that_is_used_up_stops_the_run_saved_and_more_goes_on(tmp_path):
+    """The message names both sizes and the setting with which it goes on, which gives the weights of a straight run."""
+    small = tiny(buffer__max_bytes="1000")
+    with pytest.raises(RunStorageError, match=r"buffer\.max_bytes is 1,000\..*--resume .* --set buffer\.max_bytes="):
+        run(small, run_dir=tmp_path / "run")
+    assert RunFolder(tmp_path / "run").saved()
+    run(tiny(buffer__max_bytes="1000000000"), run_dir=tmp_path / "run", resume=True)
+    run(tiny(), run_dir=tmp_path / "straight")
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")

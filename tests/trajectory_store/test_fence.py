@@ -1,0 +1,75 @@
+"""A segment that another process ends: what was committed counts, and what comes later goes to a new segment."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from trajectory_store import Column, TrajectoryStore
+from trajectory_store.local_backend import LocalWriter
+
+BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
+
+
+@BACKENDS
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_writer_that_was_stopped_goes_on_in_a_new_segment(tmp_path, backend, durability):
+    """Its segment was ended meanwhile, and even merged: nothing of it is lost, doubled or late."""
+    store = TrajectoryStore.create(tmp_path / "s", [Column("tag", "int64")], backend=backend, durability=durability)
+    store.append({"tag": [0]})
+    store.close()
+    (told, tell), (go, let_go) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            store = TrajectoryStore.open(tmp_path / "s", "a")
+            for tag in (1, 2):
+                os.write(tell, f"{int(store.append({'tag': [tag]})[0]):020d}".encode())
+                os.read(go, 1)
+        finally:
+            os._exit(0)
+    os.close(tell)
+    first = int(os.read(told, 20))
+    os.kill(pid, signal.SIGSTOP)
+    with TrajectoryStore.open(tmp_path / "s", "a") as other, TrajectoryStore.open(tmp_path / "s") as reader:
+        other.fence(first >> 32)
+        assert other.read_scalars("tag").tolist() == [0, 1]
+        reader.refresh()
+        assert not reader.being_written()
+        other.compact()
+        os.kill(pid, signal.SIGCONT)
+        os.write(let_go, b"xx")
+        second = int(os.read(told, 20))
+        os.waitpid(pid, 0)
+        assert first >> 32 != second >> 32
+        for store in (other, reader):
+            store.refresh()
+            assert store.read_scalars("tag").tolist() == [0, 1, 2]
+        assert other.verify().ok, str(other.verify())
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_commit_at_the_moment_of_the_end_counts_once(tmp_path, monkeypatch, moment):
+    """The other process ends the segment right before, or right after, a record is written: the rows are there once."""
+    store = TrajectoryStore.create(tmp_path / "s", [Column("tag", "int64")])
+    ids = store.append({"tag": [1]})
+    put = LocalWriter._put_record
+
+    def put_record(self, *arguments):
+        monkeypatch.setattr(LocalWriter, "_put_record", put)
+        calls = [lambda: other.fence(int(ids[0]) >> 32), lambda: put(self, *arguments)]
+        for call in calls if moment == "before" else reversed(calls):
+            call()
+
+    with TrajectoryStore.open(tmp_path / "s", "a") as other:
+        monkeypatch.setattr(LocalWriter, "_put_record", put_record)
+        late = store.append({"tag": [2]})
+        assert (int(late[0]) >> 32 == int(ids[0]) >> 32) == (moment == "after")
+        store.append({"tag": [3]})
+        for one in (store, other):
+            one.refresh()
+            assert one.read_scalars("tag").tolist() == [1, 2, 3]
+        store.close()
+        assert other.verify().ok, str(other.verify())
