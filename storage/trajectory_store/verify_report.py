@@ -56,7 +56,7 @@ class VerifyReport:
             f"{self.path}: {size} checked, {len(self.problems)} problems, "
             f"{len(self.damaged_ids)} trajectories damaged:\n{lines}{lost}\n"
             "Damaged rows cannot be repaired. Restore the segment from a copy, or leave these ids out and accept the "
-            f"loss: rlhf-pipeline verify {self.path} --accept-loss"
+            "loss: TrajectoryStore.open(path, mode='a').accept_losses()"
         )
 
     def problem(self, words: str) -> None:
