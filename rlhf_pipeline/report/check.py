@@ -51,7 +51,7 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
     if len(damaged):
         some = ", ".join(str(row) for row in damaged[:8].tolist()) + (", ..." if len(damaged) > 8 else "")
         text = f"{count(len(damaged), what)} cannot be trusted (ids {some}); all others are good. "
-        way_out = f"Restore the segment from a copy, or accept the loss: rlhf-pipeline verify {typed(path)} --accept-loss"
+        way_out = f"Restore it from a copy, or accept the loss: rlhf-pipeline verify {typed(path)} --accept-loss"
         yield Finding(part=part, ok=False, text=text + way_out)
 
 
