@@ -47,7 +47,7 @@ class Sampled:
     conversation: Sequence[Mapping[str, Any]] | None = None
     """With an environment, all messages; else None."""
     prompt_text: str | None = None
-    """What the model read before the completion; None if no reward function asks for it."""
+    """What the model read before the completion; None if no reward function asked for it."""
     num_asked: int = 1
     """The messages of the conversation before the first turn."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -83,7 +83,9 @@ def _environment(one: Sampled) -> Any:
 
 
 def _prompt_text(one: Sampled) -> str:
-    return one.prompt.text if one.prompt_text is None else one.prompt_text
+    if one.prompt_text is None:
+        raise ValueError("what the model read before this completion was not kept, as no reward asked for it then")
+    return one.prompt_text
 
 
 Getter = Callable[[Sampled], Any]
@@ -104,7 +106,7 @@ _MORE: Final[dict[str, Getter]] = {
     "turns": lambda one: one.turns,
     "environment": _environment,
     "solution_str": lambda one: one.completion,
-    "ground_truth": lambda one: one.prompt.answer,
+    "ground_truth": _OWN["answer"],
     "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
     "data_source": lambda one: one.prompt.meta.get("data_source", ""),
 }
@@ -118,7 +120,7 @@ _TRL: Final[dict[str, Getter]] = {
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
     "queries": lambda one: _prompt_text(one) + one.completion,
-    "labels": lambda one: one.prompt.answer,
+    "labels": _OWN["answer"],
 }
 _BATCHED: Final[dict[str, Getter]] = {
     "solution_strs": _MORE["solution_str"],

@@ -224,6 +224,8 @@ def test_an_argument_shows_how_the_prompt_ended():
         Sampled(prompt=prompt, completion="x</think>4", prompt_text=f"2+2=<assistant>{end}") for end in ("<think>", "")
     ]
     assert [grade.reward for grade in Grader(asked).grade(shown)] == [1.0, 0.0]
+    (unknown,) = Grader(asked).grade([Sampled(prompt=prompt, completion="4")])  # of a row of other rewards
+    assert (unknown.kind, "was not kept" in str(unknown.error)) == ("grader_error", True)
 
 
 @pytest.mark.parametrize(
