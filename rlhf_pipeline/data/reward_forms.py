@@ -230,16 +230,17 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    if by_place or (unknown and known.isdisjoint(names)):
+    if not names and not rest and not by_place:
+        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
+    nothing_known = known.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
+    if by_place or nothing_known:
         try:
             signature.bind("", "", None, {})
         except TypeError as error:
-            raise DefinitionError(_refusal(reward, str(signature), unknown, columns or (), error)) from error
+            raise DefinitionError(_refusal(reward, str(signature), unknown or names, columns or (), error)) from error
         return plain
     if unknown and columns is not None:
         raise DefinitionError(_refusal(reward, str(signature), unknown, columns, ""))
-    if not names and not rest:
-        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
     batched = any(name in _TRL or (name in _BATCHED and name not in (columns or ())) for name in names)
     first = (_TRL if batched else _OWN) | (_AS_TEXT if not _OPENRLHF.keys().isdisjoint(names) else {})
     arguments = [
