@@ -73,8 +73,9 @@ class PromptSource(Protocol):
     """A source of prompts: `prompt(cursor, seed)` must depend on nothing else.
 
     Any object with that method is one. A source with a length is finite: it is asked for prompts 0 to
-    `len(source) - 1`, epoch by epoch, shuffled by the seed. A source may have `as_chat`, False if its text is not put
-    through the tokenizer's chat template, and `chat_template_kwargs`, a mapping that the template gets.
+    `len(source) - 1`, epoch by epoch, shuffled by the seed, or in their order if it has `shuffle = False`. A source may
+    have `as_chat`, False if its text is not put through the tokenizer's chat template, and `chat_template_kwargs`, a
+    mapping that the template gets.
     """
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
@@ -90,8 +91,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
         size = int(length())
         if size < 1:
             raise DefinitionError(f"prompts: {name} has no prompts (its length is {size}).")
-        epoch, position = divmod(cursor, size)
-        at = _epoch_order(size, seed, epoch)[position]
+        at = _in_order(source, size, cursor, seed)
     try:
         found = cast(object, source.prompt(at, seed))
     except PipelineError:
@@ -268,6 +268,7 @@ class Prompts(Settings):
     system: str | None = setting(
         None, help="A system message, put before every prompt that has none of its own. Needs a chat template."
     )
+    shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch; false takes them in their order.")
     as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
@@ -318,15 +319,14 @@ class Prompts(Settings):
         return _read(self._reading()).columns
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
-        """Return prompt number `cursor`; every epoch is a new shuffle of all prompts.
+        """Return prompt number `cursor`; every epoch is a new shuffle of all prompts, unless `shuffle` is false.
 
         Raises:
             MissingPathError: the path is not there.
             DataError: a row cannot be read, or lacks a field.
         """
         found = self.all_prompts()
-        epoch, position = divmod(cursor, len(found))
-        return found[_epoch_order(len(found), seed, epoch)[position]]
+        return found[_in_order(self, len(found), cursor, seed)]
 
     def _reading(self) -> _Reading:
         return _Reading(
@@ -348,6 +348,11 @@ class ChosenPrompts:
     source: Prompts
     positions: tuple[int, ...]
     """Of the prompts in `source.all_prompts()`."""
+
+    @property
+    def shuffle(self) -> bool:
+        """As of the source."""
+        return self.source.shuffle
 
     @property
     def as_chat(self) -> bool:
@@ -529,6 +534,12 @@ def json_value(value: object, where: str) -> JsonValue:
         if type(found) is not type(value):
             return json_value(found, where)
     raise DataError(f"{where} is of type {type(value).__name__}, which JSON does not have.")
+
+
+def _in_order(source: PromptSource, size: int, cursor: int, seed: int) -> int:
+    """Return the place of prompt number `cursor` of a finite source: epoch by epoch, shuffled unless it says not to."""
+    epoch, position = divmod(cursor, size)
+    return _epoch_order(size, seed, epoch)[position] if getattr(source, "shuffle", True) else position
 
 
 @functools.lru_cache(maxsize=16)
