@@ -83,7 +83,7 @@ DRAWN = tiny(
     sample__batch_size="6",
     buffer__max_staleness="8",
     collect__prompts_per_rollout="2",
-    learn__updates_per_rollout="1",
+    learn__epochs="1",
     learn__steps="4",
 )
 """Steps draw from all rollouts so far."""

@@ -65,7 +65,7 @@ async function poll() {
   if (document.hidden || !at || !state.runs.length) return;
   try {
     const before = state.changes, mine = visit;
-    const now = state.changes = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/changes`)));
+    const now = state.changes = await Promise.all(state.runs.map((run, i) => run.error ? {} : get(`runs/${i}/changes`)));
     const moved = before.length && now.some((one, i) => one.watermark !== before[i].watermark || one.step !== before[i].step);
     if (moved) {
       state.runs = await get("runs");
