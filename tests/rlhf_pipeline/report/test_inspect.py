@@ -58,7 +58,7 @@ def test_edited_curve_is_noticed(run_dir: Path):
 
 
 def test_edited_completion_is_noticed(run_dir: Path):
-    """One completion overwritten on the disk is found by its reward."""
+    """One completion overwritten on the disk is not graded: its checksum says that it is not the one that was."""
     chunk = next((run_dir / "store").rglob("completion/c/0"))
     data = bytearray(chunk.read_bytes())
     with TrajectoryStore.open(run_dir / "store") as store:
@@ -66,9 +66,8 @@ def test_edited_completion_is_noticed(run_dir: Path):
     place = data.rindex(last.encode())
     data[place : place + 4] = b"xxxx"
     chunk.write_bytes(data)
-    check = graded(run_dir)
-    assert check["different"] == 1
-    assert check["first_different"][0]["now"] == 0.0
+    with pytest.raises(CorruptionError, match="commit 5 is damaged"):
+        graded(run_dir)
 
 
 def test_failed_trajectories(tmp_path: Path):
