@@ -61,7 +61,9 @@ class TinyPolicy(Settings):
     hidden_size: int = setting(64, min=1, help="Width of the model; a multiple of `num_heads`.")
     num_layers: int = setting(2, min=1, help="Layers of the model.")
     num_heads: int = setting(4, min=1, help="Attention heads of each layer.")
-    chat_template: str | None = setting(None, help="Of its tokenizer; an environment with tools needs one.")
+    chat_template: str | None = setting(
+        None, help="Of its tokenizer: a Jinja file, or its text; an environment with tools needs one."
+    )
     response_template: dict[str, Any] | None = setting(
         None, help="How its tool calls are read: the `response_template` of transformers' tokenizers."
     )
@@ -97,6 +99,9 @@ class PretrainedPolicy(Settings):
     path: str = setting(
         help="A folder as `save_pretrained` writes it, a GGUF file, or a hub name. Only a hub name touches the "
         "network.",
+    )
+    chat_template: str | None = setting(
+        None, help="A chat template in place of the tokenizer's: a Jinja file, or its text."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -214,6 +219,11 @@ class Collect(Settings):
     keep_stop: bool = setting(
         True, help="Whether the text that the reward sees ends with the stop string; the tokens always do."
     )
+    prefill: str = setting(
+        "",
+        help="Text that every completion begins with, for example `<think>`, also in evaluations: the policy continues "
+        "it, rewards see it, and it is not learned. Not with an environment.",
+    )
     num_slots: int = setting(64, min=1, help="Completions generated in parallel.")
     engine: str = setting(
         "slots",
@@ -275,6 +285,11 @@ class Collect(Settings):
                 "of the tokens that they leave, without which ratios would be wrong.",
             ),
             (all(self.stop), "a stop string is empty."),
+            (
+                self.dynamic > 1 or self.dynamic_by is None,
+                f"dynamic_by is {self.dynamic_by!r}, and dynamic is 1, which keeps every group. Set dynamic, the most "
+                "rounds of a rollout.",
+            ),
             (
                 self.dynamic == 1 or self.group_size > 1,
                 f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
@@ -716,15 +731,24 @@ class Learn(Settings):
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
+    warmup_ratio: float = setting(
+        0.0,
+        min=0,
+        below=1,
+        help="The same as a share of the steps before the rate is at its end (`lr_decay_steps`, else `steps`), rounded "
+        "up; not both.",
+    )
+    min_lr: float = setting(0.0, min=0, help="The learning rate at which a falling one ends.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        help="The learning rate after the warm-up: constant, or falling towards 0 along a line or a half cosine.",
+        help="The learning rate after the warm-up: constant, or falling towards `min_lr` along a line or a half "
+        "cosine.",
     )
     lr_decay_steps: int | None = setting(
         None,
         min=1,
-        help="Optimizer step at which a falling learning rate reaches 0; None is the one after `steps`. Set it if the "
-        "run may be extended later, so that earlier steps keep their rate.",
+        help="Optimizer step at which a falling learning rate reaches its end; None is the one after `steps`. Set it "
+        "if the run may be extended later, so that earlier steps keep their rate.",
     )
     weight_decay: float = setting(
         0.0,
@@ -733,6 +757,7 @@ class Learn(Settings):
     )
     beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
     beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
+    eps: float = setting(1e-8, above=0, help="Added to the root of AdamW's second moment.")
     max_grad_norm: float = setting(1.0, above=0, help="A larger gradient is scaled down to this norm.")
     optimizer: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
@@ -796,6 +821,14 @@ class Learn(Settings):
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
+    logger_project: str | None = setting(None, help="The project of W&B or Trackio; None for their default.")
+    logger_name: str | None = setting(None, help="The run's name there; None for that of its folder.")
+    logger_tags: tuple[str, ...] = setting((), help="The run's tags at W&B.")
+    logger_samples: int = setting(
+        0,
+        min=0,
+        help="Trajectories of each step in a table at W&B: prompt, completion, reward and advantage.",
+    )
 
     @property
     def steps_per_rollout(self) -> int:
@@ -805,20 +838,28 @@ class Learn(Settings):
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step number `step` (1-based): a linear warm-up, then the schedule.
 
-        The step after the warm-up has the full rate. A falling rate reaches 0 at `lr_decay_steps`, by default the step
-        after the last.
+        The step after the warm-up has the full rate. A falling rate reaches `min_lr` at `lr_decay_steps`, by default
+        the step after the last.
 
         >>> learn = Learn(lr=1.0, steps=6, warmup_steps=2, lr_schedule="linear")
         >>> [learn.learning_rate(step) for step in range(1, 7)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
         """
-        if step <= self.warmup_steps:
-            return self.lr * (step / self.warmup_steps)
+        warm = self.num_warmup_steps
+        if step <= warm:
+            return self.lr * (step / warm)
         if self.lr_schedule == "constant":
             return self.lr
-        first, end = self.warmup_steps + 1, self.lr_decay_steps or self.steps + 1
+        first, end = warm + 1, self.lr_decay_steps or self.steps + 1
         done = min((step - first) / (end - first), 1.0) if end > first else 1.0
-        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+        left = 1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_lr + (self.lr - self.min_lr) * left
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Optimizer steps of the warm-up, however it is given."""
+        last = self.steps if self.lr_decay_steps is None else self.lr_decay_steps - 1
+        return self.warmup_steps or math.ceil(self.warmup_ratio * last)
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -826,6 +867,27 @@ class Learn(Settings):
                 self.lr_schedule == "constant" or (self.lr_decay_steps or self.steps + 1) > self.warmup_steps,
                 f"lr_schedule={self.lr_schedule} ends at step {self.lr_decay_steps or self.steps + 1}, within the "
                 f"{self.warmup_steps} of warmup_steps. Set lr_decay_steps above that.",
+            ),
+            (
+                not (self.warmup_steps and self.warmup_ratio),
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: the warm-up is said twice. "
+                "Set one of them to 0.",
+            ),
+            (
+                self.min_lr <= self.lr,
+                f"min_lr is {self.min_lr}, above lr ({self.lr}), and the rate falls from that. Set it to that at most.",
+            ),
+            (
+                self.logger_project is None or self.logger in ("wandb", "trackio"),
+                f"logger_project is for logger=wandb and trackio, and the logger is {self.logger}.",
+            ),
+            (
+                self.logger == "wandb" or not (self.logger_tags or self.logger_samples),
+                f"logger_tags and logger_samples are for logger=wandb, and the logger is {self.logger}.",
+            ),
+            (
+                self.logger_name is None or self.logger is not None,
+                "logger_name needs a logger, for example logger=wandb.",
             ),
             (
                 not (self.offload_optimizer and self.optimizer == "adamw_8bit"),
@@ -988,6 +1050,11 @@ class Pipeline(Settings):
             (
                 self.evaluate is None or len(self.evaluations) > 0,
                 "evaluate is an empty dict. Name a set, or leave it out.",
+            ),
+            (
+                self.environment is None or not self.collect.prefill,
+                f"collect.prefill is {self.collect.prefill!r}, and an environment's conversation has several answers. "
+                "End the generation prompt of policy.chat_template with it.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import RaggedArray, Schema, TrajectoryStore
+from trajectory_store.texts import occurrences
 
 Ids = npt.NDArray[np.int64]
 
@@ -44,34 +45,13 @@ def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, 
     Yields:
         Places in `ids` that have the text, ascending, and the place down to which was searched.
     """
-    needle = np.frombuffer(wanted.encode().lower(), np.uint8)
-    either = (needle >= 97) & (needle <= 122)
+    needle = wanted.encode()
     end, rows = len(ids), 1024
     while end:
         first = max(end - rows, 0)
         flat, starts = text_bytes(store, name, ids[first:end])
-        at = _occurrences(flat, needle, either)
+        at = occurrences(flat, needle, any_case=True)
         row = np.searchsorted(starts, at, "right") - 1
         yield first + np.unique(row[at + len(needle) <= starts[row + 1]]), first
         rows = int(np.clip(_BLOCK_BYTES * (end - first) // max(len(flat), 1), 256, _BLOCK_ROWS))
         end = first
-
-
-def _occurrences(flat: npt.NDArray[np.uint8], needle: npt.NDArray[np.uint8], either: npt.NDArray[np.bool_]) -> Ids:
-    """Return where a needle begins, ascending: its rarest byte is looked for first, then the others are compared."""
-    last = len(flat) - len(needle) + 1
-    if last <= 0:
-        return np.zeros(0, np.int64)
-    often = np.bincount(flat[: 1 << 18], minlength=256)
-    order = np.argsort(
-        [often[byte] + (often[byte - 32] if both else 0) for byte, both in zip(needle, either, strict=True)]
-    )
-
-    def same(values: npt.NDArray[np.uint8], place: int) -> npt.NDArray[np.bool_]:
-        return (values | 32 if either[place] else values) == needle[place]
-
-    rarest = int(order[0])
-    at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))
-    for place in order[1:].tolist():
-        at = at[same(flat[at + place], place)]
-    return at

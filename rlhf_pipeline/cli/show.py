@@ -85,6 +85,8 @@ def _nothing(view: View, step: Answer) -> str:
     if step.get("num"):
         return f"none of the {step['num']} trajectories of step {step['step']} is in the store any more (evicted)."
     if step:
-        why = "no trajectory was young enough, or had a group with spread"
-        return f"step {step['step']} had nothing to learn from: {why}."
+        why = ", ".join(f"{num:,} {name.replace('_', ' ')}" for name, num in step["left_out"].items())
+        return f"step {step['step']} took no trajectory" + (
+            f"; left out: {why}." if why else ": none was young enough."
+        )
     return f"{view.stored.path} holds no trajectories."

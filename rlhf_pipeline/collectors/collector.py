@@ -44,7 +44,7 @@ from rlhf_pipeline.environments.environment import has_effects
 from rlhf_pipeline.environments.outcomes import BROKEN
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
-from rlhf_pipeline.policies.chat import decode_completion, decode_prompt, encode_any
+from rlhf_pipeline.policies.chat import decode_completion, decode_prompt, encode_any, encode_text
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.stop_strings import StopStrings
@@ -462,6 +462,7 @@ class Collector:
         prompt_ids = [
             encode_any(self.policy.tokenizer, prompt, as_chat=as_chat, template=options) for prompt in prompts
         ]
+        begins = self._prefill()
         how: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
         if self.config.stop:
             how["stop"] = self.config.stop
@@ -470,6 +471,7 @@ class Collector:
         shown: list[str | None] = [None] * len(prompts)
         if self.grader.bound.takes_prompt_text:
             shown = [decode_prompt(self.policy.tokenizer, ids) for ids in prompt_ids]
+        prompt_ids = [[*ids, *begins] for ids in prompt_ids]
         texts: dict[int, str] = {}
 
         def ended(place: int, tokens: Sequence[int]) -> None:
@@ -568,7 +570,13 @@ class Collector:
         text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
         if self.config.stop and not self.config.keep_stop:
             text = StopStrings(self.policy.tokenizer, self.config.stop).without(text)
-        return text
+        return self.config.prefill + text
+
+    def _prefill(self) -> list[int]:
+        """Return the tokens of the text that every completion begins with."""
+        if not self.config.prefill:
+            return []
+        return encode_text(self.policy.tokenizer, self.config.prefill, add_special_tokens=False)
 
     def observe(self, groups: np.ndarray) -> None:
         """Advance the KL controller over stored groups as the write path did when it wrote them.

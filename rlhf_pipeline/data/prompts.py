@@ -73,8 +73,9 @@ class PromptSource(Protocol):
     """A source of prompts: `prompt(cursor, seed)` must depend on nothing else.
 
     Any object with that method is one. A source with a length is finite: it is asked for prompts 0 to
-    `len(source) - 1`, epoch by epoch, shuffled by the seed. A source may have `as_chat`, False if its text is not put
-    through the tokenizer's chat template, and `chat_template_kwargs`, a mapping that the template gets.
+    `len(source) - 1`, epoch by epoch, shuffled by the seed, or in their order if it has `shuffle = False`. A source may
+    have `as_chat`, False if its text is not put through the tokenizer's chat template, and `chat_template_kwargs`, a
+    mapping that the template gets.
     """
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
@@ -90,8 +91,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
         size = int(length())
         if size < 1:
             raise DefinitionError(f"prompts: {name} has no prompts (its length is {size}).")
-        epoch, position = divmod(cursor, size)
-        at = _epoch_order(size, seed, epoch)[position]
+        at = _in_order(source, size, cursor, seed)
     try:
         found = cast(object, source.prompt(at, seed))
     except PipelineError:
@@ -130,13 +130,12 @@ def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
     if isinstance(source, ChosenPrompts):
         return columns_of(source.source, seed)
     if isinstance(source, Prompts):
-        listed: Sequence[Prompt] = source.all_prompts()
-    else:
-        length = getattr(source, "__len__", None)
-        most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
-        listed = [prompt_at(source, 0, seed)]
-        with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
-            listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
+        return source.columns()
+    length = getattr(source, "__len__", None)
+    most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
+    listed = [prompt_at(source, 0, seed)]
+    with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
+        listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
     return tuple(sorted({name for prompt in listed for name in prompt.meta}))
 
 
@@ -269,6 +268,7 @@ class Prompts(Settings):
     system: str | None = setting(
         None, help="A system message, put before every prompt that has none of its own. Needs a chat template."
     )
+    shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch; false takes them in their order.")
     as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
@@ -314,16 +314,19 @@ class Prompts(Settings):
         """Return how many rows each rule of `skip` left out when the file was read."""
         return dict(_read(self._reading()).skipped)
 
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of `meta` of all prompts together, sorted."""
+        return _read(self._reading()).columns
+
     def prompt(self, cursor: int, seed: int) -> Prompt:
-        """Return prompt number `cursor`; every epoch is a new shuffle of all prompts.
+        """Return prompt number `cursor`; every epoch is a new shuffle of all prompts, unless `shuffle` is false.
 
         Raises:
             MissingPathError: the path is not there.
             DataError: a row cannot be read, or lacks a field.
         """
         found = self.all_prompts()
-        epoch, position = divmod(cursor, len(found))
-        return found[_epoch_order(len(found), seed, epoch)[position]]
+        return found[_in_order(self, len(found), cursor, seed)]
 
     def _reading(self) -> _Reading:
         return _Reading(
@@ -345,6 +348,11 @@ class ChosenPrompts:
     source: Prompts
     positions: tuple[int, ...]
     """Of the prompts in `source.all_prompts()`."""
+
+    @property
+    def shuffle(self) -> bool:
+        """As of the source."""
+        return self.source.shuffle
 
     @property
     def as_chat(self) -> bool:
@@ -528,6 +536,12 @@ def json_value(value: object, where: str) -> JsonValue:
     raise DataError(f"{where} is of type {type(value).__name__}, which JSON does not have.")
 
 
+def _in_order(source: PromptSource, size: int, cursor: int, seed: int) -> int:
+    """Return the place of prompt number `cursor` of a finite source: epoch by epoch, shuffled unless it says not to."""
+    epoch, position = divmod(cursor, size)
+    return _epoch_order(size, seed, epoch)[position] if getattr(source, "shuffle", True) else position
+
+
 @functools.lru_cache(maxsize=16)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     order = list(range(num_rows))
@@ -572,6 +586,7 @@ class _Reading:
 class _Read:
     prompts: tuple[Prompt, ...]
     skipped: Mapping[str, int]
+    columns: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=8)
@@ -589,7 +604,7 @@ def _read(reading: _Reading) -> _Read:
     if not found:
         gone = "".join(f" {count:,} rows were left out by skip={rule}." for rule, count in skipped.items())
         raise DataError(f"{reading.path or 'rows'} holds no prompts with a field '{reading.prompt_field}'.{gone}")
-    return _Read(tuple(found), skipped)
+    return _Read(tuple(found), skipped, tuple(sorted({name for prompt in found for name in prompt.meta})))
 
 
 def _prompt_of(

@@ -181,6 +181,7 @@ def _make(groups: list[dict[str, Any]], config: Learn) -> torch.optim.Optimizer:
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
     if config.optimizer == "adamw_8bit":

@@ -41,7 +41,11 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
         CorruptionError: some rows do not match their checksums, so that other rewards would say nothing.
     """
     stored = view.stored
-    grader = Grader(bind(sorted({name for context in _contexts(stored) for name in context.prompt_meta})))
+    evaluated = stored.scalars("evaluation")
+    grader = Grader(
+        bind(sorted({name for context in _contexts(stored) for name in context.prompt_meta})),
+        leaves_out=evaluated is None or not evaluated.all(),
+    )
     before = stored.scalars("task_reward")
     if before is None:
         return None

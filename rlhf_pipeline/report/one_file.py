@@ -19,8 +19,10 @@ from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 
-MOST_BYTES: Final = 1_300_000
-"""Of the recorded trajectories; with the pages themselves the file stays under 2 MB."""
+MOST_BYTES: Final = 1_650_000
+"""Of all recorded answers; with the pages themselves the file stays under 2 MB."""
+_STEP_BYTES = 700
+"""About what a step takes whose groups are not in the report."""
 _STATIC = Path(__file__).parent / "view" / "static"
 _STEPS = 16
 _GROUPS = 48
@@ -95,10 +97,13 @@ def record(view: View) -> Answer:
     evaluations = answers[f"{here}/evaluations"] = view.evaluations()
     if not about["stored"]:
         return answers
-    share = MOST_BYTES // 5 // max(len(evaluations), 1)
+    curves = answers[f"{here}/metrics"]
+    room = MOST_BYTES - len(json.dumps(curves)) - _STEP_BYTES * len(curves["step"])
+    room = max(room, MOST_BYTES // 5)
+    share = room // 5 // max(len(evaluations), 1)
     for one in evaluations:
         answers |= _rows_of(view.evaluation(one["store"]), f"{here}~{one['store']}", share)
-    answers |= _rows_of(view, here, MOST_BYTES - share * len(evaluations))
+    answers |= _rows_of(view, here, room - share * len(evaluations))
     known = {row["id"] for row in answers[f"{here}/trajectories"]["rows"]}
     for name in LISTS:
         found = view.list(name)
@@ -137,7 +142,8 @@ def _rows_of(view: View, here: str, most: int) -> Answer:
     taken, used, fields = dict[int, Answer](), 0, view.fields()
     for id in choose(view):
         item = _shortened(view.trajectory(id))
-        used += len(json.dumps(item)) + 1500  # and the same in its group, and in the table
+        # Its texts are in its group and in the table, too.
+        used += len(json.dumps(item)) + 2 * len(json.dumps([item["prompt"], item["completion"]])) + 1500
         if used > most:
             break
         taken[id] = item

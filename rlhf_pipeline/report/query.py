@@ -495,15 +495,25 @@ class View:
 
     def groups(self, *, newest: int = 20) -> list[Answer]:
         """Return the newest groups, newest first: number, members' rewards, mean, and the best member's text."""
-        ids = self.stored.ids()[-64 * newest :]
-        names = self.stored.scalars("group_id", ids)
-        found: list[Answer] = []
-        for name in list(dict.fromkeys(names.tolist()[::-1]))[:newest] if names is not None else []:
-            rows = self.rows(ids[names == name])
-            best = max(rows, key=lambda row: -math.inf if row["reward"] is None else row["reward"])
-            rewards = [row["reward"] for row in rows]
-            mean = _mean([reward for reward in rewards if reward is not None])
-            found.append({"group": name, "rewards": rewards, "reward_mean": mean, "best": self._cut(best)})
+        ids, names, found = self.stored.ids(), self.stored.scalars("group_id"), list[Answer]()
+        if names is None or not len(ids):
+            return found
+        most, wanted = 64 * newest, dict[int, None]()
+        while len(wanted) < newest and most < 2 * len(ids) + 64 * newest:  # groups may be of any size
+            wanted, most = dict.fromkeys(names[-most:][::-1].tolist()), 2 * most
+        rewards = self._floats("task_reward")
+        for name in list(wanted)[:newest]:
+            at = np.flatnonzero(names == name)
+            mine = rewards[at]
+            (best,) = self.rows(ids[at[[int(np.argmax(np.where(np.isnan(mine), -np.inf, mine)))]]])
+            found.append(
+                {
+                    "group": name,
+                    "rewards": [finite(value) for value in mine.tolist()],
+                    "reward_mean": _mean(mine[np.isfinite(mine)].tolist()),
+                    "best": self._cut(best),
+                }
+            )
         return found
 
     # -- steps -------------------------------------------------------------------------------------------------------

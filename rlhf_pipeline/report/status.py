@@ -27,7 +27,8 @@ _YOUNG_S: Final = 60.0
 """Steps of a shorter time say nothing about an hour."""
 _ROWS = 100
 _HOUR_S = 3600.0
-_FLAT = 0.9
+_IDLE = 0.9
+"""The share of a step's trajectories without a gradient from which on that is an alarm."""
 
 
 def status(view: View, now: float) -> Answer:
@@ -100,8 +101,9 @@ def _alarms(found: Answer, rows: list[Answer], run: RunFolder, now: float) -> It
         of = f"of the newest {count(len(rows), 'step')}"
         yield f"{count(failed, 'trajectory')} {of} failed; why: rlhf-pipeline view {typed(run.address)}"
     newest = {name: value for row in rows for name, value in row.items() if value is not None}
-    if found["state"] == "running" and newest.get("flat_groups", 0.0) >= _FLAT:
-        yield f"{newest['flat_groups']:.0%} of the newest groups have equal rewards, so they teach nothing"
+    taught, taken = newest.get("num_taught"), newest.get("num_trajectories")
+    if found["state"] == "running" and taken and taught is not None and taught <= (1 - _IDLE) * taken:
+        yield f"{1 - taught / taken:.0%} of the newest step's trajectories have no gradient, so they teach nothing"
     if rows and rows[-1].get("grad_norm") is None and newest.get("grad_norm") is not None:
         yield f"step {rows[-1]['step']} has no finite gradient"
     if isinstance(run.address, Path):

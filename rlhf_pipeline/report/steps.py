@@ -17,6 +17,8 @@ Answer = dict[str, Any]
 
 MOST_CELLS: Final = 256
 """Members of a group that a step names one by one; its counts are of all."""
+_SHOWN: Final = 200
+"""Characters of a prompt in a table."""
 _MOST_LEDGER_BYTES = 1 << 26
 
 
@@ -32,7 +34,8 @@ def groups_of(stored: Stored, ids: Ids, no_gradient: Ids | None, *, offset: int,
 
     Returns:
         Of each group `group`, `num`, `num_failed`, `reward_mean`, `advantages` (lowest, highest), `num_taught` and
-        `prompt`; and of its first members `ids`, `rewards`, `taught`. Trajectories without a group are one group.
+        the beginning of its `prompt`; and of its first members `ids`, `rewards`, `taught`. Trajectories without a group
+        are one group.
     """
     if not len(ids):
         return []
@@ -77,7 +80,7 @@ def _group(
         "reward_mean": float(graded.mean()) if len(graded) else None,
         "advantages": [float(known.min()), float(known.max())] if len(known) else None,
         "num_taught": None if teaches is None else int(teaches[at].sum()),
-        "prompt": prompt,
+        "prompt": prompt[:_SHOWN],
         "ids": [str(id) for id in ids[some].tolist()],
         "rewards": [value if np.isfinite(value) else None for value in rewards[some].tolist()],
         "taught": None if teaches is None else [int(one) for one in teaches[some]],

@@ -37,6 +37,7 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
 from rlhf_pipeline.losses.grpo import GRPOLoss
+from rlhf_pipeline.policies.model_source import template_text
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import Address, is_url
@@ -178,13 +179,27 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> TokenPolicy:
             num_heads=config.num_heads,
             seed=seed,
         )
-        tokenizer.chat_template, tokenizer.response_template = config.chat_template, config.response_template
+        tokenizer.response_template = config.response_template
+        _set_template(tokenizer, config.chat_template)
         return TokenPolicy(model, tokenizer, **sampling).to(device)
     named = config.dtype
     if named == "auto":
         named = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     dtype = getattr(torch, named)
-    return TokenPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
+    policy = TokenPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
+    _set_template(policy.tokenizer, config.chat_template)
+    return policy
+
+
+def _set_template(tokenizer: Any, given: str | None) -> None:
+    """Give a tokenizer the chat template of a definition; its checkpoints have it, too."""
+    if given is None:
+        return
+    if tokenizer is None:
+        raise DefinitionError(
+            "policy.chat_template needs a tokenizer, and the model's folder has none. Put its tokenizer there."
+        )
+    tokenizer.chat_template = template_text(given)
 
 
 def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:

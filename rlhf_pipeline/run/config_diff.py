@@ -15,15 +15,8 @@ LAST_BITS: Final = "from here on, figures and weights may differ in their last b
 
 _SILENT: Final = frozenset(
     {
-        *(
-            "description",
-            "needs",
-            "buffer.max_bytes",
-            "collect.engine_memory",
-            "learn.peak_flops",
-            "learn.logger",
-            "learn.metrics",
-        ),
+        *("description", "needs", "buffer.max_bytes", "collect.engine_memory", "learn.peak_flops", "learn.metrics"),
+        *("learn.logger", *(f"learn.logger_{name}" for name in ("project", "name", "tags", "samples"))),
         *("learn.stop_at_reward", "learn.stop_window", "learn.keep_token_figures"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
     }
@@ -38,7 +31,8 @@ _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
 """Fields that may change, with a side effect."""
 
 _SCHEDULE: Final = frozenset(
-    {"learn.steps", "learn.lr", "learn.lr_schedule", "learn.lr_decay_steps", "learn.warmup_steps"}
+    {f"learn.{name}" for name in ("steps", "lr", "lr_schedule", "lr_decay_steps", "min_lr")}
+    | {"learn.warmup_steps", "learn.warmup_ratio"}
 )
 """Fields that the learning rate depends on."""
 
@@ -147,7 +141,9 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
     before = _learn(recorded.get("learn", {}))
-    if change.field == "learn.steps" and (before.lr_schedule == "constant" or before.lr_decay_steps):
+    if change.field == "learn.steps" and (
+        before.lr_decay_steps or (before.lr_schedule == "constant" and not before.warmup_ratio)
+    ):
         return None  # no rate depends on it
     advice = ""
     if change.field == "learn.steps" and step > 1:

@@ -28,6 +28,7 @@ from rlhf_pipeline.data.files import field_of, find_sources
 from rlhf_pipeline.data.rewards import rewards_of
 from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
+from rlhf_pipeline.policies.model_source import template_file
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import write_atomically
 
@@ -76,6 +77,8 @@ def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
     for field, path in _all_prompt_paths(pipeline):
         if Path(path).is_file() and Path(path).stat().st_size <= LARGEST_PROMPTS:
             found.append((Path(path), kept_prompts(root, field, path)))
+    if (template := template_file(pipeline.policy.chat_template)) is not None:
+        found.append((template, root / filenames.INPUTS / "policy.chat_template" / template.name))
     kept = []
     for file, target in found:
         if file.is_file() and not target.exists():
@@ -111,7 +114,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
     {}
     """
-    found = _contents(_all_prompt_paths(pipeline))
+    found = _contents([*_all_prompt_paths(pipeline), *_template_path(pipeline)])
     if isinstance(pipeline.policy, PretrainedPolicy):
         model = Path(pipeline.policy.path).expanduser()
         if model.exists():
@@ -172,7 +175,8 @@ def check_inputs(
         otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
-    paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(_prompt_paths(pipeline.prompts, "prompts"))}
+    named = [*_prompt_paths(pipeline.prompts, "prompts"), *_template_path(pipeline)]
+    paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(named)}
     for field, before in recorded.items():
         if not before or field not in paths or field not in now or now[field] == before:
             continue
@@ -219,6 +223,12 @@ def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
         yield f"{field}.path", path
     for number, part in enumerate(getattr(source, "sources", ())):
         yield from _prompt_paths(part, f"{field}.sources.{number}")
+
+
+def _template_path(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
+    """Yield the path of the chat template, if it is a file."""
+    if (file := template_file(pipeline.policy.chat_template)) is not None:
+        yield "policy.chat_template", str(file)
 
 
 def _all_prompt_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:

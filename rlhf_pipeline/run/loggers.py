@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import importlib.util
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
-from rlhf_pipeline.config_text import flat_fields
+from rlhf_pipeline.config import Learn
+from rlhf_pipeline.config_text import flat_fields, to_json
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 
 _PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Loggers that need a package and module of the same name."""
 
 
-def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> EventHandler:
+Samples = Callable[[int, int], list[list[Any]]]
+"""Returns rows of `SAMPLE` for so many of the trajectories that a step learned from."""
+
+SAMPLE: Final = ("prompt", "completion", "task_reward", "advantage")
+"""The columns of a table of samples."""
+
+
+def with_logger(
+    asked: Setup, run: RunFolder, on_event: EventHandler, samples: Samples = lambda step, most: []
+) -> EventHandler:
     """Return an event handler that also sends the metrics of each step to a logger.
 
     Local loggers write under `logs` in the run folder. Steps that are in `metrics.jsonl` already, which a resumed run
     takes again, are not sent twice. The definition, seed and device are its hyperparameters, by dotted path; Weights &
     Biases has one run over all resumes, whose id is in `logs/wandb-id.txt`.
 
-    >>> with_logger(None, RunFolder("run"), print) is print
+    >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
+    >>> asked = Pipeline(name="quiet", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match)
+    >>> with_logger(Setup(pipeline=asked), RunFolder("run"), print) is print
     True
     """
+    learn, kind = asked.pipeline.learn, asked.pipeline.learn.logger
     if kind is None:
         return on_event
-    logger = _make(kind, run)
+    logger = _make(learn, kind, run)
     last_logged = run.rows(run.metrics_file).last_step
     if kind == "wandb" or not last_logged:  # the others take hyperparameters once
-        now = RunFolder(run.address).config  # as this process has recorded it
-        fields = {path: _plain(value) for path, value in flat_fields(now.pipeline)}
-        logger.log_hparams({**fields, "seed": now.seed, "device": now.device})
+        fields = {path: _plain(value) for path, value in flat_fields(to_json(asked.pipeline))}
+        logger.log_hparams({**fields, "seed": asked.seed, "device": asked.device})
 
     def handle(event: Event) -> None:
         on_event(event)
@@ -40,6 +53,8 @@ def with_logger(kind: str | None, run: RunFolder, on_event: EventHandler) -> Eve
             for name, value in event.metrics.items():
                 if value is not None and name != "step":
                     logger.log_scalar(name, float(value), step=event.step)
+            if learn.logger_samples:
+                _log_table(logger, samples(event.step, learn.logger_samples), event.step)
 
     return handle
 
@@ -50,14 +65,28 @@ def check_logger(kind: str | None) -> None:
         raise _not_installed(kind, f"there is no module {kind}")
 
 
-def _make(kind: str, run: RunFolder) -> Any:
+def _make(learn: Learn, kind: str, run: RunFolder) -> Any:
     from torchrl.record.loggers import get_logger
 
-    given = {"wandb_kwargs": {"id": _wandb_id(run)}} if kind == "wandb" else {}
+    project = {} if learn.logger_project is None else {"project": learn.logger_project}
+    given: dict[str, Any] = {}
+    if kind == "wandb":
+        given["wandb_kwargs"] = {"id": _wandb_id(run), **project, "tags": list(learn.logger_tags) or None}
+    elif kind == "trackio":
+        given["trackio_kwargs"] = project
+    name = run.path.name if learn.logger_name is None else learn.logger_name
     try:
-        return get_logger(kind, str(run.logger_files), run.path.name, **given)  # pyright: ignore[reportArgumentType]
+        return get_logger(kind, str(run.logger_files), name, **given)  # pyright: ignore[reportArgumentType]
     except ImportError as error:
         raise _not_installed(kind, str(error)) from error
+
+
+def _log_table(logger: Any, rows: list[list[Any]], step: int) -> None:
+    """Send a table of samples to Weights & Biases; each step's replaces the one before in the page, and is kept."""
+    import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+    table = wandb.Table(columns=["step", *SAMPLE], data=[[step, *row] for row in rows])
+    logger.experiment.log({"samples": table})
 
 
 def _wandb_id(run: RunFolder) -> str:

@@ -29,7 +29,7 @@ from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, Step
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
-from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.loggers import SAMPLE, with_logger
 from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -139,7 +139,7 @@ class Loop:
         self.total_steps = self.learn.steps if source.last is None else min(self.learn.steps, source.last)
         """The last step of the run."""
         self.stop = stop
-        self.on_event = with_logger(self.learn.logger, run, on_event)
+        self.on_event = with_logger(asked, run, on_event, self._samples)
         self.after = after
         self.evaluator = evaluator
         self.progress = Progress()
@@ -234,6 +234,16 @@ class Loop:
             last_reward=self.progress.last_reward,
             num_trajectories=num_trajectories,
         )
+
+    def _samples(self, step: int, most: int) -> list[list[Any]]:
+        """Return prompt, completion, reward and advantage of the first trajectories that a step learned from."""
+        planned, store = self.learner.ledger.planned(step), self.learner.buffer.store
+        if planned is None:
+            return []
+        rows = np.asarray(planned["row_ids"][:most], np.int64)
+        found = store.read(rows, [name for name in SAMPLE if name in store.schema])
+        columns = [found.get(name, [""] * len(rows)) for name in SAMPLE]
+        return [[one if isinstance(one, str) else float(one) for one in row] for row in zip(*columns, strict=True)]
 
     def _ended(self) -> Reason | None:
         learn, progress = self.learn, self.progress

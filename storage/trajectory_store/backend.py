@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.batch import Batch
-from trajectory_store.bucket import Bucket
+from trajectory_store.bucket import Bucket, FolderBucket
 from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, StoreError
 from trajectory_store.file_access import FORMATS, PreadBytes, PreadItems
@@ -26,6 +27,7 @@ from trajectory_store.format import (
     ArraySpec,
     SegmentMeta,
     offsets_name,
+    ordinal_of,
 )
 from trajectory_store.ragged import Int64Array, expand
 from trajectory_store.rebuild import Unnamed
@@ -519,6 +521,12 @@ class Medium(ABC):
         """Return what is wrong with the files of the store that never change, in words."""
         wanted = {KEY: root.to_json(), f"{CATALOG}/{KEY}": root.catalog_json()}
         return [f"{key} is damaged or missing" for key, raw in wanted.items() if self.bucket.get(key) != raw]
+
+    def has_later(self, state: State) -> bool:
+        """Return whether there are segments that a later record of the catalog must have named, where that is cheap."""
+        return isinstance(self.bucket, FolderBucket) and any(
+            (ordinal_of(name) or 0) >= state.next_ordinal for name in os.listdir(self.bucket.root) if name[:4] == "seg-"
+        )
 
     @abstractmethod
     def survey(self, state: State) -> list[Unnamed]:

@@ -111,7 +111,7 @@ class Batch:
 _LARGEST = {size: int(np.iinfo(f"i{size}").max) for size in (1, 2, 4, 8)}
 
 
-def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
+def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
     """Check a batch against a schema and flatten it.
 
     Floats are rounded to the nearest value of a smaller dtype; what would become infinite, and whole numbers that a
@@ -119,12 +119,9 @@ def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
 
     Args:
         schema: the columns of the rows.
-        data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values; or a list of
-            rows, each a dict by column.
+        data: per column a RaggedArray or a sequence of 1-D rows (ragged), texts (str), or `[n]` values.
         n_rows: the number of rows, if it is known beforehand.
     """
-    if not isinstance(data, Mapping):
-        data = _by_column(data)
     for name in data:
         if name not in schema:
             raise UnknownColumnError(f"the store has no column '{name}'." + did_you_mean(str(name), schema.names))
@@ -157,49 +154,78 @@ def prepare(schema: Schema, data: Rows, n_rows: int | None = None) -> Batch:
 
 
 def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return rows as a batch of a store; a column that some of them lack is filled there, and not said to be given."""
-    data: dict[str, Any] = {}
+    """Return rows as a batch; what a row lacks, or has as None, is filled there, and not said to be given.
+
+    Columns that the schema does not have are left out.
+
+    Raises:
+        BatchError: a row lacks a column that has no fill, or a value does not fit.
+    """
+    there = [column.name for column in schema if any(row.get(column.name) is not None for row in rows)]
+    return by_columns(schema, {name: [row.get(name) for row in rows] for name in there}, len(rows))
+
+
+def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
+    """Return columns as a batch; in a list, None says that a row has no value.
+
+    Raises:
+        BatchError: a row lacks a column that has no fill, or a value does not fit.
+    """
+    values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
-    for column in schema:
-        name, given = column.name, np.array([column.name in row for row in rows])
-        if not given.any():
+    for name, given in data.items():
+        column, values[name] = schema.find(name), given
+        if column is None or not isinstance(given, (list, tuple)):
             continue
-        if not given.all():
-            partial[name] = given
-        if column.is_text:
-            fill = column.fill_bytes if column.dtype == "bytes" else column.fill_value
-            data[name] = [row.get(name, fill) for row in rows]
-        elif column.axis is None:
-            data[name] = np.array([row.get(name, column.fill_value) for row in rows], column.np_dtype)
+        rows = cast("Sequence[Any]", given)
+        if type(None) not in set(map(type, rows)):
+            continue
+        there = np.array([value is not None for value in rows], bool)
+        if not column.optional:
+            raise BatchError(
+                f"row {int(np.argmin(there))} has no value of column '{name}', which has no fill: give every row one."
+            )
+        if there.any():
+            partial[name] = there
+            if column.axis is None:
+                values[name] = np.full(len(rows), column.fill_value, column.np_dtype)
+                values[name][there] = _scalars(column, [value for value in rows if value is not None])
+            else:
+                values[name] = [_or_fill(column, schema, data, rows, row) for row in range(len(rows))]
         else:
-            beside = [other.name for other in schema.axes[column.axis]]
-            values = [np.asarray(row[name]) if name in row else _filled(column, beside, row) for row in rows]
-            data[name] = RaggedArray(np.concatenate(values), np.array([len(row) for row in values], np.int64))
-    batch = prepare(schema, data)
+            del values[name]
+            n_rows = len(rows)
+    batch = prepare(schema, values, n_rows)
     batch.partial |= partial
     return batch
 
 
-def _filled(column: Column, beside: Sequence[str], row: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Return what stands for a ragged column in a row that lacks it: as long as the columns that it lies beside."""
-    length = next((len(row[name]) for name in beside if name in row), 0)
+def _or_fill(column: Column, schema: Schema, data: Mapping[str, Any], rows: Sequence[Any], row: int) -> Any:
+    """Return the value of a row, or the fill, in a ragged column as long as the columns that it lies beside."""
+    if rows[row] is not None:
+        return rows[row]
+    if column.is_text:
+        return column.fill_bytes if column.dtype == "bytes" else column.fill_value
+    length = 0
+    for other in schema.axes[column.axis or ""]:
+        beside = data.get(other.name)
+        if other is not column and beside is not None and beside[row] is not None:
+            length = len(beside[row])
+            break
     return np.full((length, *column.shape), column.fill_value, column.np_dtype)
 
 
-Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A batch by column, or row by row."""
+def as_array(given: Any) -> npt.NDArray[Any]:
+    """Return values as a numpy array, also of a tensor that requires a gradient, is bfloat16, or is on a device.
 
-
-def _by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as columns; each row must have the same ones."""
-    if isinstance(rows, (str, bytes)) or not all(isinstance(row, Mapping) for row in cast("Sequence[object]", rows)):
-        raise BatchError(f"a batch is a dict by column, or a list of dicts; got {type(rows).__name__}.")
-    names = list(rows[0]) if len(rows) else []
-    for i, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            other = sorted(row.keys() ^ rows[0].keys())[0]
-            raise BatchError(f"row {i} and row 0 have other columns: '{other}' is in one of them only.")
-    return {name: [row[name] for row in rows] for name in names}
+    Raises:
+        ValueError: rows of different lengths.
+        TypeError: these are no values.
+    """
+    if hasattr(given, "detach"):
+        tensor = given.detach().cpu()
+        return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+    return np.asarray(given)
 
 
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
@@ -271,7 +297,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
     try:
-        array: npt.NDArray[Any] = np.asarray(given)
+        array = as_array(given)
     except (ValueError, TypeError) as error:
         raise BatchError(f"column '{column.name}' takes one value per row: {error}") from None
     if array.ndim != 1:
@@ -292,7 +318,7 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     rows: list[npt.NDArray[Any]] = []
     for i, row in enumerate(cast("Iterable[Any]", given)):
         try:
-            array: npt.NDArray[Any] = np.asarray(row)
+            array = as_array(row)
         except (ValueError, TypeError) as error:
             raise BatchError(f"row {i} of column '{column.name}' is not an array: {error}") from None
         if column.shape and array.size == 0:

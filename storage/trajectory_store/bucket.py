@@ -204,7 +204,7 @@ class Bucket(ABC):
         """
         return None
 
-    def hold(self) -> None:  # noqa: B027 - elsewhere the catalog's records say which store this is
+    def hold(self, root: bytes) -> None:  # noqa: B027 - elsewhere the catalog's records say which store this is
         """Remember which folder this is, so that `still_here` notices another one in its place, or none."""
 
     def still_here(self) -> None:  # noqa: B027
@@ -302,9 +302,14 @@ class FolderBucket(Bucket):
                 raise
             fs.sync_path(path.parent)
 
-    def hold(self) -> None:
-        """Remember which file the root is; it stays open, so that no other one gets its number."""
+    def hold(self, root: bytes) -> None:
+        """Remember which file the root is; it stays open, so that no other one gets its number.
+
+        A root that is missing, and is known from its copy, is put again.
+        """
         if self._held is None:
+            if not (self.root / "zarr.json").exists():
+                self.put_once("zarr.json", root)
             fd = fs.open_fd(self.root / "zarr.json", os.O_RDONLY)
             weakref.finalize(self, os.close, fd).atexit = False
             status = os.fstat(fd)

@@ -65,6 +65,8 @@ class Catalog:
         self._known: dict[int, Entry] = {}
         self.failed: dict[int, Entry] = {}
         """The segments that are named and cannot be opened."""
+        self.doubtful: set[int] = set()
+        """Those, and merged ones that were found damaged as they were opened: others may hold their rows."""
         self._unread: set[int] = set()
         self._noted: dict[int, int] = {}
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
@@ -158,22 +160,39 @@ class Catalog:
                 )
             elif isinstance(found, Segment) and entry.rows is not None and found.rows < entry.rows:
                 self.medium.refresh([found])  # its writer ended it after it was opened
-        after = self._in_place_of_lost(state, opened)
+        after = self._in_place_of_lost(state, opened, opening=opening)
+        if after is None:
+            self._take_state(opening=opening)
+            return
         more = [e for e in after.entries if e not in state.entries]
         opened.update(zip([e.ordinal for e in more], self.medium.open_segments(more), strict=True))
         self._follow_to(after, {e: opened[e.ordinal] for e in (*new, *more) if e in after.entries})
 
-    def _in_place_of_lost(self, state: State, opened: Mapping[int, Segment | Exception]) -> State:
-        """Return a state that counts what is there in place of what the newest record was to name, or names in vain."""
+    def _in_place_of_lost(
+        self, state: State, opened: Mapping[int, Segment | Exception], *, opening: bool
+    ) -> State | None:
+        """Return a state that counts what is there in place of what the newest record was to name, or names in vain.
+
+        None if there is a newer record by now, which may name all that.
+        """
         failed = {e.ordinal for e in state.entries if isinstance(opened.get(e.ordinal), CorruptionError)}
-        failed |= self.failed.keys()
-        if not failed and self.journal.is_sound:
+        failed |= self.failed.keys() | self._damaged_merges(state, opened)
+        self.doubtful |= failed
+        if not failed and self.journal.is_sound and not (opening and self.medium.has_later(state)):
             return state
         after = rebuild(state, self.medium.survey(state), failed)
-        if after != state:
-            names = ", ".join(entry.name for entry in after.entries if entry not in state.entries)
-            self._note(f"{names} was found without a record of the catalog that names it: records are missing.")
+        if after == state:
+            return state
+        if self.journal.catch_up():
+            return None
+        names = ", ".join(entry.name for entry in after.entries if entry not in state.entries)
+        self._note(f"{names} was found without a record of the catalog that names it: records are missing.")
         return after
+
+    def _damaged_merges(self, state: State, opened: Mapping[int, Segment | Exception]) -> set[int]:
+        """Return the merged segments that are there in part: a copy may still have what they were made of."""
+        merged = {e.ordinal: opened.get(e.ordinal) for e in state.entries if e.merged}
+        return {o for o, s in merged.items() if isinstance(s, Segment) and any(map(s.is_damage, s.gaps))}
 
     def _may_open(self, entry: Entry) -> bool:
         return entry != self.failed.get(entry.ordinal) or entry.ordinal in self._unread
@@ -347,7 +366,7 @@ class Catalog:
             if self.failed:
                 gone = tuple(f"{entry.name}: cannot be opened" for entry in self.failed.values())
                 self.problems = [words for words in self.problems if not words.startswith(gone)]
-                self.failed = {}
+                self.failed, self.doubtful = {}, set()
                 self._take_state(opening=True)
             damaged = [s for s in (*self.segments.values(), *self.updates.values()) if any(g.why for g in s.gaps)]
             for segment in damaged:

@@ -213,8 +213,9 @@ class Journal:
             self.state = first  # the creator was killed, or is slower than this process, or all records are lost
             self.lost = bool(set(bucket.keys("")) - {KEY, f"{CATALOG}/{KEY}", *record_keys(0)})
             if self.lost:
-                if any("record of another store" in words for words in self.problems):
-                    raise CorruptionError(self.problems[0])
+                foreign = [words for words in self.problems if "record of another store" in words]
+                if foreign and bucket.get(f"{CATALOG}/{KEY}") != document:  # the store was removed and made again
+                    raise CorruptionError(foreign[0])
                 self.problems.append(
                     f"{bucket.where}/{CATALOG} holds no record that can be read: what counts is found from the segments"
                 )

@@ -13,6 +13,7 @@
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write through a reader
     +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
+    |   +-- PlaceError (IndexError)           a place in the order of arrival that has no row
     |   +-- SegmentGoneError                  its segment was removed since the last refresh
     |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
     +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
@@ -79,6 +80,10 @@ class ReadOnlyError(StoreError, PermissionError):
 
 class MissingRowError(StoreError, LookupError):
     """An id that is not, or no longer, in the store."""
+
+
+class PlaceError(MissingRowError, IndexError):
+    """There is no row in this place of the order of arrival."""
 
 
 class SegmentGoneError(MissingRowError):

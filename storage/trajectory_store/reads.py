@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store import extras
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader, Side
@@ -23,6 +22,8 @@ from trajectory_store.errors import (
     SchemaError,
     SegmentGoneError,
     StoreClosedError,
+    UnknownColumnError,
+    did_you_mean,
 )
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
@@ -31,18 +32,17 @@ from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot, limits_of
 from trajectory_store.texts import Texts
 from trajectory_store.upkeep import read_batch
-from trajectory_store.where import evaluate, names_in
+from trajectory_store.where import Operands, evaluate, names_in
 
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
+Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
+"""Further names of a condition, see `StoreReads.where`."""
 
 # If reading takes this long per row and column, it may have come from the disk. If it did, the next batches ask for
 # their pages first, which costs a warm batch three times its own time and a cold one a third of it.
 COLD_COPY_S = 15e-6
 COLD_BATCHES = 8
-
-_ITER_ROWS = 1024
-"""Rows that a loop over a store reads at a time."""
 
 _WHERE_BYTES = 64 << 20
 """Bytes of text that a condition looks at in one go; more are searched in parts."""
@@ -67,6 +67,11 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 return read(self, *args, **kwargs)
             except DamageFoundError:
                 continue
+            except UnknownColumnError:  # another process may have added it
+                schema = self.schema
+                self.refresh()
+                if self.schema == schema:
+                    raise
             except SegmentGoneError as error:
                 self.refresh()
                 looks += self.catalog_number == number
@@ -157,14 +162,6 @@ class StoreReads:
         catalog = self._catalog
         return Snapshot(limits_of(catalog.segments), self.watermark, limits_of(catalog.updates))
 
-    def as_of(self, snapshot: Snapshot) -> StoreReads:
-        """Return a view of the rows and values of a snapshot: later rows and later updates do not count.
-
-        Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
-        """
-        self._check_open()
-        return StoreReads(self.path, self._root, self._catalog, snapshot)
-
     @following
     def ids(self, snapshot: Snapshot | None = None) -> Int64Array:
         """Return the ids in the order of arrival, the same for every reader: `[len(self)]` int64, read-only.
@@ -195,7 +192,7 @@ class StoreReads:
         return found
 
     @following
-    def where(self, condition: str, ids: Ids | None = None) -> Int64Array:
+    def where(self, condition: str, ids: Ids | None = None, *, names: Names | None = None) -> Int64Array:
         """Return the ids of the trajectories that meet a condition, in the order of arrival: `[K]` int64.
 
         Texts are compared as the bytes that are stored: `finish_reason == 'length'` over 10^6 rows takes
@@ -204,36 +201,82 @@ class StoreReads:
         Args:
             condition: for example `"task_reward >= 0.5 and 'def ' in completion"`; see `where.evaluate`.
             ids: the trajectories to search; None for all.
+            names: further names: another name of a column, or a function of this store and ids, which returns a value
+                for each, `[n]`.
 
         Raises:
-            SchemaError: the condition cannot be read, or names a column that is neither a scalar nor text.
+            SchemaError: the condition cannot be read, or names no column.
         """
         reader = self._reader(ids, ())  # one for all columns, so that new rows are in none of them
-        schema = self.schema
-        texts = [schema[name] for name in names_in(condition) if name in schema and schema[name].is_text]
-        size = sum(int(reader.spans(column).lengths.sum()) for column in texts)
+        schema, further = self.schema, names or {}
+        wanted = [further.get(name, name) for name in names_in(condition)]
+        sized = [schema[name] for name in wanted if isinstance(name, str) and name in schema and schema[name].axis]
+        size = sum(int(reader.spans(c).lengths.sum()) * c.width * c.np_dtype.itemsize for c in sized)
         blocks = -(-size // _WHERE_BYTES) if size > _WHERE_BYTES else 1
         found = [
-            self._meeting(condition, reader if blocks == 1 else self._reader(part, ()))
+            self._meeting(condition, reader if blocks == 1 else self._reader(part, ()), further)
             for part in np.array_split(reader.ids, blocks)
         ]
         return np.concatenate(found)
 
-    def _meeting(self, condition: str, reader: ColumnReader) -> Int64Array:
+    def _meeting(self, condition: str, reader: ColumnReader, names: Names) -> Int64Array:
         """Return the ids of a reader's rows that meet a condition."""
 
-        def column(name: str) -> npt.NDArray[Any] | Texts:
-            found = self.schema[name]
-            if not found.is_text:
-                return self._scalars(reader, found)
+        def column(name: str) -> Column:
+            found = names.get(name, name)
+            known = self.schema.find(found) if isinstance(found, str) else None
+            if known is None:
+                raise UnknownColumnError(
+                    f"the condition {condition!r}: {self.path} has no column '{name}'."
+                    + did_you_mean(name, [*self.schema.names, *names])
+                )
+            return known
+
+        def read(name: str) -> npt.NDArray[Any] | Texts:
+            made = names.get(name)
+            if callable(made):
+                return made(self, reader.ids)
+            found = column(name)
+            if found.axis is not None and not found.is_text:
+                raise SchemaError(
+                    f"the condition {condition!r}: '{name}' has a row of values per trajectory; compare its len, sum, "
+                    f"min, max or mean, such as max({name}) > 0."
+                )
             reader.fetch([found])
+            if not found.is_text:
+                return reader.scalars(found)
             return Texts(reader.ragged(found), str if found.dtype == "str" else bytes)
 
         def lengths(name: str) -> Int64Array:
-            found = column(name) if self.schema[name].is_text else None
-            return found.lengths() if isinstance(found, Texts) else reader.spans(self._ragged_column(name)).lengths
+            found = column(name)
+            texts = read(name) if found.is_text else None
+            return (
+                texts.lengths() if isinstance(texts, Texts) else reader.spans(self._ragged_column(found.name)).lengths
+            )
 
-        return reader.ids[np.broadcast_to(evaluate(condition, column, lengths), len(reader.ids))]
+        def ragged(name: str) -> RaggedArray:
+            found = self._ragged_column(column(name).name)
+            if found.is_text:
+                raise SchemaError(
+                    f"the condition {condition!r}: '{name}' is text, which has a len and no other figure."
+                )
+            reader.fetch([found])
+            return reader.ragged(found)
+
+        def missing(name: str) -> npt.NDArray[np.bool_]:
+            if callable(names.get(name)):
+                return np.zeros(len(reader.ids), bool)
+            found = column(name)
+            absent = ~reader.present(found)
+            if found.axis is not None and not found.is_text:
+                return absent
+            values = read(name)
+            if isinstance(values, Texts):
+                return absent | (values.lengths() == 0)
+            return absent | np.isnan(values) if values.dtype.kind == "f" else absent
+
+        source = Operands(read=read, lengths=lengths, ragged=ragged, missing=missing)
+        return reader.ids[np.broadcast_to(evaluate(condition, source), len(reader.ids))]
 
     def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
         """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
@@ -270,85 +313,6 @@ class StoreReads:
         for ordinal in before - now & self._catalog.segments.keys():
             self._catalog.segments[ordinal].release()
         return now
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the trajectories in the order of arrival, each as a dict of its values by column."""
-        for block in self.batches(_ITER_ROWS):
-            count = len(block.pop("ids"))
-            yield from ({name: values[i] for name, values in block.items()} for i in range(count))
-
-    def __getitem__(self, key: Any) -> Any:
-        """Read trajectories, or columns.
-
-        `store[ids]` is `read(ids)`; `store[10:20]` the rows in these places of the order of arrival; `store[mask]`
-        those where a mask `[len(store)]` is True; `store["reward"]` a column of all rows; `store[ids, "reward"]` a
-        column of some rows, and `store[ids, ["reward", "prompt"]]` several by name.
-
-        Raises:
-            BatchError: the key is none of these.
-        """
-        rows: Any
-        columns: Any
-        rows, columns = cast("Any", key) if isinstance(key, tuple) else (key, None)
-        if isinstance(rows, str) or rows is None or isinstance(rows, bool):
-            if not isinstance(rows, str) or columns is not None:
-                raise BatchError(
-                    f"store[{key!r}]: give ids, a slice, a mask, or the name of a column; store[ids, 'column'] reads "
-                    "one column of some rows."
-                )
-            return self._all_of(rows)
-        if isinstance(rows, slice):
-            rows = self.ids()[rows]
-        elif getattr(rows, "dtype", None) == np.bool_:
-            mask = cast("npt.NDArray[np.bool_]", rows)
-            every = self.ids()
-            if mask.shape != every.shape:
-                raise BatchError(f"a mask of shape {list(mask.shape)}; the store has {len(every)} rows.")
-            rows = every[mask]
-        found = self.read(rows, columns)
-        return found[columns] if isinstance(columns, str) else found
-
-    @following
-    def _all_of(self, name: str) -> Any:
-        """Return a column of all rows that can be read."""
-        column = self.schema[name]
-        reader = self._reader(None, [column])
-        if column.is_text:
-            return reader.text(column)
-        return reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
-
-    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
-        """Return trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
-
-        Args:
-            columns: names; None for all.
-            ids: which trajectories; None for all in the order of arrival.
-
-        Returns:
-            A `pyarrow.Table`; values that were not given are null.
-
-        Raises:
-            MissingPackageError: pyarrow is not installed.
-        """
-        pa = extras.load("pyarrow", "to_arrow")
-        arrays: dict[str, Any] = {}
-        among = self.ids() if ids is None else as_ids(ids)
-        for column in self.schema.select(columns):
-            absent = ~self.present(column.name, among)
-            if column.is_text:
-                kind = pa.large_string() if column.dtype == "str" else pa.large_binary()
-                arrays[column.name] = pa.array(self.read(among, [column.name])[column.name], kind, mask=absent)
-            elif column.axis is None:
-                arrays[column.name] = pa.array(self.read_scalars(column.name, among), mask=absent)
-            else:
-                ragged = self.read_ragged(column.name, among)
-                values = pa.array(np.ascontiguousarray(ragged.values).reshape(-1))
-                for size in reversed(column.shape):
-                    values = pa.FixedSizeListArray.from_arrays(values, size)
-                # A mask, not nulls among the offsets: with a null, the row before would end where the row after begins.
-                offsets, mask = pa.array(ragged.offsets), pa.array(absent)
-                arrays[column.name] = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
-        return pa.table(arrays)
 
     # Reading
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import inspect
 import json
@@ -13,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from trajectory_store.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, 
 from trajectory_store.record_batch import RecordBatch, as_list
 from trajectory_store.row_encoder import Encoder
 from trajectory_store.schema import Column
-from trajectory_store.source_ids import SOURCE_BITS, held, next_base, open_or_create
+from trajectory_store.source_ids import SOURCE_BITS, alone, held, next_base, open_or_create
 from trajectory_store.standard import (
     EVALUATION,
     FAILURES,
@@ -39,7 +38,6 @@ from trajectory_store.standard import (
 from trajectory_store.store import TrajectoryStore
 
 _log = logging.getLogger("trajectory_store")
-_LOCK = ".recorder.lock"
 _SAMPLED = (TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
 _FURTHER = (*FAILURES, *SAMPLED_BY, EVALUATION, SUPPORT, TURNS, TURN_REWARDS)
 """Columns that a store gets when something of them is recorded."""
@@ -294,7 +292,7 @@ class TrajectoryRecorder:
         self._have_columns(beside)
         for name, values in beside.items():
             made.add(self.store.schema[name], values)
-        with _alone(self.path):
+        with alone(self.path):
             self.store.refresh()
             # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.
             base = self._base if self.world_size > 1 or self.num_recorded else next_base(self.store)
@@ -360,7 +358,7 @@ class TrajectoryRecorder:
         """
         kinds = {key: as_failure(kind, "failure") for key, kind in (failures or {}).items()}
         values = {key: as_reward(rewards.get(key), "reward") for key in {**rewards, **kinds}}
-        with _alone(self.path):
+        with alone(self.path):
             self.store.refresh()
             rows = self._rows_named(list(values))
             found = [math.nan if kinds.get(key) else value for key, value in values.items()]
@@ -593,11 +591,3 @@ def _size(group: int) -> int:
     if group < 1:
         raise SchemaError(f"group_size is {group}; it must be at least 1, or None.")
     return group
-
-
-@contextlib.contextmanager
-def _alone(store: Path) -> Iterator[None]:
-    """Hold the lock that recorders take to write."""
-    with (store / _LOCK).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

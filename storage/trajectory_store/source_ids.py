@@ -16,6 +16,7 @@ from trajectory_store.store import TrajectoryStore
 SOURCE_BITS = 40
 """Trajectory and group ids are the number of the source in the store, shifted by this, plus the place in the source."""
 NAME = "trajectory_id"
+_LOCK = ".recorder.lock"
 
 
 @contextmanager
@@ -30,6 +31,14 @@ def held(store: Path, *, shared: bool = False, refusal: str) -> Generator[None]:
         yield
     finally:
         os.close(folder)
+
+
+@contextmanager
+def alone(store: Path) -> Generator[None]:
+    """Hold the lock that processes take to write what depends on what is there."""
+    with (store / _LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def next_base(store: TrajectoryStore) -> int:

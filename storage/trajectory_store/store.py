@@ -14,9 +14,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from trajectory_store import fs
+from trajectory_store.arrow import parquet_of, schema_from, tables_of
 from trajectory_store.backend import Medium
 from trajectory_store.backup import copy_folder
-from trajectory_store.batch import Batch, Rows, prepare
+from trajectory_store.batch import Batch, prepare
 from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.catalog_log import State
@@ -24,6 +25,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
 from trajectory_store.file_access import Io
 from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
+from trajectory_store.incoming import batch_from, held
 from trajectory_store.options import (
     Backend,
     backend_of,
@@ -35,9 +37,10 @@ from trajectory_store.options import (
     size_of,
 )
 from trajectory_store.ragged import Int64Array
-from trajectory_store.reads import Ids, StoreReads, as_ids, following
+from trajectory_store.reads import Ids, as_ids, following
 from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
+from trajectory_store.table import StoreTable
 from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, recover_claimed, sweep
 from trajectory_store.verify import verify
 from trajectory_store.verify_report import VerifyReport
@@ -46,7 +49,7 @@ from trajectory_store.writer import Stream
 Mode = Literal["r", "a"]
 
 
-class TrajectoryStore(StoreReads):
+class TrajectoryStore(StoreTable):
     """A durable, ragged store of trajectories, on a local disk or in an object store.
 
     Make one with `create` or `open`. Any number of processes may append (each to segments of its own) and
@@ -81,7 +84,7 @@ class TrajectoryStore(StoreReads):
         self._pid = os.getpid()
         medium.bucket.durable = durability != "process"
         if mode == "a":
-            medium.bucket.hold()
+            medium.bucket.hold(root.to_json())
 
     # Opening and closing
 
@@ -200,6 +203,48 @@ class TrajectoryStore(StoreReads):
                 recover_claimed(store._catalog)
         return store
 
+    @classmethod
+    def from_arrow(cls, path: Any, data: Any, schema: Schema | None = None, **options: Any) -> TrajectoryStore:
+        """Make a store of a table, or of a stream of record batches, and leave it open for appending.
+
+        Args:
+            path: as of `create`.
+            data: what has Arrow's protocol, a `datasets.Dataset` or a DataFrame among it.
+            schema: the columns; None takes those that a store wrote down in the table's metadata, or else one of its
+                type for each field, of which every one may be null.
+            **options: of `create`.
+
+        Raises:
+            SchemaError: a type is none that a store holds; nothing is made.
+            BatchError: a value does not fit.
+        """
+        table = tables_of(data)
+        store = cls.create(path, schema_from(table.schema) if schema is None else schema, **options)
+        store.append(table)
+        return store
+
+    @classmethod
+    def from_parquet(
+        cls, path: Any, file: str | os.PathLike[str], schema: Schema | None = None, **options: Any
+    ) -> TrajectoryStore:
+        """Make a store of a Parquet file, some thousand rows a commit, and leave it open for appending.
+
+        Args:
+            path: as of `create`.
+            file: the file.
+            schema: as of `from_arrow`.
+            **options: of `create`.
+
+        Raises:
+            SchemaError: a type is none that a store holds; nothing is made.
+            BatchError: a value does not fit.
+        """
+        there, parts = parquet_of(file)
+        store = cls.create(path, schema_from(there) if schema is None else schema, **options)
+        for part in parts:
+            store.append(part)
+        return store
+
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Add columns to a store that is open for appending, as `open(add_columns=...)` does.
 
@@ -222,31 +267,7 @@ class TrajectoryStore(StoreReads):
     def _state_with(self, columns: Sequence[Column]) -> State | None:
         """Return the newest state with more columns, or None if it has all of them already."""
         self._catalog.refresh()
-        before = self._catalog.state
-        after = _with_columns(before, columns)
-        if after is not None:
-            for axis, (column, *others) in before.schema.axes.items():
-                if not others and len(after.schema.axes[axis]) > 1:
-                    self._check_lengths_kept(column)
-        return after
-
-    @following
-    def _check_lengths_kept(self, column: Column) -> None:
-        """Refuse to let another column join the axis of one that has changed its lengths, or may do so now."""
-        catalog = self._catalog
-        for update in [s for s in catalog.updates.values() if column.name in s.schema]:
-            catalog.medium.fence(update)  # a writer that goes on looks at the columns again
-            if not catalog.is_final(update):
-                raise SchemaError(
-                    f"no column can join axis '{column.axis}' while another process updates '{column.name}', which is "
-                    "alone on it and may change its lengths. Close the other process, then add the columns again."
-                )
-            rows = np.arange(update.rows)
-            targets = update.array(TARGET)[: update.rows]
-            there = catalog.find(targets).ordinals >= 0
-            later = ColumnReader.of_rows(catalog, np.full(update.rows, update.ordinal), rows).base_lengths(column)
-            if not np.array_equal(later[there], ColumnReader(catalog, targets[there], {}).base_lengths(column)):
-                raise _cannot_join(column)
+        return _with_columns(self._catalog.state, columns)
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:
@@ -299,13 +320,14 @@ class TrajectoryStore(StoreReads):
 
     # Writing
 
-    def append(self, data: Rows) -> Int64Array:
+    def append(self, data: Any) -> Int64Array:
         """Append trajectories in one atomic commit.
 
         Args:
             data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
-                values (scalars). Columns with a fill, and mutable ones, may be left out. Or a list of dicts, one per
-                trajectory.
+                values (scalars). Columns with a fill, and mutable ones, may be left out, of single rows too: None is no
+                value. Or dicts, one per trajectory, in a list or from a generator; or a table: of pyarrow, polars or
+                DuckDB, a DataFrame of pandas, a `datasets.Dataset`. Numbers may be tensors.
 
         Returns:
             `[n]` int64 ids, stable and never reused. The rows are durable on return.
@@ -316,7 +338,11 @@ class TrajectoryStore(StoreReads):
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         self._check_writable("append")
-        return self._append(prepare(self.schema, data))
+        return self._append(self._prepared(held(data)))
+
+    @following
+    def _prepared(self, data: Any) -> Batch:
+        return batch_from(self.schema, data)
 
     def append_batch(self, batch: Batch) -> Int64Array:
         """Append rows that are already in the form on disk, as `copy_rows` does.
@@ -361,7 +387,11 @@ class TrajectoryStore(StoreReads):
         wanted = as_ids(ids)
         self._catalog.refresh()
         for name in values:
-            _ = self.schema[name]
+            if not self.schema[name].optional:
+                raise BatchError(
+                    f"column '{name}' is not mutable: append gave every row its value, which stays. Make a column that "
+                    "is to change with mutable=True, and one whose values come later with a fill."
+                )
         names = tuple(c.name for c in self.schema if c.name in values)
         schema = self.schema.only(names)
         batch = self._update_batch(schema, wanted, values)
@@ -370,8 +400,7 @@ class TrajectoryStore(StoreReads):
         stream = self._update_streams.get(names)
         if stream is None:
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
-        # A column may join an axis until the catalog names the segment, and not after that.
-        self._commit(stream, batch, schema, lambda _: self._check_lengths(schema, wanted, batch))
+        self._commit(stream, batch, schema, None)
 
     def _commit(
         self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None

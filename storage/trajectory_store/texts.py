@@ -33,7 +33,7 @@ class Texts:
         self._flat: npt.NDArray[np.uint8] = rows.values
         self._offsets = rows.offsets
         self._lengths = rows.lengths
-        self._kind = kind
+        self.kind = kind
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -66,26 +66,20 @@ class Texts:
         rows = np.flatnonzero(self._lengths >= len(value))
         return self._have(value, rows, self._offsets[rows + 1] - len(value))
 
-    def contains(self, needle: object) -> Mask:
-        """`[N]` bool: which contain a value: its rarest byte is looked for, then the others beside it."""
+    def contains(self, needle: object, *, any_case: bool = False) -> Mask:
+        """`[N]` bool: which contain a value; with `any_case`, ASCII letters of either case are equal."""
         value = self._bytes(needle)
         found = np.ones(len(self), bool) if not value else np.zeros(len(self), bool)
         if not value or len(self._flat) < len(value):
             return found
-        counts = np.bincount(self._flat[:_SAMPLE], minlength=256)
-        rarest = min(range(len(value)), key=lambda i: int(counts[value[i]]))
-        starts = np.flatnonzero(self._flat == value[rarest]) - rarest
-        starts = starts[(starts >= 0) & (starts <= len(self._flat) - len(value))]
-        for i, byte in enumerate(value):
-            if i != rarest:
-                starts = starts[self._flat[starts + i] == byte]
+        starts = occurrences(self._flat, value, any_case=any_case)
         rows = self._offsets.searchsorted(starts, "right") - 1
         found[rows[starts + len(value) <= self._offsets[rows + 1]]] = True
         return found
 
     def lengths(self) -> Int64Array:
         """`[N]` int64: characters of each text, or bytes of each byte string."""
-        if self._kind is bytes:
+        if self.kind is bytes:
             return self._lengths
         begins = np.zeros(len(self._flat) + 1, np.int64)
         np.cumsum((self._flat & 0xC0) != 0x80, out=begins[1:])
@@ -95,7 +89,7 @@ class Texts:
         """Return the texts, or the byte strings."""
         data = self._flat.tobytes()
         rows = [data[a:b] for a, b in zip(self._offsets[:-1].tolist(), self._offsets[1:].tolist(), strict=True)]
-        return rows if self._kind is bytes else [row.decode() for row in rows]
+        return rows if self.kind is bytes else [row.decode() for row in rows]
 
     def _begin_with(self, value: bytes, rows: Int64Array) -> Mask:
         return self._have(value, rows, self._offsets[rows])
@@ -110,7 +104,31 @@ class Texts:
         return found
 
     def _bytes(self, value: object) -> bytes:
-        if not isinstance(value, self._kind):
-            wanted = "text, such as 'stop'" if self._kind is str else "bytes, such as b'x'"
-            raise SchemaError(f"{value!r} is compared with a column of {self._kind.__name__}: give {wanted}.")
+        if not isinstance(value, self.kind):
+            wanted = "text, such as 'stop'" if self.kind is str else "bytes, such as b'x'"
+            raise SchemaError(f"{value!r} is compared with a column of {self.kind.__name__}: give {wanted}.")
         return value.encode() if isinstance(value, str) else value
+
+
+def occurrences(flat: npt.NDArray[np.uint8], needle: bytes, *, any_case: bool = False) -> Int64Array:
+    """Return where a needle begins, ascending: its rarest byte is looked for first, then the others are compared.
+
+    >>> occurrences(np.frombuffer(b"a cat, a Cat", np.uint8), b"cat", any_case=True).tolist()
+    [2, 9]
+    """
+    wanted = np.frombuffer(needle.lower() if any_case else needle, np.uint8)
+    either = (wanted >= 97) & (wanted <= 122) if any_case else np.zeros(len(wanted), bool)
+    last = len(flat) - len(wanted) + 1
+    if last <= 0:
+        return np.zeros(0, np.int64)
+    often = np.bincount(flat[:_SAMPLE], minlength=256)
+    order = np.argsort(often[wanted] + np.where(either, often[wanted - 32 * either], 0), kind="stable")
+
+    def same(values: npt.NDArray[np.uint8], place: int) -> Mask:
+        return (values | 32 if either[place] else values) == wanted[place]
+
+    rarest = int(order[0])
+    at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))
+    for place in order[1:].tolist():
+        at = at[same(flat[at + place], place)]
+    return at

@@ -242,7 +242,7 @@ def recover(catalog: Catalog) -> None:
     """
     catalog.refresh()
     journal, medium = catalog.journal, catalog.medium
-    found, failed, sound = medium.survey(journal.state), set(catalog.failed), dict[int, bool]()
+    found, failed, sound = medium.survey(journal.state), catalog.doubtful, dict[int, bool]()
 
     def is_sound(one: Unnamed) -> bool:
         if one.entry.ordinal not in sound:

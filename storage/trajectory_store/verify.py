@@ -69,7 +69,7 @@ def _check_once(catalog: Catalog, path: Path | str, ids: Int64Array | None) -> V
     for problem in (*catalog.journal.missing(), *medium.check_root(catalog.root)):
         report.problem(problem)
     state = catalog.journal.state
-    for entry in rebuild(state, medium.survey(state), catalog.failed).entries:
+    for entry in rebuild(state, medium.survey(state), catalog.doubtful).entries:
         if entry not in state.entries:
             report.problem(f"{entry.name} holds commits, and no record of the catalog names it: records are missing")
     catalog.journal.catch_up()

@@ -186,3 +186,19 @@ def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
         override(replay, "replay.weights", "1,2,3")
     with pytest.raises(DefinitionError, match="recorded_order goes with one store"):
         override(replay, "replay.recorded_order", "true")
+
+
+def test_the_rate_warms_up_by_a_share_and_falls_to_a_minimum():
+    """A share of the steps of the schedule, rounded up; the step after the schedule's last has `min_lr`."""
+    learn = Learn(lr=1.0, steps=10, warmup_ratio=0.15, lr_schedule="linear", min_lr=0.1)
+    rates = [learn.learning_rate(step) for step in range(1, 13)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[9] == pytest.approx(0.1 + 0.9 / 8)
+    assert rates[10] == rates[11] == 0.1
+    longer = dataclasses.replace(learn, steps=90, lr_decay_steps=11)
+    assert [longer.learning_rate(step) for step in range(1, 13)] == rates
+    cosine = dataclasses.replace(learn, lr_schedule="cosine")
+    assert cosine.learning_rate(7) == pytest.approx(0.55)
+    for wrong, message in (({"warmup_steps": 3}, "said twice"), ({"min_lr": 2.0}, r"min_lr is 2\.0, above lr")):
+        with pytest.raises(DefinitionError, match=message):
+            dataclasses.replace(learn, **wrong)

@@ -22,6 +22,7 @@ from trajectory_store import (
     Column,
     CorruptionError,
     MissingRowError,
+    ReadOnlyError,
     Schema,
     SchemaError,
     StoreError,
@@ -38,14 +39,13 @@ from trajectory_store.local_segment import LocalSegment
 from trajectory_store.objects.backend import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later
-from trajectory_store.writer import Stream
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
 SCHEMA = Schema(
     [
         Column("tag", "int64"),
         Column("x", "int32", ragged=True),
-        Column("text", "str"),
+        Column("text", "str", mutable=True),
         Column("ref", "float32", ragged=True, fill=-1.0),
         Column("priority", "float64", mutable=True),
     ]
@@ -498,58 +498,46 @@ ALONE = Column("x", "int64", ragged=True)
 JOINS = Column("y", "int64", ragged=True, fill=0)
 
 
-def test_no_column_joins_an_axis_whose_lengths_have_changed(tmp_path, backend):
-    """As the lengths are those that rows were committed with, the later values would not fit; equal ones do."""
-    for name, values in (("same", [3, 4]), ("changed", [7, 8, 9])):
-        path = tmp_path / name
-        with TrajectoryStore.create(path, [ALONE], backend=backend) as store:
-            store.update(store.append({"x": [[1, 2], [5]]})[:1], x=[values])
-            store.update(store.append({"x": [[1, 2]]}), x=[[5, 6]])
+def test_an_open_store_gains_columns(tmp_path, backend):
+    """Rows of before read the fill, another writer and a reader go on, and a reader may not add any."""
+    store, name = TrajectoryStore.create(tmp_path / "s", [ALONE], backend=backend), Column("r", "float32", fill=-1.0)
+    with store, TrajectoryStore.open(tmp_path / "s", "a") as other, TrajectoryStore.open(tmp_path / "s") as reader:
+        store.append({"x": [[1]]})
         for _ in range(2):
-            if name == "same":
-                TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
-            else:
+            store.add_columns([name])
+        store.append({"x": [[2]], "r": [0.5]})
+        other.append({"x": [[3]]})
+        for one in (store, other, reader):
+            one.refresh()
+            assert one.read_scalars("r").tolist() == [-1.0, 0.5, -1.0]
+        with pytest.raises(ReadOnlyError, match="mode 'a'"):
+            reader.add_columns([name])
+        assert store.verify().ok
+
+
+def test_no_column_joins_an_axis_whose_lengths_may_change(tmp_path, backend):
+    """A column that is alone on its axis may get other lengths later if it is mutable; else another may join it."""
+    for mutable in (False, True):
+        path = tmp_path / str(mutable)
+        with TrajectoryStore.create(
+            path, [Column("x", "int64", ragged=True, mutable=mutable)], backend=backend
+        ) as store:
+            ids = store.append({"x": [[1, 2], [5]]})
+            if mutable:
+                store.update(ids[:1], x=[[7, 8, 9]])
                 with pytest.raises(SchemaError, match="'x' is alone on it and may have changed lengths"):
                     TrajectoryStore.open(path, "a", add_columns=[JOINS])
-            with TrajectoryStore.open(path, "a") as store:
-                found = store.read_padded(store.ids(), ["x"])
-                assert found["x"].tolist()[0] == values
-                assert found["lengths"].tolist() == [len(values), 1, 2]
-                store.compact()
-
-
-def test_no_column_joins_an_axis_while_its_lengths_change(tmp_path, backend, monkeypatch):
-    """The process that updates is about to begin a segment, or has begun one: one of the two processes gives way."""
-    path = tmp_path / "s"
-    with TrajectoryStore.create(path, [ALONE], backend=backend) as store:
-        ids = store.append({"x": [[1, 2]] * 3})
-    store, commit = TrajectoryStore.open(path, "a"), Stream.append
-    store.update(ids[:1], x=[[3, 4]])
-    if backend == "memmap":
-        with pytest.raises(SchemaError, match="another process updates 'x'"):
-            TrajectoryStore.open(path, "a", add_columns=[JOINS])
-        store.close()
-        store = TrajectoryStore.open(path, "a")
-
-    def append_later(self, *arguments):
-        monkeypatch.undo()
-        TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
-        return commit(self, *arguments)
-
-    monkeypatch.setattr(Stream, "append", append_later)
-    with pytest.raises(BatchError, match="has length 3"):
-        store.update(ids[1:], x=[[5, 6], [7, 8, 9]])
-    store.update(ids[1:], x=[[5, 6], [7, 8]])
-    store.close()
-    with TrajectoryStore.open(path) as store:
-        assert [x.tolist() for x in store.read(ids)["x"]] == [[3, 4], [5, 6], [7, 8]]
-        assert [y.tolist() for y in store.read(ids)["y"]] == [[0, 0]] * 3
-        assert store.verify().ok
+                continue
+            with pytest.raises(BatchError, match="column 'x' is not mutable"):
+                store.update(ids[:1], x=[[7, 8, 9]])
+            TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
+            store.update(ids[:1], y=[[3, 4]])
+            assert [y.tolist() for y in store.read(ids)["y"]] == [[3, 4], [0]]
 
 
 def test_a_batch_whose_columns_differ_in_length_is_not_appended(tmp_path, backend):
     """The values of a later row would begin where those of the row before should end."""
-    with TrajectoryStore.create(tmp_path / "s", [ALONE, JOINS], backend=backend) as store:
+    with TrajectoryStore.create(tmp_path / "s", [Column("x", "int64", ragged=True), JOINS], backend=backend) as store:
         batch = store.read_batch(store.append({"x": [[1, 2], [3]], "y": [[1, 2], [3]]}))
         batch.values["x"] = np.arange(5)
         with pytest.raises(BatchError, match="column 'x' has 5 values, and its 2 rows need 3"):

@@ -21,7 +21,7 @@ SCHEMA = Schema(
         Column("ref", "float32", ragged=True, fill=float("nan")),
         Column("frames", "float64", ragged=True, axis="frames", shape=(2, 3)),
         Column("solo", "float16", ragged=True, axis="solo", fill=1.5),
-        Column("prompt", "str"),
+        Column("prompt", "str", mutable=True),
         Column("image", "bytes"),
         Column("note", "str", fill="\u00e9\u2013"),
         Column("trace", "bytes", fill=""),

@@ -18,7 +18,7 @@ from ._folders import SCHEMA as WIDE
 from ._folders import files, rows, session
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
-SCHEMA = Schema([Column("tag", "int64"), Column("x", "int32", ragged=True), Column("text", "str")])
+SCHEMA = Schema([Column("tag", "int64"), Column("x", "int32", ragged=True), Column("text", "str", mutable=True)])
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 

@@ -18,7 +18,7 @@ import pytest
 from trajectory_store import Column, ReadFailedError, Schema, TrajectoryStore
 
 EVERY = int(os.environ.get("STORE_FAIL_EVERY", "11"))
-SCHEMA = Schema([Column("n", "int64"), Column("x", "int32", ragged=True), Column("s", "float32")])
+SCHEMA = Schema([Column("n", "int64"), Column("x", "int32", ragged=True), Column("s", "float32", mutable=True)])
 CALLS = [(os, name) for name in ("pread", "read", "open", "stat", "lstat", "scandir", "listdir", "fstat")]
 CALLS += [(builtins, "open"), (io, "open")]
 

@@ -24,9 +24,9 @@ SCHEMA = Schema(
     [
         Column("x", "int32", ragged=True),
         Column("ref", "float32", ragged=True, fill=-1.0),
-        Column("n", "int64"),
+        Column("n", "int64", mutable=True),
         Column("adv", "float32", fill=0.5),
-        Column("text", "str"),
+        Column("text", "str", mutable=True),
         Column("note", "str", fill="-"),
         Column("uses", "int32", mutable=True),
     ]

@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_pipeline.errors import DefinitionError, MissingKeyError
-from rlhf_pipeline.report.query import View
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError, PipelineError
+from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.status import status
+from trajectory_store import StoreError
 
 Query = Mapping[str, Sequence[str]]
 
@@ -30,7 +31,7 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
     """
     match path.split("/"):
         case ["runs"]:
-            return [{"key": key, **view.about()} for key, view in enumerate(views)]
+            return [{"key": key, **_about(view)} for key, view in enumerate(views)]
         case ["runs", run, what]:
             return _of_run(_view(views, run), what, query)
         case ["runs", run, "trajectories", name]:
@@ -88,6 +89,14 @@ def _of_run(view: View, what: str, query: Query) -> Any:
         case "changes":
             return view.changes()
     raise MissingKeyError(f"there is nothing at {what} of a run.")
+
+
+def _about(view: View) -> Answer:
+    """Return a run in one row; one that cannot be read says why, and hides no other."""
+    try:
+        return view.about()
+    except (PipelineError, StoreError) as error:
+        return {"name": view.name, "address": str(view.address), "error": str(error), "processes": []}
 
 
 def exported(views: Sequence[View], run: str, query: Query) -> tuple[View, list[str]]:

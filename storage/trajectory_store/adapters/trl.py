@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trajectory_store import extras
-from trajectory_store.errors import SchemaError
-from trajectory_store.raw_rollout import weighted
+from trajectory_store.errors import BatchError, SchemaError
+from trajectory_store.raw_rollout import text_of, weighted
+from trajectory_store.store import TrajectoryStore
 
 if TYPE_CHECKING:
     from trajectory_store.recorder import TrajectoryRecorder
@@ -185,3 +188,88 @@ def flush_callback(recorder: TrajectoryRecorder) -> Any:
             recorder.flush()
 
     return Flush()
+
+
+class RecordingQueue:
+    """The queue of TRL's `AsyncGRPOTrainer` (1.16): what its trainer takes is recorded first.
+
+        trainer = AsyncGRPOTrainer(...)
+        trainer.rollout_queue = RecordingQueue(trainer.rollout_queue, recorder, temperature=trainer.temperature)
+
+    Source: `RolloutSample` of `trl/experimental/async_grpo/async_rollout_worker.py`, which `RolloutQueueDataset` gets.
+    It has the advantage of a sample and not its reward, which is NaN.
+    """
+
+    def __init__(self, inner: Any, recorder: TrajectoryRecorder, *, temperature: float | None = None) -> None:
+        self.inner, self.recorder, self.temperature = inner, recorder, temperature
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the next sample, once it is recorded."""
+        sample = self.inner.get(*args, **kwargs)
+        ids, mask = np.asarray(sample.input_ids), np.asarray(sample.completion_mask) > 0
+        start = int(np.argmax(mask)) if mask.any() else len(ids)
+        self.recorder.record(
+            prompts=[sample.prompt],
+            completions=[sample.completion],
+            prompt_ids=[ids[:start].tolist()],
+            completion_ids=[ids[start:].tolist()],
+            completion_masks=[mask[start:].tolist()],
+            log_probs=[np.asarray(sample.old_log_probs, np.float64)[start:].tolist()],
+            rewards=None,
+            advantages=[float(sample.advantage)],
+            policy_version=int(sample.model_version),
+            temperature=self.temperature,
+            log_prob_mode="processed",
+            groups=[f"{sample.model_version}/{sample.group_id}"],
+            metas=[dict(sample.metrics)],
+            engine="vllm",
+            source="trl AsyncGRPOTrainer",
+        )
+        return sample
+
+
+def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """Return a `rollout_func` for TRL's GRPOTrainer (1.16) that serves the rows of a store in place of sampling.
+
+        GRPOTrainer(..., rollout_func=stored_rollouts("runs/old/store"), reward_funcs=stored_reward)
+
+    The members of a stored group of the same prompt are served in turn, group after group, over and over.
+
+    Raises (the function that is returned):
+        BatchError: the store holds no rows of a prompt.
+    """
+    with TrajectoryStore.open(store, mode="r") as opened:
+        names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "prompt", "group_id"]
+        ids = opened.ids()
+        rows = opened.read(ids, names)
+    turns: dict[str, list[int]] = defaultdict(list)
+    for place in np.argsort(rows["group_id"], kind="stable").tolist():
+        if np.isfinite(rows["task_reward"][place]):
+            turns[rows["prompt"][place]].append(place)
+    served: dict[str, int] = defaultdict(int)
+
+    def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found: dict[str, list[Any]] = defaultdict(list)
+        for prompt in prompts:
+            key = text_of(prompt)
+            if key not in turns:
+                raise BatchError(f"{store} holds no graded rows of the prompt {key[:60]!r}.")
+            place = turns[key][served[key] % len(turns[key])]
+            served[key] += 1
+            start = int(rows["num_prompt_tokens"][place])
+            found["prompt_ids"].append(rows["input_ids"][place][:start].tolist())
+            found["completion_ids"].append(rows["input_ids"][place][start:].tolist())
+            found["logprobs"].append(np.nan_to_num(rows["log_probs"][place][start:]).tolist())
+            found["env_mask"].append(rows["assistant_mask"][place][start:].astype(int).tolist())
+            found["stored_reward"].append(float(rows["task_reward"][place]))
+        return dict(found)
+
+    return rollout_func
+
+
+def stored_reward(completions: Sequence[Any], stored_reward: Sequence[float], **columns: Any) -> list[float]:
+    """Return the rewards that `stored_rollouts` serves; a reward function of TRL."""
+    return list(stored_reward)

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, Mix, Prompt, Prompts
 from rlhf_pipeline.config_text import to_json
-from rlhf_pipeline.data.prompts import prompt_at
+from rlhf_pipeline.data.prompts import ChosenPrompts, prompt_at
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 
 
@@ -228,3 +228,28 @@ def test_what_a_source_of_ones_own_does_wrong_is_one_sentence(returns, message):
     source: Any = type("Own", (), {"as_chat": False, "prompt": lambda self, cursor, seed: returns(cursor)})()
     with pytest.raises((DefinitionError, DataError), match=message):
         prompt_at(source, 1, seed=0)
+
+
+class InOrder:
+    """A finite source of one's own that is not shuffled."""
+
+    shuffle = False
+
+    def __len__(self) -> int:
+        return 3
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        """Return a letter."""
+        return Prompt(text="abc"[cursor])
+
+
+@pytest.mark.parametrize("kind", ["rows", "own", "chosen", "mixed"])
+def test_an_order_that_is_not_shuffled(kind):
+    """In their order, epoch after epoch, whatever the seed: rows, one's own source, those that fit, in a mix."""
+    options: dict[str, Any] = {"shuffle": False, "answer_field": None}
+    rows = Prompts(rows=[{"question": text} for text in "abc"], **options)
+    more = Prompts(rows=[{"question": text} for text in "xabc"], **options)
+    sources = {"rows": rows, "own": InOrder(), "chosen": ChosenPrompts(source=more, positions=(1, 2, 3))}
+    source: Any = Mix((rows,)) if kind == "mixed" else sources[kind]
+    for seed in (0, 5):
+        assert "".join(prompt_at(source, cursor, seed).text for cursor in range(7)) == "abcabca"

@@ -325,12 +325,12 @@ def test_filters(tmp_path: Path, conditions: tuple[str, ...], wanted: list[int])
 @pytest.mark.parametrize(
     ("condition", "wanted"),
     [
-        ("reward", r"cannot be read.*--filter 'reward>=0.5'"),
+        ("reward", r"is a value, not a comparison. Write for example .*'finish_reason=stop'"),
         ("rewardd>1", r"has no column 'rewardd'.*Did you mean 'reward'"),
-        ("log_probs>1", r"no column 'log_probs' with one value"),
+        ("log_probs>1", r"'log_probs' has a row of values per trajectory; compare its len"),
         ("reward>high", r"'high' is not a number"),
         ("reward=>0.5", r"an operator is one of >="),
-        ("prompt>a", r"text is compared by == and !="),
+        ("reward>'a'", r"'a' is not a number or a date"),
     ],
 )
 def test_filters_that_cannot_be(tmp_path: Path, condition: str, wanted: str):

@@ -16,7 +16,7 @@ from rlhf_pipeline.learner.metrics import ModelCost, StepSeen, data_metrics, kl_
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.loggers import with_logger
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
@@ -135,6 +135,29 @@ def test_metrics_go_to_csv_files_once(tmp_path):
     assert "seed: 0" in text
 
 
+def test_a_run_may_have_another_name_from_a_resume_on(tmp_path):
+    """What is logged from there on is under that name."""
+    run(pipeline(learn__logger="csv", learn__steps="2"), run_dir=tmp_path / "run")
+    again = pipeline(learn__logger="csv", learn__logger_name="second", learn__steps="4")
+    run(again, run_dir=tmp_path / "run", resume=True)
+    (file,) = (tmp_path / "run" / "logs" / "second").rglob("grad_norm.csv")
+    assert [int(line.split(",")[0]) for line in file.read_text().splitlines()] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logger_project": "p"}, "logger_project is for logger=wandb and trackio, and the logger is None"),
+        ({"logger": "csv", "logger_samples": 3}, "are for logger=wandb, and the logger is csv"),
+        ({"logger_name": "n"}, "logger_name needs a logger"),
+    ],
+)
+def test_what_a_logger_cannot_show_is_refused(changes, message):
+    """In one sentence, where the definition is made."""
+    with pytest.raises(DefinitionError, match=message):
+        Learn(**changes)
+
+
 def test_weights_and_biases_has_one_run_with_its_hyperparameters(tmp_path, monkeypatch):
     """Offline: start and resume have one id, and the first has every field of the definition."""
     wandb = pytest.importorskip("wandb")
@@ -142,10 +165,13 @@ def test_weights_and_biases_has_one_run_with_its_hyperparameters(tmp_path, monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = []
     for steps in (2, 3):
-        changes = {"learn__logger": "wandb", "learn__steps": str(steps)}
+        changes = {"learn__logger": "wandb", "learn__steps": str(steps), "learn__logger_project": "ours"}
+        changes |= {"learn__logger_name": "first", "learn__logger_tags": "a,b", "learn__logger_samples": "3"}
         run(pipeline(**changes), run_dir=tmp_path / "run", resume=steps > 2)
         assert wandb.run.config["learn.steps"] == steps
         assert wandb.run.config["collect.group_size"] == 4
+        assert (wandb.run.project, wandb.run.name, wandb.run.tags) == ("ours", "first", ("a", "b"))
+        assert wandb.run.summary["samples"]["nrows"] == 3
         ids.append(wandb.run.id)
         wandb.finish()
     assert ids[0] == ids[1] == (tmp_path / "run" / "logs" / "wandb-id.txt").read_text()
@@ -156,6 +182,6 @@ def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     events: list[Event] = []
     with pytest.raises(DefinitionError, match="pip install mlflow"):
-        with_logger("mlflow", RunFolder(tmp_path), events.append)
+        with_logger(Setup(pipeline=pipeline(learn__logger="mlflow")), RunFolder(tmp_path), events.append)
     with pytest.raises(DefinitionError, match=r"Learn\.logger is 'cvs'\. Did you mean 'csv'"):
         Learn(logger="cvs")  # pyright: ignore[reportArgumentType]

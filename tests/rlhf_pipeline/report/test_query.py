@@ -239,3 +239,16 @@ def test_a_run_without_a_store_is_empty(run_dir: Path):
     assert (about["stored"], about["step"], view.changes()["watermark"]) == (0, None, 0)
     with pytest.raises(MissingPathError, match=r"is gone|has stored nothing yet"):
         view.trajectories()
+
+
+def test_the_newest_groups_are_whole(tmp_path: Path):
+    """Means are of all members, however large a group is."""
+    with TrajectoryStore.create(
+        tmp_path / "store", Schema([Column("group_id", "int64"), Column("task_reward", "float32")])
+    ) as store:
+        groups = np.repeat(np.arange(3), 700)
+        rewards = np.arange(2100, dtype=np.float32)
+        store.append({"group_id": groups, "task_reward": rewards})
+    found = View(tmp_path / "store").groups(newest=2)
+    assert [(one["group"], len(one["rewards"])) for one in found] == [(2, 700), (1, 700)]
+    assert [one["reward_mean"] for one in found] == [rewards[groups == name].mean() for name in (2, 1)]

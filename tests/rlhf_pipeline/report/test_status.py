@@ -116,13 +116,13 @@ def test_disk_and_its_growth(run_dir: Path):
 def test_figures_that_look_wrong(tmp_path: Path):
     """Failed reward calls, groups without spread and a gradient that is not finite are alarms."""
     run = write_run(tmp_path / "run", failed=3)
-    timed(run, 1.0, flat_groups=0.95)
+    timed(run, 1.0, num_trajectories=40, num_taught=2)
     StepRows(run / "metrics.jsonl").append({"step": 13, "grad_norm": None, "time": NOW})
     with RunFolder(run).lock():
         alarms = told(run)["alarms"]
     assert alarms[0].startswith("3 trajectories of the newest 13 steps failed; why: ")
     assert alarms[1:3] == [
-        "95% of the newest groups have equal rewards, so they teach nothing",
+        "95% of the newest step's trajectories have no gradient, so they teach nothing",
         "step 13 has no finite gradient",
     ]
 

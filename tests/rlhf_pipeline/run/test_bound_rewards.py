@@ -19,7 +19,7 @@ from trajectory_store import TrajectoryStore
 
 DEFINITION = """\
 import json
-from rlhf_pipeline import Collect, Evaluate, Learn, Pipeline, Prompts, Reward, TinyPolicy
+from rlhf_pipeline import Collect, Evaluate, Learn, LeftOut, Pipeline, Prompts, Reward, TinyPolicy
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}t"
 
@@ -46,11 +46,16 @@ def four(prompt_text, completion, gold, difficulty):
     return {"score": int(gold) + len(completion) / 8, "ends": float(prompt_text.endswith("t"))}
 
 
+def cut(finish_reason):
+    if finish_reason == "length":
+        raise LeftOut("truncated")  # out of baseline and loss, and graded by the others in an evaluation
+
+
 def main():
     data = lambda first, last: Prompts(rows=rows(first, last), prompt_field="prompt", answer_field=None)
     return Pipeline(
         name="four", policy=TinyPolicy(alphabet="0123456789=t", hidden_size=8, num_heads=1, chat_template=TEMPLATE),
-        prompts=data(0, 4), reward=(batched, Reward(four)), evaluate=Evaluate(prompts=data(4, 6), every=1),
+        prompts=data(0, 4), reward=(batched, Reward(four), cut), evaluate=Evaluate(prompts=data(4, 6), every=1),
         collect=Collect(prompts_per_rollout=2, group_size=2, max_new_tokens=4), learn=Learn(steps=1),
     )
 """
@@ -91,7 +96,7 @@ def test_what_a_definition_asks_for_is_refused_before_anything_is_sampled(tmp_pa
         check_prompts_and_reward(find(f"{file}:main").pipeline(), 0)
     (tmp_path / "mine.py").write_text(DEFINITION, "utf-8")
     pipeline = override(find(f"{tmp_path}/mine.py:main").pipeline(), "collect.group_size", "2")
-    assert [form.batched for form in bound_rewards(pipeline).forms] == [True, False]
+    assert [form.batched for form in bound_rewards(pipeline).forms] == [True, False, False]
     other = Evaluate(prompts=Prompts(rows=[{"prompt": "9", "gold": "0"}], prompt_field="prompt", answer_field=None))
     with pytest.raises(DefinitionError, match=r"batched asks for 'difficulty'.* evaluate\.hard\.prompts"):
         check_evaluation(replace(pipeline, evaluate={"hard": other}), "hard")

@@ -36,6 +36,8 @@ LEARNING = {
     "learn.lr_schedule": ({}, {"learn__lr_schedule": "cosine"}),
     "learn.lr_decay_steps": ({"learn__lr_schedule": "linear"}, {"learn__lr_decay_steps": "5"}),
     "learn.warmup_steps": ({}, {"learn__warmup_steps": "7"}),
+    "learn.warmup_ratio": ({}, {"learn__warmup_ratio": "0.9"}),
+    "learn.min_lr": ({"learn__lr_schedule": "linear"}, {"learn__min_lr": "5e-3"}),
     "learn.steps": ({"learn__lr_schedule": "linear", "learn__lr_decay_steps": "none"}, {}),
     "learn.max_grad_norm": ({}, {"learn__max_grad_norm": "0.01"}),
     "learn.weight_decay": ({}, {"learn__weight_decay": "50"}),
@@ -71,8 +73,9 @@ ELSEWHERE = {
 }
 """What is seen elsewhere; see `test_what_is_no_matter_of_the_weights_acts_where_it_shows`."""
 
-BY_ITSELF = {"collect.engine", "learn.metrics"}
-"""Tested below, each alone."""
+LOGGED = {f"learn.logger_{name}" for name in ("project", "name", "tags", "samples")}
+BY_ITSELF = {"collect.engine", "learn.metrics"} | LOGGED
+"""Tested below, each alone; what a logger is told, in `learner/test_metrics.py`."""
 
 
 @pytest.fixture

@@ -153,9 +153,11 @@ def test_sets_are_checked_and_set_by_name() -> None:
     ):
         with pytest.raises(DefinitionError, match=said):
             replace(asked, evaluate=wrong)
+    with pytest.raises(DefinitionError, match="dynamic is 1, which keeps every group"):
+        Collect(dynamic_by="right")
     plain = (Reward(exact_match, name="right"),)
     for field, wrong in (
-        ("collect", replace(asked.collect, dynamic_by="rigth")),
+        ("collect", replace(asked.collect, dynamic=2, dynamic_by="rigth")),
         ("evaluate", replace(named, best="rigth")),
         ("evaluate", replace(named, best=None, success="rigth")),
     ):

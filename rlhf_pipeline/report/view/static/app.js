@@ -18,9 +18,9 @@ let at = null, body = nothing, live = {}, visit = 0;
 
 function route() {
   const [path, query] = location.hash.slice(2).split("?"), parts = path.split("/").filter(Boolean);
-  const params = new URLSearchParams(query);
-  if (!parts.length || parts[0] === "runs") return { page: "runs", run: 0, query: params };
-  return { run: parts[0].includes("~") ? parts[0] : Number(parts[0]), page: parts[1], id: parts[2], query: params };
+  const params = new URLSearchParams(query), place = parts.join("/") + (query ? `?${params}` : "");
+  if (!parts.length || parts[0] === "runs") return { page: "runs", run: 0, query: params, place };
+  return { place, run: parts[0].includes("~") ? parts[0] : Number(parts[0]), page: parts[1], id: parts[2], query: params };
 }
 
 function shell() {
@@ -50,13 +50,13 @@ async function show() {
   try {
     if (!state.runs.length) state.runs = await get("runs");
     if (!state.runs[parseInt(next.run)] || !PAGES[next.page]) throw new Error(`There is no page ${location.hash}.`);
-    const draw = content => { if (mine === visit) { at = next; body = content; render(shell(), root); } };
+    const draw = content => { if (mine === visit) { at = next; body = content; render(shell(), root); root.dataset.at = next.place; } };
     const found = await PAGES[next.page](next, state, draw) ?? {};
     if (mine !== visit) found.leave?.(); else live = found;
   } catch (error) {
     if (mine !== visit) return;
     at = next; body = html`<div class="card" role="alert"><h1>That did not work</h1><p>${error.message}</p><p><a href="#/runs">All runs</a></p></div>`;
-    render(shell(), root);
+    render(shell(), root); root.dataset.at = next.place;
   }
   document.title = [at.id, at.page, state.runs[parseInt(at.run)]?.name].filter(Boolean).join(" · ");
 }
@@ -65,7 +65,7 @@ async function poll() {
   if (document.hidden || !at || !state.runs.length) return;
   try {
     const before = state.changes, mine = visit;
-    const now = state.changes = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/changes`)));
+    const now = state.changes = await Promise.all(state.runs.map((run, i) => run.error ? {} : get(`runs/${i}/changes`)));
     const moved = before.length && now.some((one, i) => one.watermark !== before[i].watermark || one.step !== before[i].step);
     if (moved) {
       state.runs = await get("runs");

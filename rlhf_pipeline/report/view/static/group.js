@@ -86,14 +86,14 @@ export async function stepPage(at, state, draw) {
 
 export async function promptPage(at, state, draw) {
   const found = await get(`runs/${at.run}/prompts/${at.id}`), runs = found.runs.filter(run => run.num);
+  const lines = runs.map(run => ({ name: run.name, xs: run.versions.map(v => v.version), ys: run.versions.map(v => v.reward) })), moves = new Set(lines.flatMap(line => line.xs)).size > 1;
   draw(html`<h1>A prompt over time</h1><div class="card text2" dir="auto">${visible(found.prompt)}</div>
-    <section class="card gap"><h2>Mean reward by policy version</h2><div id="curve"></div></section>
+    ${moves ? html`<section class="card gap"><h2>Mean reward by policy version</h2><div id="curve"></div></section>` : nothing}
     ${runs.map(run => html`<h2>${visible(run.name)}: ${count(run.num, "trajectory")}</h2><div class="card scroll" tabindex="0" role="region" aria-label="Versions of ${visible(run.name)}"><table><thead><tr><th>version</th><th>trajectories</th><th>reward</th><th>best</th></tr></thead>
       <tbody>${run.versions.slice(-50).map(v => html`<tr><td><a class="row" href="#/${run.key}/trajectories?prompt_of=${run.newest}&where=version%3D%3D${v.version}">${v.version}</a></td><td>${fmt(v.num)}</td><td>${fmt(v.reward)}</td><td>${fmt(v.best)}</td></tr>`)}</tbody></table></div>
       <p><a href="#/${run.key}/trajectories?prompt_of=${run.newest}">all ${fmt(run.num)}</a>${run.versions.length > 50 ? html` · the newest 50 of ${fmt(run.versions.length)} versions` : nothing}</p>`)}`);
-  const lines = runs.map(run => ({ name: run.name, xs: run.versions.map(v => v.version), ys: run.versions.map(v => v.reward) }));
   let chart = null;
   const again = () => { chart?.destroy(); chart = plot(document.getElementById("curve"), lines, { sync: "version", points: true }); };
-  if (runs.some(run => run.versions.length)) { again(); addEventListener("resize", again); }
+  if (moves) { again(); addEventListener("resize", again); }
   return { leave: () => { removeEventListener("resize", again); chart?.destroy(); } };
 }

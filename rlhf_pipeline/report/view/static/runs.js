@@ -24,18 +24,17 @@ const title = name => TITLES[name] ?? name.replace("evaluation/", "").replaceAll
 function differing(runs, definitions) {
   const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
   if (runs.length < 2 || !names.length) return nothing;
-  return html`<h2>What differs</h2><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
+  return html`<details ?open=${names.length <= 12}><summary><h2>What differs: ${count(names.length, "setting")}</h2></summary><div class="card scroll" tabindex="0" role="region" aria-label="Differing settings"><table><thead><tr><th class="l">setting</th>
     ${runs.map(run => html`<th class="l">${visible(run.name)}</th>`)}</tr></thead><tbody>${names.slice(0, 60).map(name => html`<tr><td class="l">${name}</td>
     ${definitions.map(d => html`<td class="l">${visible(fmt(d[name]))}</td>`)}</tr>`)}</tbody></table></div>
-    ${names.length > 60 ? html`<p class="soft">60 of ${fmt(names.length)} settings that differ</p>` : nothing}`;
+    ${names.length > 60 ? html`<p class="soft">60 of ${fmt(names.length)} settings that differ</p>` : nothing}</details>`;
 }
 
 export async function runsPage(at, state, draw) {
   const hide = new Set((at.query.get("hide") ?? "").split(",").filter(Boolean).map(Number));
   const smooth = Number(at.query.get("smooth") ?? 0), byTime = at.query.get("x") === "time";
-  const all = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/metrics`)));
-  const evaluated = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/evaluations`)));
-  const definitions = await Promise.all(state.runs.map((_, i) => get(`runs/${i}/definition`)));
+  const every = (what, none) => Promise.all(state.runs.map((run, i) => run.error ? none : get(`runs/${i}/${what}`)));
+  const all = await every("metrics", { num: 0, step: [], time: [], values: {}, units: {} }), evaluated = await every("evaluations", []), definitions = await every("definition", {});
   const to = change => {
     const next = new URLSearchParams(at.query);
     for (const [key, value] of Object.entries(change)) value ? next.set(key, value) : next.delete(key);
@@ -49,7 +48,7 @@ export async function runsPage(at, state, draw) {
   const lines = name => name.startsWith("evaluation/") ? evaluations(name) : all.flatMap((m, i) => hide.has(i) || !m.values[name] ? [] : [{ run: i, name: state.runs[i].name, color: colors[i % 6],
     xs: byTime ? m.time : m.step, steps: m.step, ys: smoothed(m.values[name], smooth) }]);
   const figures = [...new Set(evaluated.flat().flatMap(one => Object.keys(one.values)))].filter(name => !EDGE.test(name));
-  const units = state.units = all[0]?.units ?? {};
+  const units = state.units = Object.assign({}, ...all.map(m => m.units));
   const known = new Set([...all.flatMap(m => Object.keys(m.values)).filter(name => !name.startsWith("evaluation/")), ...figures]);
   const chosen = new Set(["task_reward", ...SECTIONS.flatMap(([, names]) => names), ...figures]);
   const sections = [["Evaluation", figures], ...SECTIONS, ["All others", [...known].filter(name => !chosen.has(name) && name !== "policy_version").sort()]];
@@ -57,7 +56,7 @@ export async function runsPage(at, state, draw) {
     const mine = lines(name);
     if (!mine.some(line => line.ys.some(y => y !== null))) return nothing;
     if (isFlat(mine) && !big) return nothing;
-    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3 title=${units[name]?.[1] ?? ""}>${title(name)}${units[name]?.[0] ? html` <span class="soft unit">${units[name][0]}</span>` : nothing}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
+    return html`<section class="card ${big ? "big" : ""}"><div class="cardhead"><h3 title=${units[name]?.[1] ?? ""}>${title(name)}${(units[name]?.[0] ?? "reward") !== "reward" ? html` <span class="soft unit">${units[name][0]}</span>` : nothing}</h3><div class="read" id="r-${name}">${summary(mine)}</div></div>
       ${isFlat(mine) ? nothing : html`<div class="plot" data-name=${name} data-big=${big ? "1" : nothing}></div>${asTable(byTime ? "time" : "step", mine)}`}</section>`;
   };
   const constants = names => {
@@ -72,8 +71,9 @@ export async function runsPage(at, state, draw) {
         <i class="swatch" .style=${`background:${colors[i % 6]}`}></i><a href="#/${i}/trajectories">${visible(run.name)}</a></td>
       <td class="l" data-l="definition">${run.definition ?? "–"}</td><td data-l="seed">${fmt(run.seed)}</td><td data-l="step">${fmt(run.step)}${run.of ? html`<span class="soft"> / ${fmt(run.of)}</span>` : ""}</td>
       <td data-l="reward first">${fmt(run.reward_first)}</td><td data-l="last">${fmt(run.reward_last)}</td><td class="l" data-l="evaluated">${evaluated[i].map(one => html`<a href="#/${i}~${one.store}/trajectories" title="rows of evaluation ${one.name ?? one.store}">${fmt(one.values["evaluation/reward"]?.at(-1) ?? null)}</a> `)}</td><td data-l="stored">${fmt(run.stored)}</td><td data-l="failed" class=${run.failed ? "bad" : ""}>${run.failed ? html`<a class="bad" href="#/${i}/lists/failed">${fmt(run.failed)}</a>` : fmt(run.failed)}</td>
-      <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.state ?? "?"}</a> `)
+      <td class="l" data-l="processes">${run.processes.length ? run.processes.map(p => html`<a class="chip ${p.alive ? "good" : ""}" href="#/${i}/health">${p.name}: ${p.alive ? p.state ?? "?" : "not running"}</a> `)
         : html`<span class="soft">one process</span>`}</td></tr>`)}</tbody></table></div>
+    ${state.runs.filter(run => run.error).map(run => html`<p class="card bad" role="alert">${visible(run.name)}: ${visible(run.error)}</p>`)}
     ${differing(state.runs, definitions)}
     ${known.size ? html`<div class="bar"><label>smoothing <select @change=${e => { location.hash = to({ smooth: e.target.value }).slice(1); }}>
         ${[["", "none"], [".6", "0.6"], [".9", "0.9"]].map(([v, n]) => html`<option value=${v} ?selected=${Number(v) === smooth}>${n}</option>`)}</select></label>

@@ -108,7 +108,7 @@ export async function trajectoriesPage(at, state, draw) {
       <input class="filter" name="where" .value=${where.join(", ")} placeholder="filter: reward<0.5, version>=100" aria-label="Filters, separated by commas" autocomplete="off"><button class="b">Search</button></form>
     ${problem ? html`<p class="card bad" role="alert">${problem}</p>` : nothing}
     ${prompt === null ? nothing : html`<p class="facts"><span>only the prompt of <a href="#/${at.run}/t/${prompt}">${short(prompt)}</a></span><a href=${to({ prompt_of: "" })}>all prompts</a></p>`}
-    <div class="bar">${builder()}${columns()}${exports()}<span class="push soft num" role="status">${said()}</span></div>
+    <div class="bar">${builder()}${columns()}${exports()}<span class="push soft num" role="status" aria-busy=${found || problem ? "false" : "true"}>${said()}</span></div>
     <div class="bar chips">${chip("all", [], null)}${kinds?.map(kind => chip(visible(kind.name), [kind.where], kind.num)) ?? html`<span class="soft">counting…</span>`}</div>
     ${found === null ? nothing : found.rows.length ? rowsTable(at.run, found.rows, { head, fields: shown, text, column }) : none()}
     ${found === null ? nothing : html`<div class="bar"><a class="b previous" href=${offset ? to({ offset: Math.max(0, offset - LIMIT) || "", snapshot: found.snapshot }) : nothing} aria-disabled=${offset ? nothing : "true"}>‹ before</a>

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 import pytest
@@ -93,8 +94,11 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[tuple[Any, list[s
 def go(page: Any, url: str, place: str) -> None:
     """Go to a page of the server."""
     page.goto(f"{url.split('?')[0]}#/{place}")
+    path, _, question = place.partition("?")
+    at = path + (f"?{urlencode(parse_qsl(question, keep_blank_values=True))}" if question else "")
+    page.wait_for_selector(f'#app[data-at="{at}"]')
+    page.wait_for_selector("[aria-busy=true]", state="detached")
     page.wait_for_load_state("networkidle")
-    page.wait_for_selector("h1")
 
 
 GROUPS, SIZE = 66, 16

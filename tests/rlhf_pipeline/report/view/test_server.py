@@ -159,3 +159,30 @@ def test_json_of_text_that_is_no_text(run_dir: Path):
     """Answers are JSON whatever is stored: no NaN."""
     reply = client_of(write_run(run_dir.parent / "failing", failed=4)).get("/api/runs/0/trajectories?limit=500")
     assert [row["reward"] for row in json.loads(reply.text)["rows"][-4:]] == [None] * 4
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(run_dir: Path):
+    """It is in the list with the reason, and the others are answered."""
+    broken = write_run(run_dir.parent / "broken", num_rollouts=1)
+    root = json.loads((broken / "store" / "zarr.json").read_text())
+    root["attributes"]["version"] = 1
+    client = client_of(run_dir, broken)
+    (broken / "store" / "zarr.json").write_text(json.dumps(root))
+    first, second = client.get("/api/runs").json()
+    assert first["stored"] == 48
+    assert "zarr.json" in second["error"]
+    assert client.get("/api/runs/0/facets").status_code == 200
+
+
+def test_an_export_is_what_the_filter_finds(run_dir: Path):
+    """As JSONL and as Parquet, by conditions and by a search; a kind that is not known is refused."""
+    client = client_of(run_dir)
+    wanted = client.get("/api/runs/0/trajectories?where=reward>=0.5&text=1&limit=500").json()
+    lines = client.get("/export/0.jsonl?where=reward>=0.5&text=1").text.splitlines()
+    assert len(lines) == wanted["matched"] > 0
+    assert {json.loads(line)["completion"] for line in lines} == {row["completion"] for row in wanted["rows"]}
+    pytest.importorskip("pyarrow")
+    reply = client.get("/export/0.parquet")
+    assert (reply.status_code, reply.content[:4]) == (200, b"PAR1")
+    assert client.get("/export/0.csv").status_code == 404
+    assert client.get("/export/0.jsonl?where=colour==1").status_code == 400

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline import Pipeline, token_match
+from rlhf_pipeline import Evaluate, Pipeline, token_match
 from rlhf_pipeline.run.events import EvaluationDone, Event, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.claims import FolderClaims, RequestedEvaluations
@@ -21,6 +21,7 @@ from tests.rlhf_pipeline.run.processes.test_learn import stop_at
 from tests.rlhf_pipeline.run.test_evaluation import HELD_OUT, evaluated, figures_of, rows_of
 from tests.rlhf_pipeline.small import collect, learn, weights
 from tests.rlhf_pipeline.typed import FORKED
+from trajectory_store import TrajectoryStore
 
 
 def of(killed: Path | None = None) -> Pipeline:
@@ -77,6 +78,46 @@ def test_a_learner_and_two_collectors_evaluate_as_one_process_does(tmp_path):
     said = read_published(RunFolder(tmp_path / "several"))
     assert said is not None
     assert (said.finished, said.evaluate) == ("steps", {})
+
+
+def of_sets() -> Pipeline:
+    """Two sets with names, of which one is evaluated less often and decides."""
+    pipeline = of()
+    assert isinstance(pipeline.evaluate, Evaluate)
+    seldom = replace(pipeline.evaluate, every=4, num_prompts=3, best="pass@1", success_at=0.2, at_start=False)
+    return replace(pipeline, evaluate={"often": pipeline.evaluate, "seldom": seldom})
+
+
+def take_part_in_sets(learns: bool, run_dir: Path) -> None:
+    (learn if learns else collect)(of_sets(), run_dir=run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_several_sets_are_evaluated_beside_a_learner_as_in_one_process(tmp_path):
+    """The same rows of each set, the same kept checkpoints, and figures with the step of each set."""
+    run(of_sets(), run_dir=tmp_path / "one")
+    them = [FORKED.Process(target=take_part_in_sets, args=(learns, tmp_path / "two")) for learns in (True, False)]
+    for one in them:
+        one.start()
+    for one in them:
+        one.join()
+    assert [one.exitcode for one in them] == [0, 0]
+    names = [sorted(path.name for path in (tmp_path / run / "evaluations").iterdir()) for run in ("one", "two")]
+    assert names[0] == names[1]
+    assert [name.partition("-")[0] for name in names[0]] == ["often", "seldom"]
+    for name in names[0]:
+        texts = []
+        for run_dir in (tmp_path / "one", tmp_path / "two"):
+            with TrajectoryStore.open(run_dir / "evaluations" / name) as store:
+                rows = store.read(store.ids(), ["policy_version", "trajectory_id", "completion"])
+            texts.append(sorted(zip(*(map(str, rows[column]) for column in rows if column != "ids"), strict=True)))
+        assert texts[0] == texts[1]
+    kept = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("one", "two")]
+    assert kept[0] == kept[1]
+    told = [line for line in figures_of(tmp_path / "two") if "evaluation/seldom/step" in line]
+    assert told
+    assert {line["evaluation/seldom/step"] % 4 for line in told} == {0}
 
 
 @pytest.mark.crash

@@ -1,0 +1,113 @@
+"""Rows as people have them, by column and row: tables, data frames, data sets, generators, tensors."""
+
+# pyright: standard
+# Foreign data, whose types are told apart at run time.
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trajectory_store import arrow
+from trajectory_store.batch import Batch, batch_of, by_columns, prepare
+from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
+from trajectory_store.schema import Schema
+
+
+def held(data: Any) -> Any:
+    """Return rows that can be read more than once: what yields them, or streams them, is read."""
+    if isinstance(data, Mapping) or _is_frame(data):
+        return data
+    if _is_table(data):
+        return arrow.tables_of(data)
+    return list(data) if hasattr(data, "__next__") else data
+
+
+def _is_frame(data: Any) -> bool:
+    return hasattr(data, "dtypes") and hasattr(data, "to_numpy") and hasattr(data, "iloc")
+
+
+def _is_table(data: Any) -> bool:
+    return any(hasattr(data, name) for name in ("__arrow_c_stream__", "__arrow_c_array__", "with_format"))
+
+
+def batch_from(schema: Schema, data: Any) -> Batch:
+    """Check rows in any form that `append` takes, and flatten them.
+
+    Args:
+        schema: the columns of the store.
+        data: a mapping by column; what has Arrow's protocol (a table of pyarrow or polars, a relation of DuckDB), a
+            `datasets.Dataset`, a DataFrame of pandas; or rows, each a mapping by column: a list, a generator.
+
+    Raises:
+        BatchError: it is none of these, or does not fit.
+    """
+    if isinstance(data, Mapping):
+        return by_columns(schema, data)
+    if _is_frame(data):
+        return _from_frame(schema, data)
+    if _is_table(data):
+        return _from_table(schema, arrow.tables_of(data))
+    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
+        raise _neither(data)
+    rows: list[Mapping[str, Any]] = []
+    for row in data:
+        if not isinstance(row, Mapping):
+            raise _neither(data)
+        for name in row:
+            if name not in schema:
+                raise UnknownColumnError(
+                    f"row {len(rows)}: the store has no column '{name}'." + did_you_mean(str(name), schema.names)
+                )
+        rows.append(row)
+    return batch_of(schema, rows)
+
+
+def _neither(data: Any) -> BatchError:
+    return BatchError(
+        f"a batch is a dict by column, a table or data frame, or a list or generator of dicts; got "
+        f"{type(data).__name__}."
+    )
+
+
+def _from_table(schema: Schema, table: Any) -> Batch:
+    values, given = arrow.columns_of(table, schema)
+    for name, there in given.items():
+        column = schema[name]
+        if column.axis is None or column.is_text:
+            continue
+        beside = [other.name for other in schema.axes[column.axis] if other.name in values and other.name not in given]
+        if beside:  # a null is as long as the columns that it lies beside
+            values[name] = _stretched(column, values[name], values[beside[0]].lengths, there)
+    batch = prepare(schema, values, table.num_rows)
+    batch.partial |= given
+    return batch
+
+
+def _stretched(column: Any, ragged: Any, lengths: Any, there: Any) -> Any:
+    wanted = np.where(there, ragged.lengths, lengths)
+    flat = np.full((int(wanted.sum()), *column.shape), column.fill_value, column.np_dtype)
+    flat[np.repeat(there, wanted)] = ragged.values
+    return type(ragged)(flat, wanted)
+
+
+def _from_frame(schema: Schema, frame: Any) -> Batch:
+    """Return a DataFrame as a batch. Its NaN is a value of a float column, and no value of any other."""
+    values: dict[str, Any] = {}
+    for name in frame.columns:
+        column, series = schema[str(name)], frame[name]
+        numbers = isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf"
+        if numbers and (column.np_dtype.kind == "f" or series.dtype.kind != "f"):
+            values[column.name] = series.to_numpy()
+            continue
+        given = [None if _is_missing(value) else value for value in series.tolist()]
+        if numbers:  # whole numbers became floats where one was missing
+            given = [int(value) if value is not None and value == int(value) else value for value in given]
+        values[column.name] = given
+    return by_columns(schema, values)
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether pandas means by a value that there is none: None, NaN, `pandas.NA`."""
+    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and value != value)

@@ -1,0 +1,243 @@
+"""A store as a table: rows by place, columns by name, and what tools that read tables ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, SupportsIndex, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trajectory_store import arrow
+from trajectory_store.errors import BatchError, CorruptionError, PlaceError
+from trajectory_store.ragged import Int64Array
+from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
+from trajectory_store.schema import Schema
+from trajectory_store.snapshot import Snapshot
+
+_ITER_ROWS: Final = 1024
+"""Rows that a loop over a store reads at a time."""
+
+
+class StoreTable(StoreReads):
+    """The rows of an open store by their place in the order of arrival, as tables and data sets have them."""
+
+    def as_of(self, snapshot: Snapshot) -> StoreTable:
+        """Return a view of the rows and values of a snapshot: later rows and later updates do not count.
+
+        Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
+        """
+        self._check_open()
+        return StoreTable(self.path, self._root, self._catalog, snapshot)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the trajectories in the order of arrival, each as a dict of its values by column."""
+        for block in self.batches(_ITER_ROWS):
+            count = len(block.pop("ids"))
+            yield from _rows(block, count)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Read by place in the order of arrival, as of a `datasets.Dataset`; `read` takes ids.
+
+        `store[5]` is one trajectory, a dict of its values; `store[-1]` the newest. `store[10:20]`, `store[[3, 1]]` and
+        `store[mask]` are several, a dict of columns. `store["reward"]` is a column of all rows, `store[["reward",
+        "prompt"]]` several; `store[10:20, "reward"]` a column of some rows.
+
+        Raises:
+            PlaceError: there is no row in a place; also an IndexError.
+            BatchError: the key is none of these.
+        """
+        rows, columns = cast("tuple[Any, Any]", key) if isinstance(key, tuple) else (key, None)
+        if not isinstance(key, tuple) and _are_names(rows):
+            found = self._whole(rows)
+            return found[rows] if isinstance(rows, str) else found
+        if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
+            raise BatchError(
+                f"store[{key!r}]: give a place, a slice, places, a mask, or names of columns; store[10:20, 'column'] "
+                "reads one column of some rows. read(ids) takes ids."
+            )
+        if isinstance(rows, SupportsIndex) and not isinstance(rows, np.ndarray):
+            found = self.read(self._at([int(rows)], key), columns)
+            row = {name: values[0] for name, values in found.items()}
+            return row[columns] if isinstance(columns, str) else row
+        found = self.read(self._at(rows, key), columns)
+        return found[columns] if isinstance(columns, str) else found
+
+    @following
+    def _whole(self, columns: Columns) -> dict[str, Any]:
+        """Return columns of all rows that can be read."""
+        selected = self.schema.select(columns)
+        reader, found = self._reader(None, selected), dict[str, Any]()
+        for column in selected:
+            if column.is_text:
+                found[column.name] = reader.text(column)
+            else:
+                found[column.name] = reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
+        return found
+
+    def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
+        """Read rows by place in one go, as PyTorch's DataLoader asks for a batch."""
+        return list(_rows(self.read(self._at(places, places)), len(places)))
+
+    def _at(self, places: Any, key: Any) -> Int64Array:
+        """Return the ids of rows by their places: a slice, whole numbers, or a mask."""
+        every = self.ids()
+        if isinstance(places, slice):
+            return every[places]
+        found: npt.NDArray[Any] = np.asarray(places)
+        if found.size == 0:
+            return every[:0]
+        if found.dtype == np.bool_:
+            if found.shape != every.shape:
+                raise BatchError(f"a mask of shape {list(found.shape)}; the store has {len(every)} rows.")
+            return every[found]
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise BatchError(
+                f"store[{key!r}]: places are whole numbers in one dimension; got {found.dtype} {list(found.shape)}."
+            )
+        outside = (found < -len(every)) | (found >= len(every))
+        if outside.any():
+            raise PlaceError(
+                f"there is no row in place {int(found[outside][0])} of {len(every)}. Places count from 0 in the order "
+                "of arrival; read(ids) takes ids."
+            )
+        return every[found]
+
+    # Counting and sampling
+
+    def count(self, condition: str | None = None) -> int:
+        """Return how many trajectories meet a condition of `where`; without one, how many there are.
+
+        Raises:
+            SchemaError: the condition cannot be read.
+        """
+        return len(self) if condition is None else len(self.where(condition))
+
+    def sample(self, n: int, seed: int | np.random.Generator = 0, *, condition: str | None = None) -> Int64Array:
+        """Return the ids of different trajectories, drawn uniformly: `[n]` int64.
+
+        Args:
+            n: how many.
+            seed: of the draw: the same gives the same places of the same rows. Or a generator, which goes on.
+            condition: of these, see `where`.
+
+        Raises:
+            BatchError: there are fewer.
+        """
+        among = self.ids() if condition is None else self.where(condition)
+        if isinstance(n, bool) or not 0 <= n <= len(among):
+            raise BatchError(f"{n!r} different trajectories cannot be drawn from {len(among)}.")
+        rng = seed if isinstance(seed, np.random.Generator) else np.random.default_rng(seed)
+        return among[rng.choice(len(among), n, replace=False)]
+
+    # Arrow
+
+    def to_arrow(self, columns: Columns = None, ids: Ids | None = None) -> Any:
+        """Return trajectories as an Arrow table: ragged columns are lists, elements with a shape fixed-size lists.
+
+        Args:
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+
+        Returns:
+            A `pyarrow.Table`; values that were not given are null.
+
+        Raises:
+            MissingPackageError: pyarrow is not installed.
+        """
+        pa = arrow.pyarrow("to_arrow")
+        return pa.Table.from_batches([*self._record_batches(columns, ids, rows=None)])
+
+    def _record_batches(self, columns: Columns, ids: Ids | None, rows: int | None) -> Iterator[Any]:
+        """Yield rows as record batches, some at a time; of all rows those that can be read."""
+        schema, among = Schema(self.schema.select(columns)), self.ids() if ids is None else as_ids(ids)
+        step = rows or max(len(among), 1)
+        for first in range(0, max(len(among), 1), step):
+            part, made = among[first : first + step], None
+            while made is None:
+                try:
+                    made = self._record_batch(schema, part)
+                except CorruptionError:
+                    left = part[self.holds(part)] if ids is None else part
+                    if len(left) == len(part):
+                        raise
+                    part = left  # without the rows that were found damaged
+            yield made
+
+    @following
+    def _record_batch(self, schema: Schema, ids: Int64Array) -> Any:
+        """Return rows as one record batch, whose numbers are those that were read, not copies."""
+        pa, reader, arrays = arrow.pyarrow("to_arrow"), self._reader(ids, schema), list[Any]()
+        for column in schema:
+            if column.is_text:
+                values: Any = reader.text(column)
+            else:
+                values = reader.scalars(column) if column.axis is None else reader.ragged(column)
+            arrays.append(arrow.array_of(column, values, ~reader.present(column)))
+        return pa.record_batch(arrays, schema=arrow.arrow_schema(schema))
+
+    def __arrow_c_schema__(self) -> object:
+        """Return the columns as Arrow's protocol has them."""
+        return arrow.arrow_schema(self.schema).__arrow_c_schema__()
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Return all rows as a stream of Arrow's protocol, some thousand at a time.
+
+        It is what `pyarrow.table(store)`, `polars.DataFrame(store)` and DuckDB's `from store` read. Numbers are copied
+        once, out of the store's files; the reader has those buffers.
+        """
+        pa = arrow.pyarrow("a stream of Arrow")
+        parts = self._record_batches(None, None, arrow.BATCH_ROWS)
+        return pa.RecordBatchReader.from_batches(arrow.arrow_schema(self.schema), parts).__arrow_c_stream__(
+            requested_schema
+        )
+
+    def to_pandas(self, columns: Columns = None, ids: Ids | None = None) -> Any:
+        """Return trajectories as a `pandas.DataFrame`; ragged columns hold arrays.
+
+        A value that was not given is missing, and a whole number beside it stays one: columns of whole numbers and
+        truth values that may be left out have pandas' nullable types, such as `Int64`.
+
+        Args:
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+
+        Raises:
+            MissingPackageError: pyarrow or pandas is not installed.
+        """
+        return arrow.frame_of(self.to_arrow(columns, ids), self.schema)
+
+    def to_parquet(self, path: str | Path, columns: Columns = None, ids: Ids | None = None) -> None:
+        """Write trajectories to one Parquet file, streamed; values that were not given are null.
+
+        The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` makes an equal store of it.
+
+        Args:
+            path: the file; it is replaced, and appears whole.
+            columns: names; None for all.
+            ids: which trajectories; None for all in the order of arrival.
+
+        Raises:
+            MissingPackageError: pyarrow is not installed.
+        """
+        pa, target = arrow.pyarrow("to_parquet"), Path(path).expanduser()
+        part = target.with_name(f".{target.name}.part")
+        tables = (pa.Table.from_batches([rows]) for rows in self._record_batches(columns, ids, _ITER_ROWS))
+        try:
+            arrow.write_parquet(part, Schema(self.schema.select(columns)), tables)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _rows(block: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    return ({name: values[i] for name, values in block.items()} for i in range(count))
+
+
+def _are_names(key: Any) -> bool:
+    """Return whether a key names columns."""
+    if not isinstance(key, (list, tuple)):
+        return isinstance(key, str)
+    names = cast("Sequence[object]", key)
+    return bool(names) and all(isinstance(name, str) for name in names)
