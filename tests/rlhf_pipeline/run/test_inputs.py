@@ -224,7 +224,13 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
     run_dir = recorded(pipeline, tmp_path / "run")
     whole = json.loads((run_dir / "config.json").read_text())
     silent = set()
-    valid = {"learn.lr": 5e-4, "learn.lr_schedule": "cosine", "learn.steps": 77, "learn.lr_decay_steps": 55}
+    valid = {
+        "learn.warmup_ratio": 0.5,
+        "learn.lr": 5e-4,
+        "learn.lr_schedule": "cosine",
+        "learn.steps": 77,
+        "learn.lr_decay_steps": 55,
+    }
     valid |= {"learn.warmup_steps": 3}
     for path, _ in flat_fields(whole["pipeline"]):
         record = json.loads(json.dumps(whole))
