@@ -134,7 +134,7 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
             base.learn,
             steps=rollouts * updates,
             lr=base.learn.lr * how.get("lr", 1.0),
-            steps_per_rollout=updates,
+            epochs=updates,
             lr_schedule="constant",
             stop_at_reward=None,
             checkpoint_every=10**6,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
 
 import rlhf_pipeline
-from rlhf_pipeline.errors import DefinitionError, did_you_mean
+from rlhf_pipeline.errors import DefinitionError, did_you_mean, no_such_field
 from rlhf_pipeline.settings import paths_of
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def _near(config: object, typed: str, names: list[str]) -> str:
     known = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
     if known:
         return f" Did you mean {' or '.join(repr(path) for path in known)}?"
-    return did_you_mean(typed.partition(".")[0], names)
+    return no_such_field(typed, names)
 
 
 def _default_of(hint: Any) -> Any:

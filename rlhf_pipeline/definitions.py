@@ -28,7 +28,7 @@ from typing import Any
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.config_text import override, override_all
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, did_you_mean
+from rlhf_pipeline.errors import DefinitionError, MissingPathError, did_you_mean, no_such_field
 
 Overrides = Sequence[tuple[str, str]]
 
@@ -303,7 +303,7 @@ def _explain(error: BaseException, file: Path, what: str) -> DefinitionError:
     unknown, missing = _UNKNOWN_FIELD.match(text), _MISSING_FIELD.match(text)
     if isinstance(error, TypeError) and unknown:
         owner, name = unknown.groups()
-        hint = did_you_mean(name, _fields_of(owner, error.__traceback__))
+        hint = no_such_field(name, _fields_of(owner, error.__traceback__))
         return DefinitionError(f"{owner} has no field '{name}'.{hint} ({where})")
     if isinstance(error, TypeError) and missing:
         owner, names = missing.groups()

@@ -27,6 +27,7 @@ import difflib
 import shlex
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 
 def plain(text: str) -> str:
@@ -50,6 +51,25 @@ def typed(place: object) -> str:
     """
     text = str(place)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+_PENALTY: Final = (
+    " No engine reports the distribution that a penalty draws from, so the stored log-probs would be those of another, "
+    "and ratios wrong. Pay for repetition in a reward function instead."
+)
+_REFUSED: Final = dict.fromkeys(
+    ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), _PENALTY
+)
+"""Options of other samplers that are left out on purpose, each with the reason."""
+
+
+def no_such_field(name: str, known: Iterable[str]) -> str:
+    """Return what to say of a field that a definition does not have: why it is left out, or the nearest one.
+
+    >>> no_such_field("lrr", ["lr", "steps"])
+    " Did you mean 'lr'?"
+    """
+    return _REFUSED.get(name.rpartition(".")[2]) or did_you_mean(name.partition(".")[0], known)
 
 
 class PipelineError(Exception):

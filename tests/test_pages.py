@@ -31,6 +31,7 @@ from rlhf_pipeline import (
     token_match,
 )
 from rlhf_pipeline.config_text import override_all
+from rlhf_pipeline.data.rewards import no_reward
 from rlhf_pipeline.definitions import load_module
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.run.rows import StepRows
@@ -145,7 +146,7 @@ def definitions(page: ModuleType) -> Iterator[Pipeline]:
             for policy in (base.policy, TinyPolicy(alphabet="0123456789 +?")):
                 yield dataclasses.replace(base, policy=policy, prompts=cast(Any, made()), reward=token_match)
         elif inspect.isclass(made) and hasattr(made, "step"):
-            yield dataclasses.replace(base, environment=made)
+            yield dataclasses.replace(base, environment=made, reward=no_reward)
         elif name == "reward":
             yield dataclasses.replace(base, reward=made)
         elif isinstance(made, Evaluate):

@@ -15,12 +15,22 @@ and that no step is missing. The run may be active meanwhile. Exit code 1 if som
 
 examples:
   rlhf-pipeline verify runs/copy_digits
-  rlhf-pipeline verify runs/copy_digits/store"""
+  rlhf-pipeline verify runs/copy_digits/store
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss          of all that it names
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    of the commits that hold these trajectories"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument(
+        "--accept-loss",
+        nargs="*",
+        type=int,
+        metavar="ID",
+        help="record that the damaged trajectories of the store, or the named ones, are lost: no problem from then on, "
+        "and served again if their files are put back",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -30,6 +40,13 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
 
     folder = address_of(args.path)
+    if args.accept_loss is not None:
+        from trajectory_store import TrajectoryStore
+
+        where = RunFolder.open(folder).store_path if is_run(folder) else folder
+        with TrajectoryStore.open(where, "a") as store:
+            accepted = store.accept_losses(args.accept_loss or None)
+        say(f"{where}: the loss of {count(accepted, 'damaged commit')} is accepted.")
     if is_run(folder):
         findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):

@@ -47,7 +47,7 @@ class Sampled:
     conversation: Sequence[Mapping[str, Any]] | None = None
     """With an environment, all messages; else None."""
     prompt_text: str | None = None
-    """What the model read before the completion; None if no reward function asks for it."""
+    """What the model read before the completion; None if no reward function asked for it."""
     num_asked: int = 1
     """The messages of the conversation before the first turn."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -83,7 +83,9 @@ def _environment(one: Sampled) -> Any:
 
 
 def _prompt_text(one: Sampled) -> str:
-    return one.prompt.text if one.prompt_text is None else one.prompt_text
+    if one.prompt_text is None:
+        raise ValueError("what the model read before this completion was not kept, as no reward asked for it then")
+    return one.prompt_text
 
 
 Getter = Callable[[Sampled], Any]
@@ -104,7 +106,7 @@ _MORE: Final[dict[str, Getter]] = {
     "turns": lambda one: one.turns,
     "environment": _environment,
     "solution_str": lambda one: one.completion,
-    "ground_truth": lambda one: one.prompt.answer,
+    "ground_truth": _OWN["answer"],
     "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
     "data_source": lambda one: one.prompt.meta.get("data_source", ""),
 }
@@ -118,7 +120,7 @@ _TRL: Final[dict[str, Getter]] = {
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
     "queries": lambda one: _prompt_text(one) + one.completion,
-    "labels": lambda one: one.prompt.answer,
+    "labels": _OWN["answer"],
 }
 _BATCHED: Final[dict[str, Getter]] = {
     "solution_strs": _MORE["solution_str"],
@@ -228,16 +230,17 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    if by_place or (unknown and known.isdisjoint(names)):
+    if not names and not rest and not by_place:
+        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
+    nothing_known = known.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
+    if by_place or nothing_known:
         try:
             signature.bind("", "", None, {})
         except TypeError as error:
-            raise DefinitionError(_refusal(reward, str(signature), unknown, columns or (), error)) from error
+            raise DefinitionError(_refusal(reward, str(signature), unknown or names, columns or (), error)) from error
         return plain
     if unknown and columns is not None:
         raise DefinitionError(_refusal(reward, str(signature), unknown, columns, ""))
-    if not names and not rest:
-        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
     batched = any(name in _TRL or (name in _BATCHED and name not in (columns or ())) for name in names)
     first = (_TRL if batched else _OWN) | (_AS_TEXT if not _OPENRLHF.keys().isdisjoint(names) else {})
     arguments = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, typed
 from rlhf_pipeline.report.drift import drift_text, drifted
 from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
@@ -51,7 +51,8 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
     if len(damaged):
         some = ", ".join(str(row) for row in damaged[:8].tolist()) + (", ..." if len(damaged) > 8 else "")
         text = f"{count(len(damaged), what)} cannot be trusted (ids {some}); all others are good. "
-        yield Finding(part=part, ok=False, text=text + "Restore the segment from a copy, or leave these ids out.")
+        way_out = f"Restore it from a copy, or accept the loss: rlhf-pipeline verify {typed(path)} --accept-loss"
+        yield Finding(part=part, ok=False, text=text + way_out)
 
 
 def check_run(run: RunFolder) -> Iterator[Finding]:

@@ -715,12 +715,14 @@ class View:
         if name not in LISTS:
             raise MissingKeyError(f"there is no list '{name}'. Known: {', '.join(LISTS)}.")
         if name == "drift":
-            return {"list": name, "versions": self._by_version()}
+            versions, num = self._by_version()
+            return {"list": name, "versions": versions, "num_versions": num}
         if name == "mismatch":
             rows = self.metrics_rows().spread(2000) if len(self.metrics_rows()) else []
             known = [row for row in rows if row.get("sampler_gap") is not None]
             worst = sorted(known, key=lambda row: -row["sampler_gap"])[:50]
-            return {"list": name, "steps": [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]}
+            steps = [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]
+            return {"list": name, "steps": steps, "looked": len(rows), "num_steps": len(self.metrics_rows())}
         ids = self.stored.ids()
         trusted = self.stored.scalars("reward_trusted")
         bad = np.isnan(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
@@ -746,18 +748,18 @@ class View:
             "rows": rows,
         }
 
-    def _by_version(self) -> list[Answer]:
-        """Return reward and length by policy version, at most 200 evenly spaced ones."""
+    def _by_version(self) -> tuple[list[Answer], int]:
+        """Return reward and length by policy version, at most 200 evenly spaced ones, and how many there are."""
         versions = self.stored.scalars("policy_version")
         if versions is None or not len(versions):
-            return []
+            return [], 0
         rewards, lengths = self._floats("task_reward"), self.stored.store.lengths("input_ids")
         known, place, num = np.unique(versions, return_inverse=True, return_counts=True)
         graded = np.isfinite(rewards)
         sums = np.bincount(place, np.where(graded, rewards, 0.0))
         counts, tokens = np.bincount(place, graded), np.bincount(place, lengths)
         some = np.unique(np.linspace(0, len(known) - 1, min(200, len(known))).round().astype(int))
-        return [
+        found = [
             {
                 "version": int(known[at]),
                 "num": int(num[at]),
@@ -766,6 +768,7 @@ class View:
             }
             for at in some
         ]
+        return found, len(known)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

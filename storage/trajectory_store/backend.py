@@ -15,7 +15,7 @@ from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket
 from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, StoreError
-from trajectory_store.file_access import FORMATS, PreadBytes, PreadItems
+from trajectory_store.file_access import AHEAD, FORMATS, PreadBytes, PreadItems, will_need
 from trajectory_store.format import (
     KEY,
     ORDINAL_SHIFT,
@@ -198,7 +198,10 @@ class Segment(ABC):
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return the values of a range of elements of any array, flat."""
         spec = self.specs[name]
-        raw = self.raw(name)[start * spec.itemsize : stop * spec.itemsize]
+        whole = self.raw(name)
+        if (stop - start) * spec.itemsize >= AHEAD:
+            will_need(whole, start * spec.itemsize, stop * spec.itemsize)
+        raw = whole[start * spec.itemsize : stop * spec.itemsize]
         return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
 
     def offsets(self, axis: str, rows: Rows | None = None) -> Int64Array:

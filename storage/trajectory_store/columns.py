@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trajectory_store.backend import Part, Rows, Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import BatchError, CorruptionError, DamageFoundError, SchemaError
-from trajectory_store.file_access import will_need
+from trajectory_store.file_access import AHEAD, will_need
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
@@ -352,6 +352,7 @@ class ColumnReader:
         if not places.runs:
             return Spans(places, np.empty((0, 2), np.int64))
         axis = column.axis or ""
+        self._rows_ahead(offsets_name(axis), places)
         edges = self._look_up(offsets_name(axis), places, lambda segment, rows: segment.edges(column, rows))
         found = places.gather(edges)
         spans = Spans(places, found.view(np.int64).reshape(-1, 2))
@@ -384,27 +385,20 @@ class ColumnReader:
         if later is not None:  # the newest values are folded into arrays of their own
             segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
             return places.restore(places.gather({s.ordinal: later.folded(s) for s in segments}))
+        self._rows_ahead(column.name, places)
         return places.restore(places.gather(self._values(column, places)))
 
-    def prefetch(self, columns: Sequence[Column]) -> None:
-        """Ask the kernel for all pages of the rows before the first one is touched."""
-        asked: set[tuple[int, str]] = set()
-        for column in columns:
-            name = column.name if column.axis is None else offsets_name(column.axis)
-            for ordinal, rows in self._places(column).runs:
-                segment = self._catalog.any_segment(ordinal)
-                if name in segment.specs and (ordinal, name) not in asked:
-                    asked.add((ordinal, name))
-                    size, at = segment.specs[name].itemsize, np.r_[rows]
-                    will_need(segment.raw(name), at * size, (at + 2) * size)
-        for column in columns:
-            if column.axis is None:
-                continue
-            spans, size = self.spans(column), column.np_dtype.itemsize * column.width
-            for (ordinal, _), (a, b) in zip(spans.places.runs, itertools.pairwise(spans.places.edges), strict=True):
-                segment = self._catalog.any_segment(ordinal)
-                if column.name in segment.schema:
-                    will_need(segment.raw(column.name), spans.starts[a:b] * size, spans.ends[a:b] * size)
+    def _ahead(self, name: str, ordinal: int, first: int, end: int) -> None:
+        """Ask the kernel for many adjacent elements of an array before they are read; it reads others page by page."""
+        segment = self._catalog.any_segment(ordinal)
+        size = segment.specs[name].itemsize if name in segment.specs else 0
+        if (end - first) * size >= AHEAD and self._catalog.medium.keeps_arrays:
+            will_need(segment.raw(name), first * size, end * size)
+
+    def _rows_ahead(self, name: str, places: Places) -> None:
+        for ordinal, rows in places.runs:
+            if isinstance(rows, slice):
+                self._ahead(name, ordinal, rows.start, rows.stop)
 
     @contained
     def ragged(self, column: Column) -> RaggedArray:
@@ -417,6 +411,10 @@ class ColumnReader:
                 memoryview(cast("bytearray", flat.view(f"u{flat.itemsize}"))),
             )
             owners, parts, targets = spans.joined(column.width)
+            parts = list(parts)
+            if flat.nbytes >= AHEAD * len(parts):
+                for ordinal, part in zip(owners, parts, strict=True):
+                    self._ahead(column.name, ordinal, part.start // column.width, part.stop // column.width)
             try:
                 for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
                     view[target] = values

@@ -33,6 +33,8 @@ ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
 yet ends the process with SIGBUS. A positional read of a hole gives zeros and allocates nothing."""
 
 MOUNTS = Path("/proc/self/mountinfo")
+AHEAD = 1 << 16
+"""From this many adjacent bytes on, the kernel is asked to read ahead."""
 LOADED = 1 << 16
 """Finished files of up to this many bytes are loaded instead of mapped."""
 
@@ -141,13 +143,17 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def _map(fd: int, size: int) -> memoryview | None:
-    """Map a file for reading, or return None if there is no room. Python's own `mmap` keeps a descriptor per map."""
+    """Map a file for reading, or return None if there is no room. Python's own `mmap` keeps a descriptor per map.
+
+    Rows are read at random, so the kernel does not read ahead around each: that may be megabytes per row.
+    """
     address = cast("int | None", _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
     if address is None or address == _FAILED:
         number = ctypes.get_errno()
         if number in (errno.ENOMEM, errno.EAGAIN, errno.ENODEV):
             return None
         raise OSError(number, os.strerror(number))
+    _libc.madvise(address, size, mmap.MADV_RANDOM)  # who reads many adjacent bytes asks for them
     block = (ctypes.c_ubyte * size).from_address(address)
     array: npt.NDArray[np.uint8] = np.frombuffer(cast("bytearray", block), np.uint8)
     array.flags.writeable = False
@@ -155,16 +161,12 @@ def _map(fd: int, size: int) -> memoryview | None:
     return memoryview(cast("bytes", array))
 
 
-def will_need(view: object, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-    """Ask the kernel for the pages of some ranges of bytes of a map."""
+def will_need(view: object, start: int, end: int) -> None:
+    """Ask the kernel for the pages of a range of bytes of a map."""
     array = view.obj if isinstance(view, memoryview) else None
-    if not isinstance(array, np.ndarray):
-        return
-    base = cast("npt.NDArray[Any]", array).ctypes.data
-    starts = starts & -mmap.PAGESIZE
-    for start, size in {*zip(starts.tolist(), (ends - starts).tolist(), strict=True)}:
-        if size > 0:
-            _libc.madvise(base + start, size, mmap.MADV_WILLNEED)
+    if isinstance(array, np.ndarray) and end <= array.nbytes:
+        start &= -mmap.PAGESIZE
+        _libc.madvise(cast("npt.NDArray[Any]", array).ctypes.data + start, end - start, mmap.MADV_WILLNEED)
 
 
 def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memoryview | PreadBytes:

@@ -174,6 +174,10 @@ class LocalSegment(Segment):
             first = min(mark or 0, commits)
         for seq in range(first, commits):
             self._check(seq, promised=promised_all or mark is None or seq < mark)
+        for seq in range(first if self.accepted else 0):  # what was accepted as lost is still not served
+            record = log.get(seq)
+            if record is None or self.is_accepted(Gap(seq, record.rows_end - record.n_rows, record.rows_end, "")):
+                self._check(seq)
         while self.gaps and not self.gaps[-1].why and self.gaps[-1].seq == self.records - 1:
             gap = self.gaps.pop()
             self.records, self.rows = gap.seq, gap.first

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import resource
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -38,11 +36,6 @@ Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
 Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
 """Further names of a condition, see `StoreReads.where`."""
-
-# If reading takes this long per row and column, it may have come from the disk. If it did, the next batches ask for
-# their pages first, which costs a warm batch three times its own time and a cold one a third of it.
-COLD_COPY_S = 15e-6
-COLD_BATCHES = 8
 
 _WHERE_BYTES = 64 << 20
 """Bytes of text that a condition looks at in one go; more are searched in parts."""
@@ -101,9 +94,6 @@ class StoreReads:
         self._then = then
         self._limits: Mapping[int, int] | None = None if then is None else {-1: 0, **then.updates}
         self._pool = BufferPool()
-        # A cache's new files are in memory, and so is what this process appends to a store that was empty.
-        self._cold = COLD_BATCHES if catalog.medium.keeps_arrays and catalog.total_rows() else 0
-        self._blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
         self._closed = False
 
     @property
@@ -395,12 +385,8 @@ class StoreReads:
             raise SchemaError(f"side {side!r} is not known. Use 'right' or 'left'.")
         if pad_to_multiple_of < 1:
             raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
-        begin = time.perf_counter()
         selected = self.schema.select(columns)
         reader = self._reader(ids, selected, checked=checked)
-        if self._cold:
-            self._cold -= 1
-            reader.prefetch(selected)
         by_name = isinstance(pad_value, Mapping)
         result: dict[str, Any] = {}
         lengths: dict[str, Any] = {}
@@ -420,8 +406,6 @@ class StoreReads:
             result[name] = reader.padded(column, spans, width, pad, side, self._pool, given)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
-        if self._cold or time.perf_counter() - begin > COLD_COPY_S * (len(selected) * len(reader.ids) + 64):
-            self._note_reads()
         return result | lengths
 
     @following
@@ -453,16 +437,6 @@ class StoreReads:
         return self._reader(ids, [found]).present(found)
 
     # Helpers
-
-    def _note_reads(self) -> None:
-        """If the disk was read, by a fault or by a prefetch, let the next batches prefetch.
-
-        Without that, every fault costs the disk's read-ahead, which may be megabytes.
-        """
-        blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-        if blocks > self._blocks and self._catalog.medium.keeps_arrays:  # else what is read is fetched before
-            self._cold = COLD_BATCHES
-        self._blocks = blocks
 
     def _reader(self, ids: Ids | None, columns: Iterable[Column], *, checked: bool = False) -> ColumnReader:
         """Return a reader of these rows, or of all rows in the order of arrival."""

@@ -545,19 +545,24 @@ class TrajectoryStore(StoreTable):
         report.trajectories = len(self)
         return report
 
-    def accept_losses(self) -> int:
-        """Accept the loss of the rows and updates that are damaged now: a record, after which they are no problem.
+    def accept_losses(self, ids: Ids | None = None) -> int:
+        """Accept the loss of rows and updates that are damaged now: a record, after which they are no problem.
 
         Nothing is removed: if the right files are put back, the rows count again. Segments that cannot be opened at all
         are not among them.
+
+        Args:
+            ids: accept only the damaged commits that hold some of these trajectories; None accepts all.
 
         Returns:
             The number of commits, or of parts of merged segments, whose loss was accepted.
         """
         self._check_writable("accept_losses")
-        self._catalog.refresh()
-        self._catalog.find_damage()
-        return accept_losses(self._catalog)
+        with self._look_in() as catalog:
+            catalog.find_damage()
+            accepted = accept_losses(catalog, None if ids is None else as_ids(ids))
+        self.refresh()
+        return accepted
 
     def _check_writable(self, what: str) -> None:
         self._check_open()

@@ -292,14 +292,18 @@ def whole_segments(catalog: Catalog) -> set[int]:
     return {segment.ordinal for segment in every if not segment.gaps}
 
 
-def accept_losses(catalog: Catalog) -> int:
-    """Record that the owner of the store accepts the loss of all rows and updates that are damaged now.
+def accept_losses(catalog: Catalog, ids: Int64Array | None = None) -> int:
+    """Record that the owner of the store accepts the loss of rows, and of updates of them, that are damaged now.
 
     Returns:
-        The number of commits that were accepted.
+        The number of commits that were accepted: those with one of the ids, or all.
     """
-    every = (*catalog.segments.values(), *catalog.updates.values())
-    lost = {s.ordinal: {(g.first, g.end - 1) for g in s.gaps if s.is_damage(g) and g.end > g.first} for s in every}
+    lost: dict[int, set[tuple[int, int]]] = {}
+    for segment in (*catalog.segments.values(), *catalog.updates.values()):
+        for gap in segment.gaps:
+            named = ids is None or np.isin(segment.gap_ids(gap), ids).any()
+            if named and segment.is_damage(gap) and gap.end > gap.first:
+                lost.setdefault(segment.ordinal, set()).add((gap.first, gap.end - 1))
 
     def step(state: State) -> State | None:
         entries = tuple(

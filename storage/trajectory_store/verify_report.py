@@ -21,8 +21,8 @@ class VerifyReport:
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
         problems: each in words; empty if there are none.
-        losses: what a power loss took although nothing promised to keep it, in words: recorded in the catalog, and no
-            problem any more.
+        losses: what is not served and no problem, in words: what the owner accepted as lost, and commits that were
+            being written when a machine went down, which nobody was promised.
         damaged_ids: `[N]` int64, the rows that are damaged or lost.
         catalog_numbers: the catalog records that commits refer to.
     """
@@ -48,14 +48,15 @@ class VerifyReport:
     def __str__(self) -> str:
         rows = f"{self.trajectories} trajectories ({self.rows} rows)"
         size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
-        lost = "".join(f"\n  - lost by a power loss: {words}" for words in self.losses)
+        lost = "".join(f"\n  - lost: {words}" for words in self.losses)
         if self.ok:
             return f"{self.path}: {size} checked, all {'other ' if lost else ''}checksums hold.{lost}"
         lines = "\n".join(f"  - {p}" for p in self.problems)
         return (
             f"{self.path}: {size} checked, {len(self.problems)} problems, "
             f"{len(self.damaged_ids)} trajectories damaged:\n{lines}{lost}\n"
-            "Damaged rows cannot be repaired; restore the segment from a copy, or leave these ids out."
+            "Damaged rows cannot be repaired. Restore the segment from a copy, or leave these ids out and accept the "
+            "loss: TrajectoryStore.open(path, mode='a').accept_losses()"
         )
 
     def problem(self, words: str) -> None:
@@ -64,7 +65,7 @@ class VerifyReport:
             self.problems.append(words)
 
     def loss(self, words: str) -> None:
-        """Note what the catalog has recorded as lost."""
+        """Note what is not served and no problem."""
         if words not in self.losses:
             self.losses.append(words)
 

@@ -84,7 +84,7 @@ class Witness:
 def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness, *, goal: bool = True) -> list[Line]:
     """Count prompts, trajectories, rollouts and steps, and compare what was acknowledged with what is there."""
     size, members = pipeline.collect.prompts_per_rollout, pipeline.collect.group_size
-    updates = pipeline.learn.epochs
+    updates = pipeline.learn.steps_per_rollout
     ledger, metrics = list(StepRows(run_dir / "ledger.jsonl")), list(StepRows(run_dir / "metrics.jsonl"))
     steps = metrics[-1]["step"]
     with TrajectoryStore.open(run_dir / "store") as store, TrajectoryStore.open(run_dir / "rollouts") as rollouts:

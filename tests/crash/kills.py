@@ -212,6 +212,7 @@ VARIANTS: dict[str, Callable[[Path], Act]] = {
     "several-updates": settings(
         learn__epochs="3", buffer__max_staleness="2", loss__tis_cap="2.0", write__kl_coef="0.1"
     ),
+    "minibatches": settings(learn__epochs="2", learn__minibatches="3", loss__tis_cap="2.0"),
     "priority": settings(
         sample__strategy="priority", sample__batch_size="6", sample__tau="4", sample__max_uses="3",
         sample__min_ess="0.5", buffer__max_staleness="8", learn__epochs="2",

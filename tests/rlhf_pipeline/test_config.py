@@ -202,3 +202,12 @@ def test_the_rate_warms_up_by_a_share_and_falls_to_a_minimum():
     for wrong, message in (({"warmup_steps": 3}, "said twice"), ({"min_lr": 2.0}, r"min_lr is 2\.0, above lr")):
         with pytest.raises(DefinitionError, match=message):
             dataclasses.replace(learn, **wrong)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_what_no_engine_reports_is_refused_with_the_reason(pipeline, name):
+    """A penalty, by `--set`; and top-p over HTTP, whose mass vLLM does not tell."""
+    with pytest.raises(DefinitionError, match=f"no field '{name}'. No engine reports the distribution"):
+        override(pipeline, f"collect.{name}", "1.1")
+    with pytest.raises(DefinitionError, match="top_k, top_p and min_p need engine=slots"):
+        Collect(top_p=0.9, engine="http://127.0.0.1:8000")

@@ -20,7 +20,7 @@ from trajectory_store import extras
 from trajectory_store.adapters import recorder_here
 from trajectory_store.recorder import TrajectoryRecorder
 
-_FIELDS = ["uid", "prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "reward_model"]
+FIELDS = ["uid", "prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "reward_model"]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,8 +57,8 @@ def record(
     keys = [key for key, tag in tags.items() if tag.get("status", "success") == "success" and "is_padding" not in tag]
     if not keys:
         return
-    data = queue.kv_batch_get(keys=keys, partition_id=partition, select_fields=_FIELDS)
-    fields = {name: _rows(data[name]) for name in _FIELDS if name in data}
+    data = queue.kv_batch_get(keys=keys, partition_id=partition, select_fields=FIELDS)
+    fields = {name: _rows(data[name]) for name in FIELDS if name in data}
     scores, truths = fields.get("rm_scores"), fields.get("reward_model")
     recorder.record(
         prompt_ids=fields["prompts"],

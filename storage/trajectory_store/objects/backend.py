@@ -57,6 +57,8 @@ COPY = "zarr.copy"
 """The second copy of the metadata of a segment."""
 MERGING = "merging.json"
 """What a merged segment will hold: put first, so that of one that was not finished it is known."""
+MOST_COMMITS = 1 << 10
+"""Commits of a segment: reading one by one takes longest, and those of a finished segment are merged."""
 AHEAD = 256
 """Objects that one `fetch` requests and holds in memory until they are read."""
 _OLD_S = 60.0
@@ -505,6 +507,10 @@ class ObjectWriter(SegmentWriter):
         self._compress = compress
         self._name = segment_name(ordinal)
         self.pending: tuple[Commit, bytes] | None = None
+
+    def has_room(self, batch: Batch) -> bool:
+        """Return whether a batch still fits; a segment of many commits ends, so that upkeep may merge it."""
+        return self.records < MOST_COMMITS and super().has_room(batch)
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Put the object of a commit; return its first row."""

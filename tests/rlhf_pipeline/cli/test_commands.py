@@ -168,11 +168,20 @@ def test_verify(cli: Cli, run_dir: Path):
     assert "DAMAGED  store:" in shown.out
     assert "8 trajectories cannot be trusted (ids 0, 1, 2" in shown.out
     assert cli("verify", run_dir / "store").code == 1
+    assert cli("verify", run_dir / "store", "--accept-loss", 40).code == 1  # its commit is whole
+    accepted = cli("verify", run_dir / "store", "--accept-loss")
+    assert "the loss of 1 damaged commit is accepted" in accepted.out
+    assert accepted.code == 0
+    data[0] ^= 1
+    chunk.write_bytes(data)
+    assert cli("verify", run_dir).code == 0
 
 
 def test_verify_damaged_store_metadata(cli: Cli, run_dir: Path):
-    """A store that cannot even be opened is damage, not a slip."""
+    """A store that cannot even be opened is damage, not a slip; one good copy of its metadata is enough to open it."""
     (run_dir / "store" / "zarr.json").write_text("{")
+    assert "zarr.json is damaged" in cli("verify", run_dir).out
+    (run_dir / "store" / "catalog" / "zarr.json").write_text("{")
     shown = cli("verify", run_dir)
     assert shown.code == 1
     assert "DAMAGED  store:" in shown.out

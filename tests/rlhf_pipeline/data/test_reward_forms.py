@@ -167,6 +167,8 @@ COLUMNS = ["difficulty", "gold", "kind", "level"]
         (lambda gold, level, difficulty, kind: 0, ("gold", "level", "difficulty", "kind"), 0),
         (lambda q, c, a, m: 0, None, 0),
         (lambda q, c, a, m, extra=None: 0, None, 0),
+        (lambda q="", c="", a=None, m=None: 0, None, 0),
+        (lambda gold=None: 0, ("gold",), 0),
     ],
 )
 def test_a_function_is_called_by_position_only_if_it_names_nothing_that_is_known(function, names, batched):
@@ -224,6 +226,8 @@ def test_an_argument_shows_how_the_prompt_ended():
         Sampled(prompt=prompt, completion="x</think>4", prompt_text=f"2+2=<assistant>{end}") for end in ("<think>", "")
     ]
     assert [grade.reward for grade in Grader(asked).grade(shown)] == [1.0, 0.0]
+    (unknown,) = Grader(asked).grade([Sampled(prompt=prompt, completion="4")])  # of a row of other rewards
+    assert (unknown.kind, "was not kept" in str(unknown.error)) == ("grader_error", True)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +237,7 @@ def test_an_argument_shows_how_the_prompt_ended():
         (lambda completions, trainer_state: [1.0], "there is no 'trainer_state'"),
         (lambda: 1.0, "asks for nothing"),
         (lambda a, b, /: 1.0, "too many positional arguments"),
+        (lambda completoin="": 1.0, "there is no 'completoin'"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(function, said):

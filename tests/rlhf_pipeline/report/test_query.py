@@ -118,6 +118,7 @@ def test_every_figure_is_the_stores(kind: str, tmp_path: Path):
     failed = view.list("failed")
     assert failed["num"] == np.isnan(rewards).sum()
     assert sorted(row["id"] for row in failed["rows"]) == sorted(str(id) for id in ids[np.isnan(rewards)])
+    assert view.list("drift")["num_versions"] == len(np.unique(stored["version"]))
     for version in view.list("drift")["versions"]:
         mine = stored["version"] == version["version"]
         assert version["num"] == mine.sum()

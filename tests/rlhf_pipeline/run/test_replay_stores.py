@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError, RunMismatchError
-from rlhf_pipeline.exchange import import_files
+from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
+from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rerun import plan_rerun, retake
@@ -185,6 +187,33 @@ def test_a_row_whose_words_nobody_knows_counts_for_its_group_only(tmp_path):
     with TrajectoryStore.open(tmp_path / "run3" / "store") as store:
         advantages = store.read_scalars("advantage")
     assert advantages[0] > 0 > advantages[1] == advantages[2]
+
+
+def test_what_was_recorded_at_another_temperature_replays_with_ratio_one(tmp_path):
+    """A recorder stores the temperature of sampling, and the policy that sampled scores its own samples as it did."""
+    pipeline = offline(tmp_path / "store", steps=1, batch=16)
+    policy = build_policy(pipeline, seed=0, device="cpu")
+    tokens, scores = torch.tensor([[2, 3]] * 16), torch.empty(16, 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(4):
+            line = torch.log_softmax(policy.model(tokens).logits[:, -1].float() / 0.5, -1)
+            chosen = torch.multinomial(line.exp(), 1)
+            tokens, scores = torch.cat([tokens, chosen], 1), torch.cat([scores, line.gather(1, chosen)], 1)
+    with TrajectoryRecorder(tmp_path / "store", group_size=16) as recorder:
+        recorder.record(
+            prompt_ids=[[2, 3]] * 16,
+            completion_ids=tokens[:, 2:].tolist(),
+            completions=[""] * 16,
+            log_probs=scores.tolist(),
+            rewards=[float(i % 2) for i in range(16)],
+            temperature=0.5,
+            policy_version=0,
+        )
+    run(pipeline, run_dir=tmp_path / "run")
+    (line,) = list(StepRows(tmp_path / "run" / "metrics.jsonl"))
+    assert (line["clip_fraction"], round(line["ess"], 4)) == (0.0, 1.0)
+    assert abs(line["kl_approx"]) < 1e-6
 
 
 def test_log_probs_of_an_unknown_temperature_are_asked_about(tmp_path):

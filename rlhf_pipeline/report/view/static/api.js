@@ -86,8 +86,8 @@ function searched(all, query) {
   return { ...all, of: all.total, total: all.rows.length, matched: rows.length, complete: true, offset, rows: rows.slice(offset, offset + 50) };
 }
 
-// Conditions that commas part; a comma in quotes is part of a value.
-export const conditions = text => (text.match(/(?:"[^"]*"|'[^']*'|[^,"']|["'])+/g) ?? []).map(one => one.trim()).filter(Boolean);
+// Conditions that commas part; a comma in quotes or brackets is part of a value.
+export const conditions = text => (text.match(/(?:"[^"]*"|'[^']*'|\([^()]*\)|[^,"'(]|["'(])+/g) ?? []).map(one => one.trim()).filter(Boolean);
 export const quoted = value => /^[\w.:+-]+$/.test(value) && !/^(null|none|nan)$/i.test(value) && !value.includes("..") ? value : value.includes('"') ? `'${value}'` : `"${value}"`;
 
 // Small and large numbers with an exponent that is a multiple of three; what is only rounding is 0.

@@ -164,13 +164,11 @@ def test_json_of_text_that_is_no_text(run_dir: Path):
 def test_a_run_that_cannot_be_read_hides_no_other(run_dir: Path):
     """It is in the list with the reason, and the others are answered."""
     broken = write_run(run_dir.parent / "broken", num_rollouts=1)
-    root = json.loads((broken / "store" / "zarr.json").read_text())
-    root["attributes"]["version"] = 1
+    (broken / "metrics.jsonl").write_text("not JSON\n")
     client = client_of(run_dir, broken)
-    (broken / "store" / "zarr.json").write_text(json.dumps(root))
     first, second = client.get("/api/runs").json()
     assert first["stored"] == 48
-    assert "zarr.json" in second["error"]
+    assert "metrics.jsonl" in second["error"]
     assert client.get("/api/runs/0/facets").status_code == 200
 
 

