@@ -231,7 +231,7 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
         "learn.steps": 77,
         "learn.lr_decay_steps": 55,
     }
-    valid |= {"learn.warmup_steps": 3}
+    valid |= {"learn.warmup_steps": 3, "learn.min_lr": 1e-5}
     for path, _ in flat_fields(whole["pipeline"]):
         record = json.loads(json.dumps(whole))
         *groups, last = path.split(".")
