@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from trajectory_store.raw_rollout import RawRollout, Row
 from trajectory_store.row_encoder import Encoder
 
 BATCH_ROWS = 512
+_LOOKED_AT = 256
 COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
 """Why a trajectory failed, and how it was sampled, or that nobody says: NaN, and no mode."""
 BATCH_TOKENS = 1 << 20
@@ -376,8 +377,9 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
     source = found.dump
     with contextlib.closing(source.rows(growing=how.growing)) as rows:
         number, row = next(rows, (0, None))
-    if row is None or is_metadata(row):
-        return None
+        if row is None or is_metadata(row):
+            return None
+        kinds = _filled(row, rows)
     if is_summary(row):
         summaries.append(source)
         return None
@@ -387,7 +389,7 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
         if tool is None and how.given:
             raise DefinitionError("an export of a store names its own fields; leave out --field.")
         if tool is not None:
-            mine = replace(how, given={**tool.first_row_tells(how.fields(source, number, row)), **how.given})
+            mine = replace(how, given={**tool.first_row_tells(how.fields(source, number, kinds)), **how.given})
         if tool is ROWS and (how.growing or not found.named):
             next(ROWS.read(mine.fields(source, number, row)), None)  # is it a row at all?
     except DefinitionError as error:
@@ -400,6 +402,16 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
         return _Item(source=source, report=report, reader=schema or trajectory_schema(COLUMNS), how=how)
     report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
     return _Item(source=source, report=report, reader=tool, how=mine)
+
+
+def _filled(row: Row, rows: Iterator[tuple[int, Row]]) -> Row:
+    """Return the first row with what stands in the next ones where it has null, so that columns are told apart."""
+    found = dict(row)
+    if any(value is None for value in found.values()):
+        with contextlib.suppress(DataError):  # named when its turn comes
+            for _, more in islice(rows, _LOOKED_AT):
+                found |= {name: value for name, value in more.items() if found.get(name) is None}
+    return found
 
 
 def _repeats(item: _Item, before: _Item) -> bool:

@@ -48,11 +48,16 @@ from trajectory_store.raw_rollout import (
 _TRL = ("step", "prompt", "completion", "advantage")
 
 
+def _columns(row: Row) -> list[str]:
+    """Return the columns of a table, without the index that pandas writes of one whose rows were moved."""
+    return [name for name in row if not str(name).startswith("__index_level_")]
+
+
 def _rewards_of_trl(row: Fields) -> dict[str, str]:
     """Return the one column of numbers that may be the reward, unless the user names it."""
     if "reward" in row.given:
         return {}
-    values = {name: value for name, value in row.row.items() if name not in _TRL}
+    values = {name: row.row[name] for name in _columns(row.row) if name not in _TRL}
     numbers = [name for name, value in values.items() if value is None or isinstance(value, (bool, int, float))]
     if len(numbers) > 1 and row.shown:
         return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
@@ -69,7 +74,7 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
 @tool(
     *("trl", "the completions table of TRL's GRPOTrainer", " ".join(_TRL)),
     *(NO_TOKENS, NO_END, NO_SCORES, "the weights of the reward functions"),
-    also=lambda row: [*row][:3] == ["step", "prompt", "completion"] and [*row][-1] == "advantage",
+    also=lambda row: _columns(row)[:3] == ["step", "prompt", "completion"] and _columns(row)[-1] == "advantage",
     first_row_tells=_rewards_of_trl,
     repeated_but="step",
 )

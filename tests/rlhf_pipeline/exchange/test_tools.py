@@ -392,3 +392,60 @@ def test_a_row_without_one_of_the_fields_is_another_tools(tool: Any):
         assert find_tool("auto", less) is not tool
         with pytest.raises(DefinitionError, match=r"lacks the fields"):
             find_tool(tool.name, {"x": 1})
+
+
+@pytest.mark.parametrize("name", [name for name in WANTED if name != "slime"])
+def test_the_order_of_rows_means_nothing(tmp_path: Path, chat_tokenizer: Any, name: str):
+    """A dump whose rows were shuffled gives the same trajectories in the same groups."""
+    given = dump(name, tmp_path)
+    folder = tmp_path / "shuffled" / Path(name).with_suffix("")
+    for file in [given] if given.is_file() else sorted(given.rglob("*.*")):
+        place = folder / file.name if given.is_file() else folder / file.relative_to(given)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".parquet":
+            pandas = pytest.importorskip("pandas")
+            pandas.read_parquet(file).iloc[[2, 0, 3, 1]].to_parquet(place)
+        else:
+            lines = file.read_text().splitlines(keepends=True)
+            place.write_text("".join(lines[1::2] + lines[::2]))
+    found: list[list[Any]] = []
+    for at, path in enumerate((given, folder)):
+        import_files([path], tmp_path / f"{at}", tokenizer=chat_tokenizer, one_turn=name.startswith("verl/"))
+        rows = rows_of(tmp_path / f"{at}")
+        groups: dict[int, list[str]] = {}
+        for row in rows:
+            groups.setdefault(row[3], []).append(repr((*row[:3], row[4])))
+        found.append(sorted(sorted(members) for members in groups.values()))
+    assert found[0] == found[1]
+
+
+def test_a_table_of_tools_is_refused_in_a_sentence(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """TRL writes the turns of tools as messages: which tokens were sampled is not in them."""
+    talk = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}]
+    talk += [{"role": "tool", "name": "add", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    row = {
+        "step": 1,
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "completion": talk,
+        "right": 1.0,
+        "advantage": 0.0,
+    }
+    with pytest.raises(DataError, match=r":1: field 'completion' holds 3 messages \(assistant, tool, assistant\)"):
+        import_files([jsonl([row, row])], tmp_path / "store", tokenizer=chat_tokenizer, one_turn=True)
+    two = {**{key: value for key, value in row.items() if key != "advantage"}, "brief": 0.5, "advantage": 0.0}
+    two["completion"] = talk[-1:]
+    with pytest.raises(DefinitionError, match=r"which columns are the rewards\?.*right, brief"):
+        import_files([jsonl([two, two])], tmp_path / "two", tokenizer=chat_tokenizer)
+    import_files([jsonl([two, two])], tmp_path / "two", tokenizer=chat_tokenizer, fields={"reward": "right+2*brief"})
+    assert column(tmp_path / "two", "task_reward").tolist() == [2.0, 2.0]
+
+
+def test_validations_of_nemo_rl_are_evaluations(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """`val_data_stepN.jsonl` holds conversations and rewards; its rows are marked."""
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"content": [talk], "rewards": [float(i)], "idx": i} for i in range(2)]
+    report = import_files([jsonl(rows, "val_data_step7.jsonl")], tmp_path / "store", tokenizer=chat_tokenizer)
+    assert report.files[0].format == "nemo-rl"
+    assert column(tmp_path / "store", "evaluation").tolist() == [True, True]
+    assert column(tmp_path / "store", "policy_version").tolist() == [7, 7]
+    assert len(set(column(tmp_path / "store", "group_id").tolist())) == 1
