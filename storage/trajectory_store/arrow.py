@@ -218,7 +218,7 @@ def _values_of(column: Column, array: Any) -> Any:
     for size in column.shape:
         if not _is_list(pa, flat.type) or not (flat.value_lengths().to_numpy(zero_copy_only=False) == size).all():
             raise BatchError(
-                f"column '{column.name}' holds elements of shape {list(column.shape)}; those in Arrow are {kind}, or not "
+                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow they are {kind}, or not "
                 "all of them have it."
             )
         flat = flat.flatten()

@@ -160,7 +160,7 @@ def test_a_store_of_another_tools_table(tmp_path):
         ({"tokens": [[1, None], [], [4]]}, "column 'tokens' holds a null within a row"),
         ({"tokens": [[2**31], [], [4]]}, "column 'tokens': 2147483648 does not fit int32"),
         ({"number": [0.5, 1.0, 2.0]}, "column 'number' is int64"),
-        ({"spans": [[[1, 2, 3]], [], []]}, r"column 'spans' holds elements of shape \[2\]"),
+        ({"spans": [[[1, 2, 3]], [], []]}, r"column 'spans' has elements of shape \[2\]"),
         ({"tokens": [[[1]], [], [[4]]]}, "column 'tokens' holds numbers per row"),
     ],
 )
