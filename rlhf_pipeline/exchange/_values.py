@@ -14,11 +14,10 @@ import numpy as np
 from rlhf_pipeline.data.files import need
 from rlhf_pipeline.errors import DataError
 from trajectory_store import Column, Schema, StoreError
+from trajectory_store.arrow import SCHEMA_KEY
 
 SCHEMA_FILE = "trajectory_schema.json"
 """Beside an exported data set: the columns of the store, which Arrow alone does not tell."""
-SCHEMA_KEY = b"trajectory_schema"
-"""The same in the metadata of an exported Parquet file."""
 
 _FLOATS = {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """What JSON writes for the floats that it does not have."""
@@ -44,21 +43,6 @@ def schema_of(source: Any) -> Schema | None:
             f"{source.path}: the list of its columns, which `export` wrote, cannot be read ({type(error).__name__}: "
             f"{error}). Export the store again."
         ) from error
-
-
-def arrow_schema(pyarrow: Any, schema: Schema) -> Any:
-    """Return the Arrow types of an export, lists with offsets of 32 bits, and the store's columns as its metadata."""
-    fields = [(column.name, _arrow_type(pyarrow, column)) for column in schema]
-    return pyarrow.schema(fields, metadata={SCHEMA_KEY: json.dumps(schema.to_json()).encode()})
-
-
-def _arrow_type(pyarrow: Any, column: Column) -> Any:
-    if column.is_text:
-        return pyarrow.binary() if column.dtype == "bytes" else pyarrow.string()
-    found = pyarrow.from_numpy_dtype(column.np_dtype)
-    for size in reversed(column.shape):
-        found = pyarrow.list_(found, size)
-    return found if column.axis is None else pyarrow.list_(found)
 
 
 def to_json(column: Column, value: Any) -> Any:

@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import Ids, select
 from rlhf_pipeline.data.files import Container, need
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.exchange._values import arrow_schema, schema_beside, to_json
+from rlhf_pipeline.exchange._values import schema_beside, to_json
 from rlhf_pipeline.exchange.atif_documents import READ, atif_documents
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
+from trajectory_store.arrow import arrow_schema, write_parquet
 
 BATCH_ROWS = 512
-ROW_GROUP_BYTES = 16 << 20
-"""A Parquet file is written in groups of about this size, which are in memory whole while they are written."""
 Backend = Literal["memmap", "zarr"]
 _KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", "": "hf"}
 _ATIF = (".atif.jsonl", ".atif")
@@ -164,22 +163,13 @@ def _parts(ids: Ids, rows: int, on_batch: Callable[[int, int], None] | None) -> 
 
 
 def _write_parquet(part: Path, store: TrajectoryStore, schema: Schema, parts: Parts) -> None:
-    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
-    arrow = arrow_schema(pyarrow, schema)
-    with parquet.ParquetWriter(part, arrow, compression="zstd") as file:
-        waiting: list[Any] = []
-        for some in parts:
-            waiting.append(store.to_arrow(schema.names, some).cast(arrow))
-            if sum(ready.nbytes for ready in waiting) >= ROW_GROUP_BYTES:
-                file.write_table(pyarrow.concat_tables(waiting))  # one row group; write_batch would keep more
-                waiting = []
-        if waiting:
-            file.write_table(pyarrow.concat_tables(waiting))
+    need("pyarrow")
+    write_parquet(part, schema, (store.to_arrow(schema.names, some) for some in parts))
 
 
 def _write_dataset(part: Path, store: TrajectoryStore, schema: Schema, parts: Parts) -> None:
     pyarrow, datasets = need("pyarrow"), need("datasets")
-    arrow = arrow_schema(pyarrow, schema).remove_metadata()
+    arrow = arrow_schema(schema, large=False).remove_metadata()
     with tempfile.TemporaryDirectory(prefix=part.name, dir=part.parent) as scratch:
         stream = Path(scratch) / "rows.arrow"
         with stream.open("wb") as file, pyarrow.ipc.new_stream(file, arrow) as writer:

@@ -299,7 +299,7 @@ def build_parts(
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         prompts = pipeline.prompts
         if skips_too_long(prompts):
-            prompts = fitting(prompts, models.policy)
+            prompts = fitting(prompts, models.policy, prefill=pipeline.collect.prefill)
         followed = None
         if pipeline.curriculum is not None and isinstance(prompts, Mix):
             each = pipeline.collect.prompts_per_rollout

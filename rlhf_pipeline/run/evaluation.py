@@ -61,7 +61,7 @@ class FirstPrompts:
     def of(cls, pipeline: Pipeline, evaluate: Evaluate, policy: TokenPolicy, on_event: EventHandler) -> FirstPrompts:
         """Return the prompts of an evaluation, checked against what the model can read."""
         check_prompts(dataclasses.replace(pipeline, prompts=evaluate.prompts), policy, _PROMPT_SEED, on_event)
-        source = fitting(evaluate.prompts, policy)
+        source = fitting(evaluate.prompts, policy, prefill=pipeline.collect.prefill)
         return cls(source=source, count=_num_prompts(evaluate, source))
 
     @property

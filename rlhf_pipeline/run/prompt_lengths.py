@@ -32,7 +32,7 @@ from rlhf_pipeline.data.prompts import (
 from rlhf_pipeline.environments.environment import tools_of
 from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.chat import encode_any, rewrites_history
+from rlhf_pipeline.policies.chat import encode_any, encode_text, rewrites_history
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, Notice, ignore_events
 
@@ -53,7 +53,7 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
 
     All prompts of a file are checked; of another source, those of the first rollout.
     """
-    source = pipeline.prompts
+    source, prefill = pipeline.prompts, pipeline.collect.prefill
     if pipeline.environment is not None and not tools_of(maker_of(pipeline.environment)):
         return  # what the policy sees first is the environment's
     first = [prompt_at(source, cursor, seed) for cursor in range(pipeline.collect.prompts_per_rollout)]
@@ -62,39 +62,49 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
     for part in _parts(source):
         listed = isinstance(part, Prompts)
         if listed and "too_long" in part.skip:
-            fitting(part, policy, on_event)
+            fitting(part, policy, on_event, prefill=prefill)
             continue
         prompts = part.all_prompts() if listed else first
-        too_long = _too_long(prompts, part, policy, _most(part, policy), on_event)
-        for position, num in too_long.items():
-            raise DataError(_sentence(prompts[position], part, num, policy))
+        most = _most(part, policy, prefill)
+        for position, num in _too_long(prompts, part, policy, most, on_event).items():
+            raise DataError(_sentence(prompts[position], part, num, policy, most))
 
 
-def fitting(source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events) -> PromptSource:
-    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is."""
+def fitting(
+    source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events, *, prefill: str = ""
+) -> PromptSource:
+    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is.
+
+    Args:
+        source: the source, or a mixture.
+        policy: its context and its tokenizer decide.
+        on_event: hears how far a long check is.
+        prefill: `collect.prefill`, which stands between a prompt and its completion.
+    """
     if isinstance(source, Mix):
-        return source.with_sources([fitting(part, policy, on_event) for part in source.sources])
+        return source.with_sources([fitting(part, policy, on_event, prefill=prefill) for part in source.sources])
     if not isinstance(source, Prompts) or "too_long" not in source.skip:
         return source
     prompts = source.all_prompts()
-    gone = _too_long(prompts, source, policy, _most(source, policy), on_event)
+    most = _most(source, policy, prefill)
+    gone = _too_long(prompts, source, policy, most, on_event)
     kept = tuple(position for position in range(len(prompts)) if position not in gone)
     if not kept:
         raise DataError(
             f"all {len(prompts):,} prompts of {source.path or 'rows'} are too long: more than "
-            f"{_most(source, policy):,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
+            f"{most:,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
             "context."
         )
     return ChosenPrompts(source=source, positions=kept)
 
 
-def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
+def skipped_notices(source: PromptSource, policy: TokenPolicy, prefill: str = "") -> Iterator[str]:
     """Yield one notice per source that leaves rows out by a named rule, with their number."""
     for part in _parts(source):
         if isinstance(part, Prompts) and part.skip:
             total, counts = len(part.all_prompts()), part.skipped()
             if "too_long" in part.skip:
-                left = fitting(part, policy)
+                left = fitting(part, policy, prefill=prefill)
                 counts["too_long"] = total - len(left) if isinstance(left, ChosenPrompts) else 0
             named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
@@ -103,7 +113,7 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy) -> Iterator[str]:
 
 def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
     """Yield notices about prompts and tokenizer, before the first completion."""
-    yield from skipped_notices(pipeline.prompts, policy)
+    yield from skipped_notices(pipeline.prompts, policy, pipeline.collect.prefill)
     tokenizer = policy.tokenizer
     if tokenizer is None:
         return
@@ -140,10 +150,13 @@ def _parts(source: PromptSource) -> Iterator[PromptSource]:
         yield source
 
 
-def _most(source: PromptSource, policy: TokenPolicy) -> int | None:
+def _most(source: PromptSource, policy: TokenPolicy, prefill: str) -> int | None:
     """Return the most tokens of a prompt; None for no limit."""
-    positions = policy.max_positions
-    limits = [getattr(source, "max_prompt_tokens", None), None if positions is None else positions - 1]
+    room = policy.max_positions
+    if room is not None:
+        begins = len(encode_text(policy.tokenizer, prefill, add_special_tokens=False)) if prefill else 0
+        room = max(room - 1 - begins, 1)
+    limits = [getattr(source, "max_prompt_tokens", None), room]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -191,13 +204,13 @@ def _num_tokens(tokenizer: Any, prompt: Prompt, source: PromptSource, *, enough:
     return len(encode_any(tokenizer, prompt, **options))
 
 
-def _sentence(prompt: Prompt, source: PromptSource, num: int, policy: TokenPolicy) -> str:
-    most, positions = _most(source, policy), policy.max_positions
+def _sentence(prompt: Prompt, source: PromptSource, num: int, policy: TokenPolicy, most: int | None) -> str:
+    positions = policy.max_positions
     line, path = prompt.meta.get("source_line"), getattr(source, "path", "") or "rows"
     field = getattr(source, "prompt_field", "text")
     where = f"the prompt of line {line} of {path} (field '{field}')" if line is not None else "a prompt"
     count = f"{'at least ' if most is not None and num == most + 1 else ''}{num:,} tokens"
-    if positions is not None and most == positions - 1:
+    if positions is not None and most != getattr(source, "max_prompt_tokens", None):
         why = f"and the model's context is {positions:,}: nothing can follow it"
     else:
         why = f"and prompts.max_prompt_tokens is {most:,}"

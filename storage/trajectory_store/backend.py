@@ -290,6 +290,9 @@ class Segment(ABC):
             ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
             if self.gaps:
                 ids, times = ids[times >= 0], times[times >= 0]
+            back = (times[1:] < times[:-1]) & (ids[1:] >> ORDINAL_SHIFT == ids[:-1] >> ORDINAL_SHIFT)
+            if self.meta.kind == "rows" and back.any():  # times grow within each segment
+                raise CorruptionError(f"{self.name}/{ROW_TIME} contradicts itself: a time is before the one before it.")
             new = np.ones(len(ids), bool)
             new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
             starts = np.flatnonzero(new)

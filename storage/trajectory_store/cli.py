@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from trajectory_store.store import TrajectoryStore
@@ -161,8 +161,7 @@ def _short(value: Any) -> str:
     import numpy as np
 
     if isinstance(value, np.ndarray):
-        array: np.ndarray[Any, Any] = value
-        return np.array2string(array, threshold=16, edgeitems=6, max_line_width=10_000).replace("\n", "")
+        return np.array2string(cast("Any", value), threshold=16, edgeitems=6, max_line_width=10_000).replace("\n", "")
     text = repr(value) if isinstance(value, (str, bytes)) else str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rlhf_pipeline import Evaluate, Pipeline, PretrainedPolicy, Prompts
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.start import run
@@ -82,3 +82,12 @@ def test_a_chat_template_of_a_file(chat: Pipeline, tmp_path: Path):
     missing = changed(asked, policy__chat_template=str(tmp_path / "other.jinja"))
     with pytest.raises(MissingPathError, match=r"there is no chat template at .*other\.jinja"):
         run(missing, run_dir=tmp_path / "other")
+
+
+def test_a_prefix_needs_room(chat: Pipeline, tmp_path: Path):
+    """What fits without it may be too long with it, and is refused before anything is sampled."""
+    policy = TokenPolicy.from_pretrained(tmp_path / "model")
+    room = policy.max_positions
+    assert room is not None
+    with pytest.raises(DataError, match="nothing can follow it"):
+        run(changed(chat, collect__prefill="so " * room), run_dir=tmp_path / "run")
