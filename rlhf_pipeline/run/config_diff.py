@@ -124,6 +124,12 @@ def definition_at(pipeline: Pipeline, history: Sequence[Mapping[str, Any]], step
     return override_all(pipeline, [(field, text) for field, text in texts.items() if field in _OF_A_STEP])
 
 
+def acts_differently(before: Pipeline, now: Pipeline, step: int) -> bool:
+    """Return whether a step on given trajectories differs between two definitions of a run."""
+    fields = {change.field for change in changes(to_json(before), now)} & (_OF_A_STEP - _SCHEDULE)
+    return bool(fields) or before.learn.learning_rate(step) != now.learn.learning_rate(step)
+
+
 def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:
     """Return one line about a change: what changes, and from which step; None if nobody needs to know."""
     if change.field in _SILENT:

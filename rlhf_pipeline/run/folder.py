@@ -54,7 +54,15 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, address_of, below, is_url
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
-from rlhf_pipeline.run.config_diff import LAST_BITS, carries_over, changes, is_allowed, notice_of
+from rlhf_pipeline.run.config_diff import (
+    LAST_BITS,
+    acts_differently,
+    carries_over,
+    changes,
+    definition_at,
+    is_allowed,
+    notice_of,
+)
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
@@ -578,10 +586,13 @@ class RunFolder:
     # Its record
 
     def changed_from(self, pipeline: Pipeline, step: int) -> bool:
-        """Return whether steps from this one on, if any were taken, were taken with other settings than the current."""
+        """Return whether steps from this one on, if any were taken, had settings that gave other figures."""
         before = self._recorded()
-        return bool(changes(before["pipeline"], pipeline)) or any(
-            change["from_step"] > step for change in before.get("changes", [])
+        new = [change.to_json() for change in changes(before["pipeline"], pipeline)]
+        history = [*before.get("changes", []), {"from_step": self.metrics.last_step + 1, "fields": new}]
+        return any(
+            acts_differently(definition_at(pipeline, history, taken), pipeline, taken)
+            for taken in range(step, self.metrics.last_step + 1)
         )
 
     def record(
@@ -612,7 +623,9 @@ class RunFolder:
             history.append({"from_step": first, "fields": new})
         content |= {"changes": history} if history else {}
         try:
-            text = json.dumps({**content, "pipeline": to_json(setup.pipeline)}, indent=1)
+            content |= {"pipeline": to_json(setup.pipeline)}
+            plain_content = json.loads(json.dumps(content))
+            text = json.dumps({**plain_content, "crc32c": google_crc32c.value(_canonical(plain_content))}, indent=1)
         except TypeError as error:
             raise DefinitionError(
                 f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
@@ -658,6 +671,11 @@ class RunFolder:
             raise DataError(
                 f"{file} has format {data.get('format')!r}; this version of rlhf-pipeline reads format {FORMAT}. "
                 "Read it with the version that wrote it (its 'versions' say which), or upgrade this one."
+            )
+        if data.pop("crc32c", None) not in (None, google_crc32c.value(_canonical(data))):
+            raise DataError(
+                f"{file} is not as it was written: it was edited or damaged. Restore it from a copy. If you have "
+                "edited it, remove its line with crc32c; settings are changed with --resume --set."
             )
         return data
 

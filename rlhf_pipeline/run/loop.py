@@ -30,7 +30,7 @@ from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import SAMPLE, with_logger
-from rlhf_pipeline.run.repeated_rows import check_repeated, named_damage
+from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -148,6 +148,7 @@ class Loop:
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         allowed = asked.pipeline.buffer.max_bytes
         self._disk = None if run.mirror else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
+        self._evicts_nothing = asked.pipeline.buffer.max_trajectories is None
         self._unrecorded: Setup | None = asked
         self._saved: int | None = None
         """The step of the newest checkpoint, which is not saved again."""
@@ -177,6 +178,8 @@ class Loop:
             self.folder.ledger.recheck()
         storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
         with named_damage(self.folder, self.progress.step, self._saved):
+            if self._evicts_nothing:
+                check_served(storage.store, state.get("rows", {}))
             check_repeated(self.folder, storage, self.progress.step, max_staleness=oldest)
 
     def run(self) -> Reason:
@@ -318,12 +321,17 @@ class Loop:
         self.metrics.sync()
         self.folder.rows(self.folder.ledger_file).sync()
         sync_path(self.folder.path)
-        before = list_checkpoints(self.folder.checkpoints)
+        before, store, oldest = (
+            list_checkpoints(self.folder.checkpoints),
+            self.learner.buffer.store,
+            self.learner.max_staleness,
+        )
+        rows = served_rows(self.folder, store, self.progress.step, max_staleness=oldest) if self._evicts_nothing else {}
         saved = save_checkpoint(
             self.folder.checkpoints,
             self.progress.step,
             self.learner,
-            state={"progress": vars(self.progress), "source": self.source.state()},
+            state={"progress": vars(self.progress), "source": self.source.state(), "rows": rows},
             keep=self.learn.keep_checkpoints,
             besides=self._kept,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -55,27 +55,51 @@ def check_repeated(run: RunFolder, storage: TrajectoryStorage, step: int, *, max
     """
     store, ledger = storage.store, run.ledger
     ledger.refresh()
-    # Step k writes its row before any trajectory of its own weights is stored.
-    oldest = None if max_staleness is None else ledger.of_step(step - max_staleness)
-    since = 0 if oldest is None else int(oldest.get("watermark", 0))
-    storage.check_new(since)
+    storage.check_new(_oldest(run, step, max_staleness))
     for number in range(step + 1, ledger.last_step + 1):
         rows = np.asarray((ledger.of_step(number) or {"row_ids": []})["row_ids"], np.int64)
         check_rows(store, rows[store.holds(rows)])  # what a power loss took is sampled again
-    _check_served(store, since, int((ledger.of_step(step) or {}).get("watermark", 0)))
 
 
-def _check_served(store: TrajectoryStore, since: int, until: int) -> None:
-    """Refuse if rows between two watermarks are damaged so that the store does not serve them at all.
+Served = dict[str, tuple[int, int, int]]
+"""By segment, of the rows that later steps may choose from: the first id, the last, and how many there are."""
 
-    A power loss takes no row of before a checkpoint, and those after it are sampled again.
+
+def served_rows(run: RunFolder, store: TrajectoryStore, step: int, *, max_staleness: int | None) -> Served:
+    """Return, for a checkpoint, which rows the steps after it may choose from; arguments as of `check_repeated`."""
+    every, since = store.ids(), _oldest(run, step, max_staleness)
+    rows = every[max(len(every) - (store.watermark - since), 0) :]
+    segments, first, counts = np.unique(rows >> ORDINAL_SHIFT, return_index=True, return_counts=True)
+    found = zip(segments.tolist(), first.tolist(), counts.tolist(), strict=True)
+    return {
+        str(segment): (int(rows[at]), int(rows[rows >> ORDINAL_SHIFT == segment].max()), count)
+        for segment, at, count in found
+    }
+
+
+def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) -> None:
+    """Refuse if the store serves fewer rows than when the checkpoint was written, which had synced them.
+
+    Args:
+        store: the store, which evicts nothing.
+        before: what `served_rows` returned then.
+
+    Raises:
+        CorruptionError: names the segment.
     """
     every = store.ids()
-    if len(every) == store.watermark:
-        return
-    rows = every[max(len(every) - (store.watermark - since), 0) : max(len(every) - (store.watermark - until), 0)]
-    report = store.verify(rows)
-    for row in np.setdiff1d(report.damaged_ids, every).tolist() if report.problems else ():
-        beside = rows[rows >> ORDINAL_SHIFT == row >> ORDINAL_SHIFT]
-        if len(beside) and beside.min() < row < beside.max():
-            raise CorruptionError(f"{store.path}: trajectory {row} cannot be read: {report.problems[0]}.")
+    for segment, (first, last, count) in before.items():
+        there = int(np.count_nonzero((every >= first) & (every <= last)))
+        if there < count:
+            problems = store.verify(np.asarray([first, last])).problems
+            why = problems[0] if problems else f"segment {int(segment)} has {there:,} of them"
+            raise CorruptionError(
+                f"{store.path}: {count - there:,} trajectories of {first} to {last} cannot be read: {why}."
+            )
+
+
+def _oldest(run: RunFolder, step: int, max_staleness: int | None) -> int:
+    """Return the watermark up to which rows are too old for the steps after a step."""
+    # Step k writes its row before any trajectory of its own weights is stored.
+    row = None if max_staleness is None else run.ledger.of_step(step - max_staleness)
+    return 0 if row is None else int(row.get("watermark", 0))

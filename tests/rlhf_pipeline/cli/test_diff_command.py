@@ -79,8 +79,13 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     change_rows(twin / "metrics.jsonl", 3, loss=0.25)
     change_rows(twin / "metrics.jsonl", 5, loss=0.5, task_reward=2.0)
     StepRows(twin / "metrics.jsonl").append({"step": 13})
-    with TrajectoryStore.open(twin / "store", "a") as store:
-        store.update([2], advantage=[0.75 + float(store.read([2])["advantage"][0])], completion=["123"])
+    with TrajectoryStore.open(twin / "store") as store:
+        schema, rows = store.schema, store.read(store.ids())
+    rows["advantage"][2] += 0.75
+    rows["completion"][2] = "123"
+    shutil.rmtree(twin / "store")
+    with TrajectoryStore.create(twin / "store", schema) as store:
+        store.append(rows)
     lines = cli("diff", run_dir, twin).out.splitlines()
     assert lines[2:5] == ["config.json", "  seed               0 | 1", "  pipeline.learn.lr  0.002 | 0.5"]
     assert "  only on the right: 1 step, 13" in lines

@@ -68,7 +68,7 @@ def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, e
     if estimator == "gdpo":
         centred /= returns.reshape(4, 4).std(1, ddof=1).repeat(4) + 1e-6
     spread = (returns if estimator == "grpo_batch" else centred).std(ddof=1)
-    assert advantages(straight) == pytest.approx(centred / spread, rel=1e-6)
+    assert advantages(straight) == pytest.approx(centred / spread, rel=1e-5)
     for one in (straight, rest):
         one.buffer.trajectories.close()
 

@@ -7,6 +7,7 @@ import json
 import linecache
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,20 +111,26 @@ def test_an_overwritten_model_is_refused(pipeline, tmp_path, where):
         RunFolder(run_dir).check_unchanged(pipeline, 0)
 
 
+def edited(run_dir: Path, record: dict[str, Any]) -> None:
+    """Write the record of a run as a person may: without its checksum."""
+    record.pop("crc32c", None)
+    (run_dir / "config.json").write_text(json.dumps(record))
+
+
 def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_path):
     """A run that was recorded before a field existed ran as the field's default says."""
     run_dir = recorded(pipeline, tmp_path / "run")
     record = json.loads((run_dir / "config.json").read_text())
     del record["pipeline"]["learn"]["layout"]
-    (run_dir / "config.json").write_text(json.dumps(record))
+    edited(run_dir, record)
     RunFolder(run_dir).check_unchanged(pipeline, 0)
     slower = dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, beta1=0.5))
     del record["pipeline"]["learn"]["beta1"]
-    (run_dir / "config.json").write_text(json.dumps(record))
+    edited(run_dir, record)
     with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is 0\.5"):
         RunFolder(run_dir).check_unchanged(slower, 0)
     record["pipeline"]["learn"]["beta2"] = 0.5
-    (run_dir / "config.json").write_text(json.dumps(record))
+    edited(run_dir, record)
     with pytest.raises(RunMismatchError, match=r"learn\.beta2 was 0\.5"):
         RunFolder(run_dir).check_unchanged(pipeline, 0)
 
@@ -217,13 +224,19 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
     run_dir = recorded(pipeline, tmp_path / "run")
     whole = json.loads((run_dir / "config.json").read_text())
     silent = set()
-    valid = {"learn.lr": 5e-4, "learn.lr_schedule": "cosine", "learn.steps": 77, "learn.lr_decay_steps": 55}
-    valid |= {"learn.warmup_steps": 3}
+    valid = {
+        "learn.warmup_ratio": 0.5,
+        "learn.lr": 5e-4,
+        "learn.lr_schedule": "cosine",
+        "learn.steps": 77,
+        "learn.lr_decay_steps": 55,
+    }
+    valid |= {"learn.warmup_steps": 3, "learn.min_lr": 1e-5}
     for path, _ in flat_fields(whole["pipeline"]):
         record = json.loads(json.dumps(whole))
         *groups, last = path.split(".")
         functools.reduce(dict.__getitem__, groups, record["pipeline"])[last] = valid.get(path, "another")
-        (run_dir / "config.json").write_text(json.dumps(record))
+        edited(run_dir, record)
         run, notices = RunFolder(run_dir), []
         if is_allowed(path):
             run.check_unchanged(pipeline, 0)
@@ -234,7 +247,14 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
             with pytest.raises(RunMismatchError, match=f"{path} was 'another'"):
                 run.check_unchanged(pipeline, 0)
     assert silent == {
-        *("description", "needs", "collect.engine_memory", "learn.stop_at_reward", "learn.stop_window"),
+        *(
+            "description",
+            "needs",
+            "buffer.max_bytes",
+            "collect.engine_memory",
+            "learn.stop_at_reward",
+            "learn.stop_window",
+        ),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
         *("learn.peak_flops", "learn.logger", "learn.metrics", "learn.keep_token_figures"),
     }
@@ -250,7 +270,7 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     assert [notice.split(":")[0] for notice in run.notices(pipeline, device="cuda")] == ["device was cpu, is cuda"]
     record = json.loads((run_dir / "config.json").read_text())
     record["versions"]["torch"] = "0.9"
-    (run_dir / "config.json").write_text(json.dumps(record))
+    edited(run_dir, record)
     assert [notice.split(",")[0] for notice in RunFolder(run_dir).notices(pipeline, device="cpu")] == ["torch was 0.9"]
 
 
@@ -261,7 +281,7 @@ def test_another_number_of_threads_is_said(tmp_path):
     record = json.loads((run_dir / "config.json").read_text())
     assert record["machine"]["threads"] == torch.get_num_threads()
     record["machine"]["threads"] += 3
-    (run_dir / "config.json").write_text(json.dumps(record))
+    edited(run_dir, record)
     (notice,) = RunFolder(run_dir).notices(pipeline, device="cpu")
     before, now = torch.get_num_threads() + 3, torch.get_num_threads()
     assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from here on")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,28 @@ def test_a_row_of_before_the_checkpoint_is_not_drawn_unchecked(drawn, tmp_path, 
     with pytest.raises(DataError, match=r"step 5 would learn from .*trajectories 0, 1, .* cannot be read: seg-"):
         run(longer, run_dir=folder, resume=True)
     assert len(RunFolder(folder).metrics) == 4
+
+
+def test_a_row_that_the_store_does_not_serve_any_more_is_missed(drawn, tmp_path):
+    """A column that is gone takes rows of before the checkpoint out of the store: the resume names the segment."""
+    folder = shutil.copytree(drawn, tmp_path / "run")
+    (file,) = (folder / "store").glob("seg-*/tokens.offsets/c/0")
+    file.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the store says on opening which rows it does not serve
+        with pytest.raises(
+            DataError, match=r"step 5 would learn from .*32 trajectories of 0 to 31 cannot be read: seg-"
+        ):
+            run(changed(DRAWN, learn__steps="6"), run_dir=folder, resume=True)
+
+
+def test_an_edited_record_is_refused_by_name(drawn, tmp_path):
+    """A digit of a recorded setting: the run does not go on with another one."""
+    folder = shutil.copytree(drawn, tmp_path / "run")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"lr": 0.01', '"lr": 0.81'))
+    with pytest.raises(DataError, match=r"config\.json is not as it was written.*--resume --set"):
+        run(DRAWN, run_dir=folder, resume=True)
 
 
 def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_path):

@@ -237,14 +237,14 @@ def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run, version, age
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be opened")
-@pytest.mark.parametrize("damage", ["emptied", "catalog", "segment"])
+@pytest.mark.parametrize("damage", ["emptied", "segment"])
 def test_a_run_without_its_rollouts_does_not_go_on(run, damage):
     """Which rollouts are there is part of the run: `verify` names what is wrong with it, and a resume refuses."""
     if damage == "emptied":
         shutil.rmtree(run.rollouts)
         run.rollouts.mkdir()
     else:
-        shutil.rmtree(run.rollouts / {"catalog": "catalog", "segment": "seg-00000000"}[damage])
+        shutil.rmtree(run.rollouts / "seg-00000000")  # the catalog can be found again from the segments
     problems = [finding.text for finding in check_run(run) if not finding.ok]
     assert any("rollouts" in text for text in problems)
     with pytest.raises(PipelineError, match="rollouts"):

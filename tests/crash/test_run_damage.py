@@ -1,0 +1,16 @@
+"""A sample of the damages of `tests/crash/run_damage.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.crash.run_damage import RUNS, sweep
+
+pytestmark = pytest.mark.crash
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_a_damaged_file_goes_on_right_or_says_so(name):
+    """The weights of the whole run, or an error that is a sentence; nothing differs in silence."""
+    found = sweep(name, count=6, seed=1)
+    assert not [words for words in found if words.startswith("WRONG")], found
