@@ -138,7 +138,7 @@ class Collector:
         kl_reward: KLReward | None = None,
         hand_over: Callable[[int], Weights] | None = None,
         retrieve: RetrieveLogProb | None = None,
-        environment: Callable[..., Any] | None = None,
+        environment: Callable[..., Any] | dict[str, Any] | None = None,
         temperature: float | None = None,
         marks: Mapping[str, bool] | None = None,
     ) -> None:

@@ -124,7 +124,7 @@ class Conversations:
 
     def __init__(
         self,
-        environment: Callable[..., Any],
+        environment: Callable[..., Any] | dict[str, Any],
         *,
         policy: TokenPolicy,
         config: Collect,

@@ -119,7 +119,7 @@ def test_the_guard_weighs_ages_apart(make_learner):
 def test_a_batch_of_nothing_but_stale_noise_changes_nothing(make_learner):
     """Every trajectory left out: the step is recorded, and no weight moves, whatever the optimizer remembers."""
     learner = make_learner(Sample(strategy="uniform", batch_size=4, min_ess=0.9, skip_below_ess=0.9), max_staleness=99)
-    learner.step(4)  # gives the optimizer something to remember
+    learner.step(55)  # gives the optimizer something to remember
     learner.take_notices()
     rows = [last_two(n, 50, -12.0 if n == 16 else -0.1) for n in range(16, 20)]
     learner.buffer.extend(lazy_stack(rows))

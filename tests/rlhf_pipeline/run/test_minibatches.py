@@ -10,9 +10,11 @@ import torch
 
 from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.learner.step_plan import part_of_rollout
+from rlhf_pipeline.run.events import RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import tiny, weights
+from tests.rlhf_pipeline.run.processes.test_learn import stop_at
+from tests.rlhf_pipeline.small import collect, learn, tiny, weights
 
 
 def in_parts(steps: int, **changes: str) -> Pipeline:
@@ -63,3 +65,17 @@ def test_two_parts_of_an_even_gradient_are_the_whole(tmp_path):
     run(plain, run_dir=tmp_path / "plain")
     assert weights(tmp_path / "one") == weights(tmp_path / "plain")
     assert torch.isfinite(torch.tensor([row["loss"] for row in RunFolder(tmp_path / "one").metrics])).all()
+
+
+def test_a_learner_beside_collectors_takes_each_part_once(tmp_path):
+    """A rollout that arrived, over a learner that is stopped in a pass and started again: the parts of a run alone."""
+    asked = in_parts(6)
+    run(asked, run_dir=tmp_path / "alone")
+    run_dir = tmp_path / "several"
+    learn(asked, run_dir=run_dir, on_event=stop_at(RunStarted))
+    collect(asked, run_dir=run_dir, on_event=stop_at(RolloutDone))
+    for steps in (2, 2, 2):
+        learn(asked, run_dir=run_dir, on_event=stop_at(StepDone, steps))
+    used = [row["trajectory_ids"] for row in RunFolder(run_dir).ledger]
+    assert used == [row["trajectory_ids"] for row in RunFolder(tmp_path / "alone").ledger]
+    assert weights(run_dir) == weights(tmp_path / "alone")
