@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,56 +15,9 @@ from rlhf_pipeline.cli.parser import parse
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 yaml = pytest.importorskip("yaml")
-jsonschema = pytest.importorskip("jsonschema")
 
 
-def of(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The schema of an object with these fields and no others."""
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
-
-
-TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
-CONTAINER = of(
-    {"name": TEXT, "image": TEXT, "command": {"type": "array", "items": TEXT}},
-    {
-        "envFrom": {"type": "array", "items": of({"secretRef": of({"name": TEXT})})},
-        "resources": of({"requests": of({"cpu": TEXT, "memory": {"type": "string", "pattern": r"^\d+[MG]i$"}})}),
-    },
-)
-POD = of(
-    {"restartPolicy": {"enum": ["OnFailure", "Never"]}, "containers": {"type": "array", "items": CONTAINER}},
-    {"terminationGracePeriodSeconds": COUNT},
-)
-JOB = of(
-    {
-        "apiVersion": {"const": "batch/v1"},
-        "kind": {"const": "Job"},
-        "metadata": of({"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}}),
-        "spec": of(
-            {"template": of({"spec": POD})},
-            {
-                "backoffLimit": COUNT,
-                "completions": COUNT,
-                "parallelism": COUNT,
-                "completionMode": {"enum": ["Indexed", "NonIndexed"]},
-            },
-        ),
-    }
-)
-"""What the files use of the API of Kubernetes 1.30, batch/v1."""
-TASK = of(
-    {"run": TEXT},
-    {
-        "name": TEXT,
-        "num_nodes": COUNT,
-        "setup": TEXT,
-        "envs": {"type": "object", "additionalProperties": TEXT},
-        "resources": of({}, {"cpus": TEXT, "memory": {"type": ["string", "integer"]}, "use_spot": {"type": "boolean"}}),
-    },
-)
-"""What the file uses of a SkyPilot task."""
-DIRECTIVES = {"job-name", "ntasks", "cpus-per-task", "mem-per-cpu", "time", "requeue", "signal"}
+DIRECTIVES = {"open-mode", "job-name", "ntasks", "cpus-per-task", "mem-per-cpu", "time", "requeue", "signal"}
 """Options of sbatch that the file uses."""
 
 
@@ -75,10 +29,20 @@ def text_of(name: str) -> str:
 def test_the_files_have_the_form_of_their_platform():
     """Fields, types and names; no field that the platform does not know."""
     jobs = list(yaml.safe_load_all(text_of("kubernetes.yaml")))
-    assert len(jobs) == 2
+    assert [job["kind"] for job in jobs] == ["Job", "Job"]
     for job in jobs:
-        jsonschema.validate(job, JOB)
-    jsonschema.validate(yaml.safe_load(text_of("skypilot.yaml")), TASK)
+        pod = job["spec"]["template"]["spec"]
+        (container,), rules = pod["containers"], job["spec"]["podFailurePolicy"]["rules"]
+        assert pod["restartPolicy"] == "Never"  # which a failure policy needs
+        assert rules[0] == {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": container["name"], "operator": "In", "values": [2]},
+        }
+        assert {"memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
+        parse(shlex.split(container["livenessProbe"]["exec"]["command"][-1].split("&&")[0])[1:]) if container[
+            "name"
+        ] == "collector" else parse(container["livenessProbe"]["exec"]["command"][1:])
+    assert yaml.safe_load(text_of("skypilot.yaml"))["resources"]["job_recovery"]["recover_on_exit_codes"] == [3]
     script = text_of("slurm.sh")
     subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
     used = re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE)
@@ -112,6 +76,33 @@ def test_every_command_in_the_files_can_be_typed():
         assert len(lines) == 2
         found += [shlex.split(line) for line in lines]
     for command in found:
-        args = parse(command[1:])
+        args = parse([word.replace("$(JOB_COMPLETION_INDEX)", "7") for word in command[1:]])
         assert args.command in ("learn", "collect")
         assert args.run
+
+
+COMMANDS = {
+    "srun": 'shift 2; exec "$@"\n',
+    "scancel": 'for pid in $(cat "$PIDS"); do kill -TERM "$pid"; done\n',
+    "scontrol": 'echo "$@" >> "$NOTES"\n',
+    "rlhf-pipeline": 'trap \'sleep 0.3; echo "$1 saved" >> "$NOTES"; exit 143\' TERM; echo "$$ $PPID" >> "$PIDS"\n'
+    'echo "$1 begins" >> "$NOTES"; while true; do sleep 0.05; done\n',
+}
+"""Stand-ins for those of Slurm and for the two commands, as programs; `scancel` signals every process of the steps."""
+
+
+def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(tmp_path: Path):
+    """The warning reaches the script alone; learner and collectors save once, and the job is requeued."""
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    notes, pids = tmp_path / "notes", tmp_path / "pids"
+    own = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NOTES": str(notes), "PIDS": str(pids), "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", DEPLOY / "slurm.sh"], env=own) as job:
+        while not pids.exists() or len(pids.read_text().splitlines()) < 2:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == 0
+    said = notes.read_text().splitlines()
+    assert sorted(said[:-1]) == ["collect begins", "collect saved", "learn begins", "learn saved"]
+    assert said[-1] == "requeue 7"

@@ -87,7 +87,9 @@ def _are_rollouts(path: str) -> bool:
         return True
     if place.is_dir():
         address = address_of(path)
-        return not (is_run(address) or is_store(address)) and any(place.iterdir())
+        inside = list(place.iterdir())
+        ours = is_run(address) or is_store(address) or any(is_run(item) for item in inside if item.is_dir())
+        return bool(inside) and not ours  # of a folder of runs the error names them
     return "://" not in path and any(mark in path for mark in "*?[") and not place.exists()
 
 

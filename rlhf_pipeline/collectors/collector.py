@@ -69,7 +69,7 @@ class Rollout:
     task_reward: float | None
     """Mean over the rollout's graded trajectories, unshaped; None if it is no longer known."""
     num_failed: int
-    """Trajectories whose reward call failed."""
+    """Trajectories that failed: their environment, or a reward function."""
     first_error: str | None
     seconds: float
     from_store: bool

@@ -29,7 +29,7 @@ class Context:
     """A JSON value."""
     prompt_meta: dict[str, object]
     error: str | None
-    """Why the reward call failed, or None."""
+    """Why it failed, or None."""
     messages: list[dict[str, Any]] | None
     """The prompt's, if it is made of messages."""
     graded: dict[str, Any]

@@ -215,8 +215,15 @@ def _values_of(column: Column, array: Any) -> Any:
         array = array.fill_null(pa.scalar([], array.type))
     lengths = array.value_lengths().to_numpy(zero_copy_only=False)
     flat = array.flatten()
-    while pa.types.is_fixed_size_list(flat.type):
+    for size in column.shape:
+        if not _is_list(pa, flat.type) or not (flat.value_lengths().to_numpy(zero_copy_only=False) == size).all():
+            raise BatchError(
+                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow they are {kind}, or not "
+                "all of them have it."
+            )
         flat = flat.flatten()
+    if _is_list(pa, flat.type):
+        raise BatchError(f"column '{column.name}' holds numbers per row; in Arrow it is {kind}.")
     if flat.null_count:
         fill = column.fill_value if column.dtype.startswith("float") else None
         if fill is None or fill == fill:
@@ -229,6 +236,10 @@ def parquet_of(file: Any) -> tuple[Any, Iterator[Any]]:
     """Return the Arrow schema of a Parquet file, and its rows as record batches."""
     opened = extras.load("pyarrow.parquet", "a Parquet file").ParquetFile(Path(file).expanduser())
     return opened.schema_arrow, opened.iter_batches(BATCH_ROWS)
+
+
+def _is_list(pa: Any, kind: Any) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def tables_of(data: Any) -> Any:

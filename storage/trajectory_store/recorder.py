@@ -238,25 +238,36 @@ class TrajectoryRecorder:
             **(extra or {}),
         }
         try:
+            offset = self._next_offset(len(completions), group_size)
             there = {name: values for name, values in given.items() if values is not None}
             beside = {name: values for name, values in more.items() if values is not None}
-            if reward_trusted is not None:
-                told = there.get("failure") or [""] * len(completions)
-                pairs = zip(told, reward_trusted, strict=True)
-                there["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
-            for name, values in (*there.items(), *beside.items(), ("groups", groups), ("names", names)):
+            told = {"groups": groups, "names": names, "reward_trusted": reward_trusted}
+            for name, values in (there | beside | told).items():
                 if values is not None and len(values) != len(completions):
                     raise BatchError(f"{len(values)} values of {name} for {len(completions)} completions.")
-            return self._write(len(completions), there, beside, token_versions, groups, names, group_size, source)
+            if reward_trusted is not None:
+                pairs = zip(there.get("failure") or [""] * len(completions), reward_trusted, strict=True)
+                there["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
+            return self._write(offset, there, beside, token_versions, groups, names, group_size, source)
         except StoreError as error:
             if self.on_error == "raise":
                 raise
             _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
             return np.empty(0, np.int64)
 
+    def _next_offset(self, num: int, group_size: int | None) -> int:
+        """Return the place of a call's first row, and keep it.
+
+        Also where the call fails: the other processes go on, and a group may have members in several of them.
+        """
+        if group_size is not None:
+            self._offset = -(-self._offset // _size(group_size)) * group_size
+        offset, self._offset = self._offset, self._offset + self.world_size * num
+        return offset
+
     def _write(
         self,
-        num: int,
+        offset: int,
         given: dict[str, Sequence[Any]],
         beside: dict[str, Sequence[Any]],
         token_versions: Sequence[Sequence[int] | None] | None,
@@ -265,10 +276,7 @@ class TrajectoryRecorder:
         group_size: int | None,
         source: str,
     ) -> np.ndarray:
-        if group_size is not None:
-            self._offset = -(-self._offset // _size(group_size)) * group_size
-        # Also where this call fails: the other processes go on, and a group may have members in several of them.
-        offset, self._offset = self._offset, self._offset + self.world_size * num
+        num = len(given["completion"])
         if "prompt" not in given and "prompt_ids" not in given:
             raise BatchError("neither prompts nor prompt_ids are given.")
         if not num:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from trajectory_store import fs
 from trajectory_store.bucket import Bucket, taken
 from trajectory_store.catalog_log import CATALOG, State, catalog_json, put_first
-from trajectory_store.errors import CorruptionError, NotAStoreError, StoreNotFoundError
+from trajectory_store.errors import CorruptionError, NotAStoreError, StoreError, StoreNotFoundError
 from trajectory_store.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -95,6 +96,12 @@ def create_root(bucket: Bucket, root: Root) -> None:
     bucket.make(fill)
 
 
+def _is_of(bucket: Bucket, root: Root) -> bool:
+    """Return whether a record of the catalog is of the store that this is the root of."""
+    keys = [key for key in bucket.keys(f"{CATALOG}/") if not key.endswith(KEY)]
+    return any(raw is not None and f'"store":"{root.uuid}"'.encode() in raw for raw in bucket.get_many(keys))
+
+
 def read_root(bucket: Bucket) -> Root:
     """Read the root of a store."""
     keys, where = (KEY, f"{CATALOG}/{KEY}"), f"{bucket.where}/{KEY}"
@@ -107,7 +114,12 @@ def read_root(bucket: Bucket) -> Root:
                 "TrajectoryStore.create made."
             )
     if copies != [None, None]:
-        return Root.from_json(where, *copies)
+        root = Root.from_json(where, *copies)
+        with suppress(StoreError):
+            copy = Root.from_json(where, copies[1])
+            if copy.uuid != root.uuid and _is_of(bucket, copy) and not _is_of(bucket, root):
+                return copy  # the first is a file of another store
+        return root
     raise StoreNotFoundError(
         f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
         "TrajectoryStore.create(path, schema)."

@@ -101,6 +101,11 @@ class Queue:
         there = [name for name in select_fields if all(name in self.rows[key] for key in keys)]
         return {name: [self.rows[key][name] for key in keys] for name in there}
 
+    def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: Any, tags: list[dict[str, Any]]) -> Meta:
+        """Keep rows."""
+        self.rows |= dict(zip(keys, fields, strict=True))
+        return Meta(keys, tags)
+
     def kv_clear(self, *, keys: list[str], partition_id: str) -> None:
         """Forget rows."""
         for key in keys:

@@ -115,6 +115,26 @@ def test_verl(recorder: TrajectoryRecorder):
         verl.Other  # noqa: B018 - what verl looks up by name
 
 
+def test_verl_is_served(tmp_path: Path, recorder: TrajectoryRecorder):
+    """Whole groups of a store, in turn, as verl's agent loop would have put them."""
+    rows = {"prompt_ids": [[1, 2]] * 3, "completion_ids": [[3], [4, 8, 5], [6]], "completions": [""] * 3}
+    rows |= {"completion_masks": [[1], [1, 0, 1], [1]], "log_probs": [[-0.5], [-1.0, None, -2.0], [-1.0]]}
+    recorder.record(**rows, groups=["a", "b", "a"], rewards=[1.0, 0.0, 0.5])
+    queue = peers.Queue()
+    buffer = verl.serving(peers.Buffer, queue, str(tmp_path / "store"), list)(queue)
+    meta, _ = buffer.sample(7, "train", 1)
+    assert meta.keys == ["stored-0_0_0", "stored-0_1_0"]
+    assert [queue.rows[key]["responses"].tolist() for key in meta.keys] == [[3], [6]]
+    meta, _ = buffer.sample(8, "train", 2)
+    (of_b, *_) = (queue.rows[key] for key in meta.keys)
+    assert of_b["responses"].tolist() == [4, 8, 5]
+    assert of_b["response_mask"].tolist() == [1, 0, 1]
+    assert of_b["rollout_log_probs"].tolist() == [-1.0, 0.0, -2.0]
+    assert (of_b["rm_scores"].tolist(), of_b["uid"]) == ([0.0, 0.0, 0.0], "stored-1")
+    assert {tag["min_global_steps"] for tag in meta.tags} == {8}
+    assert buffer.sample(8, "val", 1)[0].keys == []
+
+
 def test_areal(recorder: TrajectoryRecorder):
     """Padding is left out; the version of each token becomes spans; a rejected episode is nothing."""
     rows = [peers.episode([1, 2, 3, 8, 4], [0, 0, 1, 0, 1], [0, 0, -1, 0, -2], [-1, -1, 5, -1, 6], 1.0), None]

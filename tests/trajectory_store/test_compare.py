@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, Schema, SchemaError, TrajectoryStore, copy_rows, diff
-from trajectory_store.testing import example_rows, example_schema
+
+from .contract import example_rows, example_schema
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, fs
-from trajectory_store.testing import example_rows, example_schema, same_rows
+
+from .contract import example_rows, example_schema, same_rows
 
 SCHEMA = Schema([Column("x", "int64", ragged=True), Column("n", "int64", mutable=True)])
 

@@ -188,6 +188,9 @@ def test_one_copy_of_the_metadata_is_enough(tmp_path, backend):
     assert len(tags(path, "a")) == 100
     with TrajectoryStore.open(path) as store:
         assert "zarr.json is damaged or missing" in str(store.verify())
+    TrajectoryStore.create(tmp_path / "other", SCHEMA, backend=backend).close()
+    shutil.copyfile(tmp_path / "other/zarr.json", path / "zarr.json")
+    assert len(tags(path, "a")) == 100
     (path / "zarr.json").unlink()
     assert len(tags(path)) == 100
     assert len(tags(path, "a")) == 100

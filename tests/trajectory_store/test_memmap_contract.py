@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trajectory_store import TrajectoryStore
-from trajectory_store.testing import StoreContract
+
+from .contract import StoreContract
 
 
 class TestMemmap(StoreContract):

@@ -11,7 +11,8 @@ import pytest
 
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 from trajectory_store.columns import ColumnReader
-from trajectory_store.testing import example_rows, example_schema, same_rows
+
+from .contract import example_rows, example_schema, same_rows
 
 TOKENS = Column("tokens_of", "int32", ragged=True)
 LATER = Column("score", "float32", ragged=True, fill=-2.0)

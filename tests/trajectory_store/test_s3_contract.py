@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trajectory_store import StoreError, TrajectoryStore
-from trajectory_store.testing import StoreContract
 
 from ..crash._s3 import missing, serve
+from .contract import StoreContract
 
 pytestmark = [
     pytest.mark.crash,
@@ -58,7 +58,7 @@ def test_a_commit_is_one_object_and_one_request(calm):
     """Appends of 64 rows: an object each, with a catalogue that grows far more slowly."""
     import obstore
 
-    from trajectory_store.testing import example_rows, example_schema
+    from .contract import example_rows, example_schema
 
     calm.rough()
     url = f"{calm.url}/objects"

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from trajectory_store import Column, Schema, SchemaError, UnknownColumnError
-from trajectory_store.testing import example_schema
+
+from .contract import example_schema
 
 
 def test_a_schema_survives_json():

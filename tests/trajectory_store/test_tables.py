@@ -64,6 +64,8 @@ def test_what_was_not_given_is_null_in_arrow(store):
     assert pa.table(store).schema == store.to_arrow().schema
     assert pa.schema(store) == store.to_arrow().schema
     assert str(store.to_arrow().schema.field("spans").type) == "large_list<item: fixed_size_list<item: int16>[2]>"
+    nested = pa.table({"tokens": [[1]], "reward": [1.0], "spans": [[[5, 6], [7, 8]]]})  # lists of no fixed size
+    assert store.read(store.append(nested), "spans")["spans"][0].tolist() == [[5, 6], [7, 8]]
     part = store.to_arrow(["prompt", "reward"], store.ids()[[2, 0]])
     assert part.column_names == ["prompt", "reward"]
     assert part["prompt"].to_pylist() == ["", "é"]
@@ -158,6 +160,8 @@ def test_a_store_of_another_tools_table(tmp_path):
         ({"tokens": [[1, None], [], [4]]}, "column 'tokens' holds a null within a row"),
         ({"tokens": [[2**31], [], [4]]}, "column 'tokens': 2147483648 does not fit int32"),
         ({"number": [0.5, 1.0, 2.0]}, "column 'number' is int64"),
+        ({"spans": [[[1, 2, 3]], [], []]}, r"column 'spans' has elements of shape \[2\]"),
+        ({"tokens": [[[1]], [], [[4]]]}, "column 'tokens' holds numbers per row"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(store, change, said):

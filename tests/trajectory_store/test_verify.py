@@ -16,7 +16,8 @@ from trajectory_store import (
     Schema,
     TrajectoryStore,
 )
-from trajectory_store.testing import example_rows, example_schema
+
+from .contract import example_rows, example_schema
 
 
 @pytest.fixture

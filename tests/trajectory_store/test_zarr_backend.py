@@ -35,7 +35,8 @@ from trajectory_store.objects import backend, remote, segment
 from trajectory_store.objects.archive import BLOCK
 from trajectory_store.objects.backend import ObjectMedium
 from trajectory_store.root import read_root
-from trajectory_store.testing import example_rows, example_schema, same_rows
+
+from .contract import example_rows, example_schema, same_rows
 
 zarr = pytest.importorskip("zarr")
 from zarr.storage import MemoryStore, WrapperStore, ZipStore  # noqa: E402

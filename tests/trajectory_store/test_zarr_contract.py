@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trajectory_store import TrajectoryStore
-from trajectory_store.testing import StoreContract
+
+from .contract import StoreContract
 
 storage = pytest.importorskip("zarr.storage")
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from trajectory_store import Column, Schema, TrajectoryStore
-from trajectory_store.testing import example_rows, example_schema
+
+from .contract import example_rows, example_schema
 
 zarr = pytest.importorskip("zarr")
 

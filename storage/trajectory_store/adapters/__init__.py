@@ -11,16 +11,25 @@ from trajectory_store.recorder import TrajectoryRecorder
 VARIABLE = "TRAJECTORY_STORE"
 
 
-def recorder_here() -> TrajectoryRecorder:
-    """Return this process's recorder into the store that `TRAJECTORY_STORE` names, for hooks that are named by a path.
+def store_here() -> str:
+    """Return the folder that `TRAJECTORY_STORE` names.
 
     Raises:
         SchemaError: the environment names no store.
     """
     store = os.environ.get(VARIABLE)
     if not store:
-        raise SchemaError(f"set {VARIABLE} to the folder of the store that is to be recorded into.")
-    return _recorder(store, os.getpid())
+        raise SchemaError(f"set {VARIABLE} to the folder of the store.")
+    return store
+
+
+def recorder_here() -> TrajectoryRecorder:
+    """Return this process's recorder into the store that `TRAJECTORY_STORE` names, for hooks that are named by a path.
+
+    Raises:
+        SchemaError: the environment names no store.
+    """
+    return _recorder(store_here(), os.getpid())
 
 
 @lru_cache(maxsize=8)

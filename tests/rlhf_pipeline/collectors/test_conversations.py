@@ -281,6 +281,36 @@ def test_members_of_a_group_see_the_same():
         conversations(Fickle)
 
 
+@pytest.mark.parametrize(
+    ("shown", "error"),
+    [
+        (b"#..#", "what reset returned is bytes"),
+        ("", "reset shows nothing"),
+        (Step("#..#"), "what reset returned is Step"),
+        ("~", "does not know"),
+        ("." * 60, "has 60 tokens, and a row has 60: nothing can follow"),
+        (np.zeros(3), "what reset returned is ndarray"),
+        ([{"role": "user"}, 3], "a message must be a mapping with a role"),
+    ],
+)
+def test_what_reset_shows_costs_its_own_group(shown, error):
+    """Whatever it is; other groups are as before."""
+
+    class Odd(FrozenLake):
+        def reset(self, prompt: Prompt, seed: int) -> Any:  # type: ignore[override]
+            first = super().reset(prompt, seed)
+            return shown if self.rows[0][1] == "O" else first
+
+    wanted, found = conversations(FrozenLake), conversations(Odd)
+    failed = [one.failure.error for one in found if one.failure is not None]
+    assert 0 < len(failed) < len(found)
+    assert all(error in one for one in failed)
+    assert {one.failure.kind for one in found if one.failure is not None} == {"tool_error"}
+    for one, other in zip(wanted, found, strict=True):
+        assert other.failure is not None or (one.row is not None and other.row is not None)
+        assert other.failure is not None or one.row.ids == other.row.ids  # type: ignore[union-attr]
+
+
 class Hidden(FrozenLake):
     """Shows a prompt whose text the tokenizer does not know; the third map cannot be had."""
 

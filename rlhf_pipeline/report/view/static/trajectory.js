@@ -55,7 +55,7 @@ export async function trajectoryPage(at, state, draw) {
       ${uses.length ? uses : html`<span>in no step</span>`}${isReport ? nothing : html`<a href="#/${at.run}/prompt/${t.id}">this prompt over time</a>`}</p>
     ${parts.length || turned.length ? html`<p class="facts">${parts.flatMap(([name, of]) => Object.entries(of).map(([part, value]) => html`<span>${visible(`${name}: ${part}`)} <b>${fmt(value, 2)}</b></span>`))}
       ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
-    ${t.error ? html`<p class="card bad" role="alert">The reward call failed: ${visible(t.error)}</p>` : nothing}
+    ${t.error ? html`<p class="card bad" role="alert">It failed: ${visible(t.error)}</p>` : nothing}
     <div class="bar"><label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>
       <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
       <span class="push"></span>${[["prev", "‹ previous", "previous"], ["next", "next ›", "next"]].map(([key, name, kind]) => t[key] ? html`<a class="b ${kind}" href="#/${at.run}/t/${t[key]}?color=${by}">${name}</a>` : nothing)}</div>
