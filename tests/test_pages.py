@@ -42,6 +42,7 @@ WRITTEN = [path for folder in (".", "docs", "storage", "benchmarks") for path in
 PAGES = [path for path in WRITTEN if "```py" in path.read_text(encoding="utf-8")]
 
 ELSEWHERE = {
+    ("docs/beside.md", "GRPOTrainer("): "trajectory_store/test_adapters.py::test_stored_rows_are_served",
     ("docs/coming_from.md", "Verifiers("): "peers/test_verifiers.py::test_the_port_of_an_environment",
     ("docs/environments.md", "Verifiers("): "peers/test_verifiers.py::test_the_page",
     ("docs/environments.md", "OpenEnv("): "peers/test_openenv.py::test_one_conversation",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,3 +94,28 @@ EventHandler = Callable[[Event], None]
 
 def ignore_events(event: Event) -> None:
     """The default handler, which ignores every event."""
+
+
+class Repeated:
+    """Says a notice that comes again at every step once, and then how often: 10, 100, 1,000 times.
+
+    >>> repeated = Repeated()
+    >>> said = [repeated.said(f"step {step} has nothing to learn from.") for step in range(1, 11)]
+    >>> [text for text in said if text is not None]
+    ['step 1 has nothing to learn from.', 'step 10 has nothing to learn from. (10 times so far)']
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def said(self, notice: str) -> str | None:
+        """Return what to say of a notice, or None; notices that differ in numbers only are one."""
+        kind = _NUMBERS.sub("#", notice)
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            return notice
+        return f"{notice} ({count:,} times so far)" if str(count).strip("0") == "1" else None
+
+
+_NUMBERS: Final = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")

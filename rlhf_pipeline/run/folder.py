@@ -748,7 +748,7 @@ class RunFolder:
     @contextmanager
     def log(self, file: Path | None = None, level: int = logging.WARNING) -> Iterator[None]:
         """Also write the package's log, from a level on, to a file; `log.txt` by default."""
-        handler = logging.FileHandler(self.log_file if file is None else file, encoding="utf-8")
+        handler = _QuietHandler(self.log_file if file is None else file, encoding="utf-8")
         handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("rlhf_pipeline")
         before = package.level
@@ -842,6 +842,13 @@ def _mirror_of(place: Address) -> Mirror | None:
     from rlhf_pipeline.run.remote.mirror import Mirror
 
     return Mirror(str(place))
+
+
+class _QuietHandler(logging.FileHandler):
+    """Writes a log that may be cut short: a full disk ends the run elsewhere, in a sentence."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing about a line that could not be written."""
 
 
 class _PlainFormatter(logging.Formatter):

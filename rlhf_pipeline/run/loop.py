@@ -25,7 +25,7 @@ from rlhf_pipeline.run.checkpoint import (
 )
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
-from rlhf_pipeline.run.events import EventHandler, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.events import EventHandler, Repeated, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
@@ -148,6 +148,7 @@ class Loop:
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         allowed = asked.pipeline.buffer.max_bytes
         self._disk = None if run.mirror else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
+        self._repeated = Repeated()
         self._evicts_nothing = asked.pipeline.buffer.max_trajectories is None
         self._unrecorded: Setup | None = asked
         self._saved: int | None = None
@@ -270,7 +271,9 @@ class Loop:
         if self._unrecorded is not None:
             self._settle(self._unrecorded, number)
         for notice in learner.take_notices():
-            tell(self.on_event, notice)
+            said = self._repeated.said(notice)
+            if said is not None:
+                tell(self.on_event, said)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
         if self.folder.mirror is not None:
             row |= self.folder.mirror.traffic(learner.buffer.store)

@@ -183,7 +183,10 @@ def is_alive(folder: Path, name: str) -> bool:
     except OSError:  # another user's run, or a disk that may only be read
         file = path.open(encoding="utf-8")
     with file:
-        return not try_lock(file)
+        try:
+            return not try_lock(file)
+        except OSError:  # a disk without locks: `run` and `doctor` say so
+            return False
 
 
 def try_lock(file: IO[str], *, shared: bool = False) -> bool:
