@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_pipeline.config import PretrainedPolicy
-from rlhf_pipeline.errors import DefinitionError, PipelineError
+from rlhf_pipeline.errors import DefinitionError, PipelineError, RunExistsError
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.events import EventHandler
@@ -117,6 +117,10 @@ class Run(Setup):
     def _check_folder(self) -> None:
         folder = RunFolder(self.run_dir)
         option = "--run" if self.joins else "--out"
+        if folder.mirror is None and folder.is_alive(ALONE):  # said again under the lock, but that is after torch
+            pid = folder.heartbeat_of(ALONE).get("pid", "unknown")
+            advice = "Stop that first, or choose another folder with --out."
+            raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")
         folder.check_free_or_recorded(resume=self.resume, again=self.again, option=option)
         if self.resume:
             several = self.joins is not None or self.supervised is not None

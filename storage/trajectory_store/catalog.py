@@ -124,8 +124,13 @@ class Catalog:
             self.medium.refresh(segments)
         finally:
             for segment, rows in before:
-                if segment.rows != rows:
+                if segment.rows != rows or self._is_behind(segment):
                     self._grew(segment)
+
+    def _is_behind(self, segment: Segment) -> bool:
+        """Return whether the medium has read more of a segment than is known here, as when it ended it."""
+        plain = segment.ordinal in self.segments and not segment.meta.merged
+        return plain and int(self._homes[segment.ordinal, _ROWS]) != segment.rows
 
     def is_final(self, segment: Segment) -> bool:
         """Return whether no process can append to a segment any more; if so, all its rows are known."""

@@ -255,7 +255,11 @@ def recover(catalog: Catalog) -> None:
 
     journal.change(step, catalog.newest_ns)
     catalog.refresh()
-    dead = {s.ordinal: s.rows for s in (*catalog.segments.values(), *catalog.updates.values()) if medium.close_dead(s)}
+    dead: dict[int, int] = {}
+    for segment in (*catalog.segments.values(), *catalog.updates.values()):
+        if medium.close_dead(segment):
+            dead[segment.ordinal] = segment.rows
+        catalog.refresh_segment(segment.ordinal)
     if dead:
         journal.change(lambda state: _with_rows(state, dead), catalog.newest_ns)
         catalog.refresh()

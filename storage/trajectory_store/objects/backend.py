@@ -430,12 +430,12 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, A
         except (StoreError, OSError) as error:
             bad = True
             report.problem(
-                f"{segment.name}: {error}" if isinstance(error, StoreError) else f"object {error} is missing"
+                f"{segment.name}: {error if isinstance(error, StoreError) else f'object {error} is missing'}"
             )
     report.rows += segment.rows
     if bad:
         try:
-            report.damaged(segment.row_ids(0, segment.rows))
+            report.damaged(segment.gap_ids(Gap(1, 0, segment.rows, "")))
         except (StoreError, OSError):
             report.problem(f"{segment.name}: its ids cannot be read")
 
