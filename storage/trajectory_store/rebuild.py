@@ -100,8 +100,10 @@ def is_superfluous(state: State, one: Unnamed, whole: Collection[int]) -> bool:
     That is so if its rows were removed for good, if segments hold them that the catalog names and that are whole, or if
     it never held any.
     """
+    if one.entry.ordinal >= state.next_ordinal:  # made by the owner of a later claim, and perhaps named by now
+        return False
     home = {o: entry.ordinal for entry in state.entries for o in entry.sources if entry.ordinal != one.entry.ordinal}
     held = one.sources if one.entry.merged else (one.entry.ordinal,)
     if held and all(state.has_gone(o) or home.get(o) in whole for o in held):
         return True
-    return not one.commits and not one.entry.merged and one.entry.ordinal < state.next_ordinal
+    return not one.commits and not one.entry.merged

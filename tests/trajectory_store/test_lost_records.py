@@ -98,6 +98,7 @@ def test_a_merge_counts_in_place_of_its_sources_only_if_it_is_whole_and_needed_o
     assert rebuild(newer, [merge], set(), lambda _: True) == newer
     assert is_superfluous(newer, merge, {2, 6})
     assert not is_superfluous(newer, merge, {2})
+    assert not is_superfluous(state, unnamed(9, 0, 1), {0, 1, 2})  # of a later claim, and perhaps named by now
 
 
 def test_what_a_missing_merge_was_made_of_counts_as_far_as_it_is_there():
