@@ -178,7 +178,7 @@ def is_alive(folder: Path, name: str) -> bool:
     path = folder / f"{name}.lock"
     try:
         file = path.open("r+", encoding="utf-8")  # which NFS wants for a lock
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # no process, or no run at all
         return False
     except OSError:  # another user's run, or a disk that may only be read
         file = path.open(encoding="utf-8")
