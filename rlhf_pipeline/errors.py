@@ -57,7 +57,7 @@ _PENALTY: Final = (
     " No engine reports the distribution that a penalty draws from, so the stored log-probs would be those of another, "
     "and ratios wrong. Pay for repetition in a reward function instead."
 )
-_REFUSED: Final = dict.fromkeys(
+_REFUSED: Final[Mapping[str, str]] = dict.fromkeys(
     ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), _PENALTY
 )
 """Options of other samplers that are left out on purpose, each with the reason."""

@@ -31,7 +31,20 @@ from rlhf_pipeline.run.sources import recorded_admission
 from rlhf_pipeline.run.temperatures import sampled_at
 from trajectory_store import MissingRowError, TrajectoryStore
 
-_OWN_FIELDS = frozenset({"step", "row_ids", "trajectory_ids", "watermark", "seed", "ages", "ess", "source_weights"})
+_OWN_FIELDS = frozenset(
+    {
+        "step",
+        "row_ids",
+        "trajectory_ids",
+        "watermark",
+        "seed",
+        "ages",
+        "ess",
+        "source_weights",
+        "no_gradient",
+        "left_out",
+    }
+)
 """The fields of a ledger row whose rows the learner itself chose; others mean that a caller chose them."""
 
 _CLOSE = 1e-3

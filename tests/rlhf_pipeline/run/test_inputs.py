@@ -257,6 +257,7 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
         ),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
         *("learn.peak_flops", "learn.logger", "learn.metrics", "learn.keep_token_figures"),
+        *("learn.logger_project", "learn.logger_name", "learn.logger_tags", "learn.logger_samples"),
     }
 
 
