@@ -22,7 +22,7 @@ from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 SCHEMA = Schema(
     [
-        Column("x", "int32", ragged=True),
+        Column("x", "int32", ragged=True, mutable=True),
         Column("ref", "float32", ragged=True, fill=-1.0),
         Column("n", "int64", mutable=True),
         Column("adv", "float32", fill=0.5),
