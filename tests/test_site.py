@@ -26,7 +26,8 @@ def test_the_site_builds_strictly(tmp_path: Path):
         [*command, str(ROOT / "docs"), str(site)], capture_output=True, text=True, check=False, timeout=280
     )
     assert built.returncode == 0, built.stderr
-    for page, said in (("readme", "See it work"), ("store", "pip install trajectory-store"), ("format", "The catalog")):
+    said_there = {"readme": "Install and run", "store": "ragged store of RL trajectories", "format": "The catalog"}
+    for page, said in said_there.items():
         assert said in (site / f"{page}.html").read_text(encoding="utf-8")
     assert 'href="security.html"' in (site / "readme.html").read_text(encoding="utf-8")
     api = (site / "api.html").read_text(encoding="utf-8")

@@ -244,6 +244,8 @@ def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
         whole = meta.merged and last is not None and last.kind == KIND_CLOSED and last.rows_end == meta.rows_cap
         first = log.get(0)
         catalog = 0 if first is None else first.catalog
+        if first is not None and first.ordinal != ordinal:  # a folder that was copied under another number
+            whole = commits = False
     except (OSError, StoreError):
         pass
     sources = tuple(source for source, _ in meta.sources)

@@ -51,7 +51,7 @@ def rebuild(
         failed: segments that it names and that cannot be opened.
         is_sound: checks a finished merge whose sources are there as well.
     """
-    found = sorted(found, key=lambda one: one.entry.ordinal)
+    found = _without_copies(state, sorted(found, key=lambda one: one.entry.ordinal))
     number, following = state.number, state.next_ordinal
     for one in found:
         ordinal = one.entry.ordinal
@@ -69,6 +69,14 @@ def rebuild(
     for entry in [entry for entry in state.entries if entry.merged and entry.ordinal in failed]:
         state = _split(state, entry, found)
     return state
+
+
+def _without_copies(state: State, found: Sequence[Unnamed]) -> list[Unnamed]:
+    """Leave out folders that somebody copied under another number: the salt is a segment's own."""
+    owner = {entry.salt: entry.ordinal for entry in state.entries}
+    for one in found:
+        owner.setdefault(one.entry.salt, one.entry.ordinal)
+    return [one for one in found if owner[one.entry.salt] == one.entry.ordinal]
 
 
 def _named(state: State, one: Unnamed) -> State:

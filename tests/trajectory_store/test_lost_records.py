@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,18 @@ def state_of(*entries: Entry, gone: tuple[tuple[int, int], ...] = (), following:
 
 def unnamed(ordinal: int, *sources: int, whole: bool = True, catalog: int = 0) -> Unnamed:
     """A segment that is there."""
-    entry = Entry(ordinal, "rows", 3, bool(sources))
+    entry = Entry(ordinal, "rows", 100 + ordinal, bool(sources))
     return Unnamed(entry=entry, schema=SCHEMA, sources=sources, whole=whole and bool(sources), catalog=catalog)
+
+
+def test_a_folder_that_was_copied_under_another_number_counts_for_nothing():
+    """Its salt is that of the segment that it was copied from, named by the catalog or not."""
+    state = state_of(Entry(0, "rows", 1))
+    named, other = unnamed(99_999_999), unnamed(9)
+    copy = replace(named, entry=replace(named.entry, salt=1))
+    assert rebuild(state, [copy], set()) == state
+    again = replace(named, entry=replace(named.entry, salt=other.entry.salt))
+    assert [entry.ordinal for entry in rebuild(state, [again, other], set()).entries] == [0, 9]
 
 
 def test_evicted_rows_do_not_come_back():
