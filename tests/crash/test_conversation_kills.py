@@ -110,15 +110,15 @@ def test_a_run_killed_in_its_conversations(made, tmp_path):
 
 
 def test_a_collector_killed_in_its_conversations(tmp_path):
-    """Of two beside a learner; another one takes its place."""
+    """One that began alone, so that no other takes its conversations; then two take its place beside the learner."""
     made = pipeline(buffer__max_staleness=0)
 
     def live(folder: Path, kill_at: int | None) -> list[int | None]:
-        collectors = [in_a_process(lambda: collect(made, run_dir=folder), at) for at in (kill_at, None)]
         learner = in_a_process(lambda: learn(made, run_dir=folder))
-        if kill_at is not None:
-            collectors[0].join(120)
-            collectors.append(in_a_process(lambda: collect(made, run_dir=folder)))
+        collectors = [] if kill_at is None else [in_a_process(lambda: collect(made, run_dir=folder), kill_at)]
+        for process in collectors:
+            process.join(120)
+        collectors += [in_a_process(lambda: collect(made, run_dir=folder)) for _ in range(2)]
         for process in (learner, *collectors):
             process.join(120)
         return [process.exitcode for process in collectors]

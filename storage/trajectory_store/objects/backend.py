@@ -230,7 +230,9 @@ class ObjectMedium(Medium):
     def sync(self, segment: Segment, first: int) -> None:
         """Wait until the objects of a segment are on the disk."""
         if isinstance(segment, ObjectSegment):
-            self.bucket.sync(f"{segment.name}/{KEY}", f"{segment.name}/{COPY}", *map(segment.key, range(first, segment.records)))
+            self.bucket.sync(
+                f"{segment.name}/{KEY}", f"{segment.name}/{COPY}", *map(segment.key, range(first, segment.records))
+            )
 
     def make_segment(self, meta: SegmentMeta, claim: Claim, least: int) -> ObjectWriter:
         """Put the metadata of an empty segment under a free number, and enter it in the catalog."""
