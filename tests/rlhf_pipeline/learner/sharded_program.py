@@ -37,8 +37,10 @@ def counted(reads: list[int]) -> None:
         signature = inspect.signature(read)
 
         def call(store: TrajectoryStore, *args: Any, **options: Any) -> Any:
-            ids = signature.bind(store, *args, **options).arguments.get("ids")
-            reads.extend((store.ids() if ids is None else np.asarray(ids)).tolist())
+            given = signature.bind(store, *args, **options).arguments
+            ids, names = given.get("ids"), given.get("columns", store.schema.names)
+            if any(store.schema[name].axis is not None for name in ([names] if isinstance(names, str) else names)):
+                reads.extend((store.ids() if ids is None else np.asarray(ids)).tolist())
             return read(store, *args, **options)
 
         return call
