@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
 from rlhf_pipeline.run.address import BESIDE, Address
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
@@ -74,7 +74,7 @@ def supervise(
         reopen(run)
         supervisor = Supervisor(
             run_dir,
-            commands(run_dir, config.collectors),
+            commands(run_dir, config.collectors, asked),
             config,
             total_steps=asked.pipeline.learn.steps,
             heartbeat=heartbeat,
@@ -99,10 +99,15 @@ def supervise(
     return finished
 
 
-def commands(run_dir: Address, collectors: int) -> dict[str, list[str]]:
-    """Return the command of each process of a supervised run, by name, the learner first."""
+def commands(run_dir: Address, collectors: int, asked: Setup) -> dict[str, list[str]]:
+    """Return the command of each process of a supervised run, by name, the learner first.
+
+    Each is told what the supervisor was told: the record has a change only after the first step with it.
+    """
     base = [sys.executable, "-m", "rlhf_pipeline"]
-    end = ["--trust", "--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
+    end = [asked.definition] if asked.definition else []
+    end += ["--trust", "--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
+    end += ["--device", asked.device, *(part for path, text in asked.overrides for part in ("--set", f"{path}={text}"))]
     names = [f"collector-{number}" for number in range(collectors)]
     return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
 
