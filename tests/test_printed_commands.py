@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
@@ -78,6 +79,11 @@ def write_inputs(folder: Path) -> None:
     (folder / "example_model_solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solutions))
     rollouts = [{"prompt": "1+1=", "completion": said, "reward": float(said == "2")} for said in "23"]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    with zipfile.ZipFile(folder / "dumps.zip", "w") as archive:
+        asked = [
+            {"question": row["prompt"], "completion": row["completion"], "reward": row["reward"]} for row in rollouts
+        ]
+        archive.writestr("dumps/rollouts.jsonl", "".join(json.dumps(row) + "\n" for row in asked))
     pyarrow = pytest.importorskip("pyarrow", reason="the pages import Parquet files")
     from pyarrow import parquet
 
