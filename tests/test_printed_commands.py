@@ -289,10 +289,13 @@ def test_offline(folder: Path):
 @pytest.mark.timeout(900)
 def test_long_running(folder: Path):
     """Each line of docs/long_running.md: a supervised run, and processes in terminals of their own."""
-    (supervised, watch), by_hand = blocks("docs/long_running.md")
+    (supervised, watch), looks, by_hand = blocks("docs/long_running.md")
     interrupt(start(supervised, folder), lambda: len(rewards(folder / "runs" / "long_running")) > 3, supervised)
     shown = interrupt(watching := start(watch, folder), lambda: has_printed(watching), watch)
     assert "step 1: reward" in shown, shown
+    for line in looks:
+        told, _ = (looking := start(line, folder)).communicate(timeout=120)
+        assert looking.returncode in (0, 1) and told.strip(), f"{line}\n{told}"  # 1: there are alarms
     mine = folder / "runs" / "mine"
     terminals: list[tuple[str, subprocess.Popen[str]]] = []
     try:
