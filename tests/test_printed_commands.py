@@ -295,7 +295,8 @@ def test_long_running(folder: Path):
     assert "step 1: reward" in shown, shown
     for line in looks:
         told, _ = (looking := start(line, folder)).communicate(timeout=120)
-        assert looking.returncode in (0, 1) and told.strip(), f"{line}\n{told}"  # 1: there are alarms
+        assert looking.returncode in (0, 1), f"{line}\n{told}"  # 1: there are alarms
+        assert told.strip(), line
     mine = folder / "runs" / "mine"
     terminals: list[tuple[str, subprocess.Popen[str]]] = []
     try:

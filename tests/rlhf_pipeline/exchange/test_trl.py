@@ -152,7 +152,7 @@ def test_as_reward_functions(trl: Any, tmp_path: Path, tokenizer: Any):
     with TrajectoryRecorder(tmp_path / "store", tokenizer=tokenizer, group_size=4) as recorder:
         train(trl, tokenizer, tmp_path, recorder.reward_funcs([right]), None)
     tables = tmp_path / "out" / "completions"
-    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer)
+    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer, one_turn=True)
     assert report.num_imported == 16
     assert all("reward=right" in file.about for file in report.files)
     with TrajectoryStore.open(tmp_path / "store") as a, TrajectoryStore.open(tmp_path / "tables") as b:
@@ -209,7 +209,7 @@ def test_tables_of_one_generation(trl: Any, tmp_path: Path, tokenizer: Any):
         train(trl, tokenizer, tmp_path, [right], recorder, max_steps=4, num_iterations=2)
     tables = tmp_path / "out" / "completions"
     assert len([*tables.iterdir()]) == 4
-    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer)
+    report = import_files([tables], tmp_path / "tables", tokenizer=tokenizer, one_turn=True)
     assert [file.num_left_out for file in report.files] == [0, 8, 0, 8]
     with TrajectoryStore.open(tmp_path / "store") as a, TrajectoryStore.open(tmp_path / "tables") as b:
         recorded, imported = a.read(a.ids()), b.read(b.ids())
