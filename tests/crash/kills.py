@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import io
+import json
 import logging
 import math
 import multiprocessing
@@ -280,6 +281,11 @@ def _saved(checkpoint: Path) -> dict[str, bytes]:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
                     found[f"{path.name}: {key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
+        elif path.name == "state.json":
+            state = json.loads(path.read_bytes())
+            # By the segments in which they lie, and each writer has its own: a run that was killed has more.
+            rows = sum(count for *_, count in state.pop("rows", {}).values())
+            found[path.name] = json.dumps(state | {"num_rows": rows}).encode()
         elif path.is_file() and path.name != "files.json":  # the checksums of the others
             found[path.name] = path.read_bytes()
     return {name: content for name, content in found.items() if name.split(": ")[-1] not in BY_PLACE}
