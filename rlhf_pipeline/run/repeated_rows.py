@@ -54,7 +54,6 @@ def check_repeated(run: RunFolder, storage: TrajectoryStorage, step: int, *, max
         CorruptionError: names the rows and the segment.
     """
     store, ledger = storage.store, run.ledger
-    ledger.refresh()
     storage.check_new(_oldest(run, step, max_staleness))
     for number in range(step + 1, ledger.last_step + 1):
         rows = np.asarray((ledger.of_step(number) or {"row_ids": []})["row_ids"], np.int64)
@@ -100,6 +99,7 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
 
 def _oldest(run: RunFolder, step: int, max_staleness: int | None) -> int:
     """Return the watermark up to which rows are too old for the steps after a step."""
+    run.ledger.refresh()  # the learner appends through an object of its own
     # Step k writes its row before any trajectory of its own weights is stored.
     row = None if max_staleness is None else run.ledger.of_step(step - max_staleness)
     return 0 if row is None else int(row.get("watermark", 0))
