@@ -152,11 +152,14 @@ def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_
     assert weights(folder) == weights(tmp_path / "straight")
 
 
-def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):
+@pytest.mark.parametrize(("name", "digit"), [("ledger", b'"seed":'), ("metrics", b'"num_trajectories":')])
+def test_a_changed_line_before_the_checkpoint_stops_the_resume(copied, name, digit):
     """A digit of step 1's line: no later step reads it, and yet the run does not go on with it."""
-    file = copied / "ledger.jsonl"
-    file.write_bytes(file.read_bytes().replace(b'"seed":0', b'"seed":1', 1))
-    with pytest.raises(DataError, match=r"ledger\.jsonl: line 1 is not as it was written"):
+    file = copied / f"{name}.jsonl"
+    content = bytearray(file.read_bytes())
+    content[content.index(digit) + len(digit)] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{name}\.jsonl: line 1 is not as it was written"):
         run(PIPELINE, run_dir=copied, resume=True)
 
 
