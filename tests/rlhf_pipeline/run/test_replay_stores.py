@@ -23,6 +23,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rerun import plan_rerun, retake
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
+from tests.damage import flip_value
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
 from tests.rlhf_pipeline.typed import begun, ended
 from trajectory_store import TrajectoryStore, copy_rows
@@ -385,24 +386,13 @@ def test_mistakes_are_answered(small_run, capsys, typed, words):
     assert not Path("runs/small-replay").exists()
 
 
-def flipped(store: Path, column: str, row: int) -> None:
-    """Flip a bit of a row's value, or of the first of several."""
-    with TrajectoryStore.open(store) as opened:
-        known = opened.schema[column]
-        at = int(opened.lengths(column, opened.ids()[:row]).sum()) if known.ragged else row
-    (file,) = store.glob(f"seg-*/{column}/c/0")
-    raw = bytearray(file.read_bytes())
-    raw[at * np.dtype(known.dtype).itemsize] ^= 1
-    file.write_bytes(raw)
-
-
 @pytest.mark.parametrize("column", ["advantage", "input_ids", "task_reward", "assistant_mask"])
 def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp_path, monkeypatch, capsys, column):
     """Replay, export and copy refuse it by name; with `--skip-damaged` its commit is left out, and counted."""
     monkeypatch.chdir(tmp_path)
     make_store(Path("whole"), groups=(4, 4, 4), seed=3)
     make_store(Path("store"), groups=(4, 4, 4), seed=3)
-    flipped(Path("store"), column, 5)  # of the second commit
+    flip_value(Path("store"), column, 5)  # of the second commit
     small = ["--set", "policy.hidden_size=16", "--set", "sample.batch_size=4", "--steps", "2"]
     commands = {
         "replay": ["replay", "store", "--definition", "copy_digits", *small, "--out"],
