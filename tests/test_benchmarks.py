@@ -74,6 +74,15 @@ def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
         assert text.format(there[arm] / there["fresh"]) in page, arm
 
 
+def test_the_table_of_stores_is_that_of_the_committed_run(monkeypatch):
+    """benchmarks/README.md prints what bench_store_peers.py makes of its results."""
+    monkeypatch.syspath_prepend(str(HERE))
+    found = json.loads((HERE / "results" / "store_peers.json").read_text(encoding="utf-8"))
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    assert importlib.import_module("bench_store_peers").table(found["results"]) in page
+    assert f"{found['rows']} trajectories, {found['payload_mb']:.0f} MB" in " ".join(page.split())
+
+
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
     """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree."""
     monkeypatch.syspath_prepend(str(HERE))
