@@ -109,6 +109,11 @@ class StepRows(Sequence[Row]):
         """Return the place of a step's row, or None."""
         return step - self._first if self._end and self._first <= step <= self.last_step else None
 
+    def checksum_of(self, step: int) -> int | None:
+        """Return the checksum of a step's line, or None if there is no such line."""
+        place = self.place_of(step)
+        return None if place is None else google_crc32c.value(next(self._lines(step, place + 1)))
+
     def spread(self, most: int) -> list[Row]:
         """Return at most this many rows, spread evenly, including the first and the last."""
         if len(self) <= most:
@@ -246,7 +251,7 @@ class NewRows:
         """Return the rows that have not been returned yet, oldest first."""
         self.rows.refresh()
         kept = min(self._last, self.rows.last_step)
-        while kept in self._seen and self._checksum(kept) != self._seen[kept]:
+        while kept in self._seen and self.rows.checksum_of(kept) != self._seen[kept]:
             kept -= 1
         return [self.rows._row(line) for line in self._take(kept + 1)]
 
@@ -258,9 +263,6 @@ class NewRows:
         self._last = last
         for old in [old for old in self._seen if not last - _LOOK_BACK < old <= last]:
             del self._seen[old]
-
-    def _checksum(self, step: int) -> int:
-        return google_crc32c.value(next(self.rows._lines(step, step - self.rows._first + 1)))
 
 
 _LOOK_BACK: Final = 4096

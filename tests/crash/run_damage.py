@@ -243,8 +243,6 @@ def sweep(name: str, *, count: int | None, kinds: tuple[str, ...] = KINDS, seed:
         # The last step again: what the ledger names is then read again, too.
         shutil.rmtree(max((base / "checkpoints").iterdir()))
         cases = [(path.relative_to(base), kind) for path in files_of(base) for kind in kinds]
-        # Lines of figures name no run, and nothing is learned from them: another run's are not told from its own.
-        cases = [case for case in cases if case != (Path("metrics.jsonl"), "foreign")]
         if count is not None:
             cases = rng.sample(cases, min(count, len(cases)))
         for path, kind in cases:

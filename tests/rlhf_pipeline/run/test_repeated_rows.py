@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
@@ -151,9 +152,33 @@ def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_
     assert weights(folder) == weights(tmp_path / "straight")
 
 
-def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):
+@pytest.mark.parametrize(("name", "digit"), [("ledger", b'"seed":'), ("metrics", b'"num_trajectories":')])
+def test_a_changed_line_before_the_checkpoint_stops_the_resume(copied, name, digit):
     """A digit of step 1's line: no later step reads it, and yet the run does not go on with it."""
-    file = copied / "ledger.jsonl"
-    file.write_bytes(file.read_bytes().replace(b'"seed":0', b'"seed":1', 1))
-    with pytest.raises(DataError, match=r"ledger\.jsonl: line 1 is not as it was written"):
+    file = copied / f"{name}.jsonl"
+    content = bytearray(file.read_bytes())
+    content[content.index(digit) + len(digit)] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{name}\.jsonl: line 1 is not as it was written"):
         run(PIPELINE, run_dir=copied, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("metrics.jsonl", "that of metrics.jsonl"),
+        ("ledger.jsonl", "that of ledger.jsonl"),
+        ("checkpoints/step-00000002", "that of ledger.jsonl and metrics.jsonl"),
+    ],
+)
+def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, part, named):
+    """Whole by its own checksums, and of as many steps: the checkpoint and the lines do not fit each other."""
+    run(PIPELINE, run_dir=tmp_path / "other", seed=7)
+    (shutil.rmtree if (copied / part).is_dir() else Path.unlink)(copied / part)
+    (shutil.copytree if (tmp_path / "other" / part).is_dir() else shutil.copyfile)(
+        tmp_path / "other" / part, copied / part
+    )
+    with pytest.raises(DataError, match=rf"step-00000002 does not fit its run: .*line of step 2 than {named}"):
+        run(PIPELINE, run_dir=copied, resume=True)
+    said = [finding.text for finding in check_run(RunFolder.open(copied)) if not finding.ok]
+    assert any("step-00000002: it was written after another line of step 2" in text for text in said), said
