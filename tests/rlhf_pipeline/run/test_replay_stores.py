@@ -20,7 +20,7 @@ from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.damage import flip_value
@@ -90,7 +90,7 @@ def test_a_replay_scores_at_the_temperature_of_sampling(tmp_path):
     assert any("sampled at temperature 0.5, and are scored at it" in e.message for e in events if isinstance(e, Notice))
     assert weights(tmp_path / "again") == weights(tmp_path / "cold")
     plan = plan_rerun(tmp_path / "again", from_step=1)
-    assert all(step.ok and step.same_bits for step in retake(same, plan, seed=3, device="cpu"))
+    assert all(step.ok and step.same_bits for step in rerun(same, plan, seed=3, device="cpu"))
     mixed = dataclasses.replace(hot, replay=Replay(stores=stores))
     with pytest.raises(DataError, match=r"temperatures 0.5 and 1, .*--set replay.filters='temperature==1'"):
         run(mixed, run_dir=tmp_path / "mixed", seed=3)
