@@ -222,12 +222,12 @@ def markdown(name: str, runs: list[dict[str, Any]]) -> list[str]:
     by_arm = by_arm_and_seed(runs, task)
     measured = "pass@1 on held-out maps" if task.every else "reward of new rollouts"
     lines = [
-        f"| {name}: {measured} | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | less fresh | "
-        f"tokens to {task.target:g}, median |",
-        "|---|---|---|---|---|---|---|",
+        f"| {name}: {measured} | seeds | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | "
+        f"less fresh | tokens to {task.target:g}, median |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for arm, found in by_arm.items():
-        cells = [arm]
+        cells = [arm, str(len(found))]
         for figure, others in (("last", [CONTROL]), ("whole", [CONTROL, "fresh"])):
             cells.append("{:.2f} ± {:.2f}".format(*interval([one[figure] for one in found.values()])))
             cells += [
