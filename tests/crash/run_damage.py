@@ -90,7 +90,7 @@ def several(_: Path) -> Pipeline:
 def replay(folder: Path) -> Pipeline:
     """A run over the store of another one."""
     if not (folder / "source").exists():
-        run(tiny(learn__steps="3"), run_dir=folder / "source")
+        assert not lived(lambda: go("source", tiny(), folder / "source", 3), folder / "said")
     return offline(folder / "source" / "store", learn__checkpoint_every="2")
 
 
@@ -151,6 +151,7 @@ def lived(act: Callable[[], None], said: Path) -> int:
         os.dup2(out, 2)
         sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 - a test runner has put its own there
         warnings.simplefilter("ignore")
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler would wait for Python, which may hang
         signal.alarm(_PATIENCE_S)
         code = 1
         try:
