@@ -386,11 +386,11 @@ class Catalog:
         found = self.medium.open_segments([entry])[0]
         if not isinstance(found, Segment) or found.rows < segment.rows:
             return
+        names = tuple(found.specs) if found.meta.kind == "update" else ()  # rows are searched as they are read
         for gap in segment.gaps:
-            found.check_rows(slice(gap.first, gap.end))
+            found.find_damage(slice(gap.first, gap.end), names)
         if len(found.gaps) >= len(segment.gaps):
             return
-        self._read_anew(segment)
         self.problems = [words for words in self.problems if not words.startswith(f"{segment.name}: ")]
         self._noted.pop(segment.ordinal, None)
         if segment.ordinal in self.updates:
@@ -399,6 +399,7 @@ class Catalog:
             self.segments[segment.ordinal] = found
             self._unseen.discard(segment)
             self._grew(found)
+        self._read_anew(found)  # only now: it reads later values again
         self.note_damage()
 
     def find_damage(self, among: Sequence[tuple[Segment, Rows]] | None = None, names: Sequence[str] = ()) -> bool:

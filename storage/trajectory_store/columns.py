@@ -225,6 +225,7 @@ class ColumnReader:
         ids, runs = catalog.newest(most)
         return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs))
 
+    @contained
     def fetch(self, columns: Iterable[Column]) -> None:
         """If columns have to be fetched, request all of them together instead of one after another."""
         medium, catalog = self._catalog.medium, self._catalog

@@ -163,6 +163,35 @@ def test_a_damaged_array_costs_the_rows_that_it_holds(tmp_path, backend, array, 
 
 
 @BACKENDS
+@pytest.mark.parametrize("array", ["row_time", "row_id", "later", "target"])
+@pytest.mark.parametrize("how", ["flipped", "missing"])
+def test_a_damaged_array_of_updates_costs_later_values_only(tmp_path, backend, array, how):
+    """Other columns are read, and so are rows without such a value; read checked, those with one are refused."""
+    path = tmp_path / "s"
+    make(path, backend)
+    segment = next(path.glob("seg-*-merged/target")).parent
+    file = segment / array / "c/0"
+    raw = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(raw[:5] + bytes([raw[5] ^ 64]) + raw[6:])
+    with TrajectoryStore.open(path) as store:
+        ids = store.ids()
+        assert store.read(ids, ["tag", "x"], checked=True)["tag"].tolist() == [k for k in range(4) for _ in range(25)]
+        later, others = ids[::25], np.setdiff1d(ids, ids[::25])
+        assert store.read(others)["tag"].tolist() == [k for k in range(4) for _ in range(24)]
+        if array != "target":  # of which it is not known whose values they were
+            assert store.read(others, checked=True)["later"].tolist() == [0] * len(others)
+        for row in later:
+            with pytest.raises(CorruptionError, match=segment.name):
+                store.read([row], ["later"], checked=True)
+        file.write_bytes(raw)
+        store.refresh()
+        assert store.read(ids, checked=True)["later"].tolist() == [9, *[0] * 24] * 4
+
+
+@BACKENDS
 def test_a_closed_segment_that_was_rolled_back_is_named(tmp_path, backend):
     """The catalog knows how many rows it had."""
     path = tmp_path / "s"

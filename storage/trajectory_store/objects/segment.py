@@ -316,8 +316,11 @@ class ObjectSegment(Segment):
         """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
         before = len(self.gaps)
         if self.meta.kind == "update" and self._compared < self.rows:
-            for name in self.specs:
-                self.raw(name)
+            try:
+                for name in self.specs:
+                    self.raw(name)
+            except CorruptionError:
+                self.find_damage(slice(0, self.rows), self.specs)
             self._compared = self.rows
         return len(self.gaps) > before
 
@@ -451,10 +454,10 @@ class ObjectSegment(Segment):
         try:
             self._file(name)
             missing = self._missing(name, rows)
-            if self.sealed is not None:
-                self._fetch_chunks(name, missing, self.sealed)
-            else:
+            if self.sealed is None:
                 self._fetch_commits(name, missing.tolist())
+            elif len(missing):
+                self._fetch_chunks(name, missing, self.sealed)
         except FileNotFoundError as error:
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
@@ -618,7 +621,9 @@ class ObjectSegment(Segment):
         """Return the rows that a damaged update was for, or None if they are not known."""
         try:
             if self.sealed is not None:
-                return self.array(TARGET)[gap.first : gap.end]
+                chunks = range(gap.first // CHUNK, -(-gap.end // CHUNK))
+                found = [values for _, values in self.chunks(TARGET, chunks, self.sealed)]
+                return np.concatenate(found)[gap.first - chunks[0] * CHUNK :][: gap.end - gap.first]
             return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
         except (StoreError, FileNotFoundError, IndexError):
             return None
