@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -47,6 +48,7 @@ COMMIT_ROWS: Final = 3
 COMMITS: Final = 12
 
 
+@functools.lru_cache
 def truth(tag: int) -> tuple[list[int], str, int]:
     """Return the tokens, the text and the later value of a row."""
     rng = random.Random(tag)
@@ -124,23 +126,35 @@ def damage(path: Path, kind: str, rng: random.Random, other: Path) -> bool:
 def read_all(
     folder: Path, ids: list[int], columns: list[str] | None = None, *, checked: bool = False
 ) -> tuple[set[int], list[str]]:
-    """Return the ids that read right, and what is wrong with others that read at all."""
+    """Return the ids that read right, and what is wrong with others that read at all.
+
+    They are read together, and one by one where that fails or not all are right.
+    """
     right, wrong = set[int](), list[str]()
     with TrajectoryStore.open(folder) as store:
+        with contextlib.suppress(StoreError):
+            rows = store.read(ids, columns, checked=checked)
+            if not any(wrong_in(rows, place, place) for place in range(len(ids))):
+                return set(ids), []
         for place, row_id in enumerate(ids):
             try:
-                row = store.read([row_id], columns, checked=checked)
+                rows = store.read([row_id], columns, checked=checked)
             except StoreError:
                 continue
-            tokens, text, later = truth(place)
-            expected = {"tag": place, "text": text, "tokens": tokens, "score": [0.0] * len(tokens)}
-            expected["later"] = later if place // COMMIT_ROWS % 2 else 0
-            found = {name: np.asarray(values[0]).tolist() for name, values in row.items()}
-            if all(found[name] == expected[name] for name in row):
-                right.add(row_id)
+            if words := wrong_in(rows, 0, place):
+                wrong.append(words)
             else:
-                wrong.append(f"row {place} reads {found}")
+                right.add(row_id)
     return right, wrong
+
+
+def wrong_in(rows: dict[str, Any], at: int, place: int) -> str:
+    """Return what is wrong with one of the rows that were read, in words."""
+    tokens, text, later = truth(place)
+    expected = {"tag": place, "text": text, "tokens": tokens, "score": [0.0] * len(tokens)}
+    expected["later"] = later if place // COMMIT_ROWS % 2 else 0
+    found = {name: np.asarray(values[at]).tolist() for name, values in rows.items()}
+    return "" if all(found[name] == expected[name] for name in rows) else f"row {place} reads {found}"
 
 
 def state_of(folder: Path) -> str:
