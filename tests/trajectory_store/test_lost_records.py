@@ -192,6 +192,32 @@ def test_a_damaged_array_of_updates_costs_later_values_only(tmp_path, backend, a
 
 
 @BACKENDS
+def test_checked_reads_know_of_updates_that_cannot_be_opened(tmp_path, backend):
+    """They may be for any row, so no later value is taken for the newest; one of two copies of metadata is enough."""
+    for name in ("s", "other"):
+        make(tmp_path / name, backend)
+    segment = next((tmp_path / "s").glob("seg-*-merged/target")).parent
+    file = segment / "zarr.json"
+    copy = next(path for path in (segment / "commits/zarr.json", segment / "zarr.copy") if path.exists())
+    kept = {path: path.read_bytes() for path in (file, copy)}
+    shutil.copyfile(tmp_path / "other" / file.relative_to(tmp_path / "s"), file)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert store.read(store.ids()[:1], ["later"], checked=True)["later"].tolist() == [9]
+        assert not store.verify().ok
+    for path in kept:
+        path.write_bytes(b"?")
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        ids = store.ids()
+        assert store.read(ids, ["tag"], checked=True)["tag"].tolist() == [k for k in range(4) for _ in range(25)]
+        with pytest.raises(CorruptionError, match=f"{segment.name}, which cannot be opened"):
+            store.read(ids[1:2], ["later"], checked=True)
+        for path, raw in kept.items():
+            path.write_bytes(raw)
+        store.refresh()
+        assert store.read(ids, checked=True)["later"].tolist() == [9, *[0] * 24] * 4
+
+
+@BACKENDS
 def test_a_closed_segment_that_was_rolled_back_is_named(tmp_path, backend):
     """The catalog knows how many rows it had."""
     path = tmp_path / "s"
