@@ -294,9 +294,9 @@ class LocalSegment(Segment):
     @property
     def is_checked(self) -> bool:
         """Whether no row is left to compare, and no update is damaged."""
-        return not self.rows or (
-            self._clean and len(self._sound) == self.rows and not (self.gaps and self.meta.kind == "update")
-        )
+        if self.meta.kind == "update" and self.gaps:
+            return False
+        return not self.rows or (self._clean and len(self._sound) == self.rows)
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""

@@ -259,7 +259,7 @@ class ObjectSegment(Segment):
         key = self.key(seq)
         try:
             commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
-            if commit is None or (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt):
+            if commit is None or self._is_named(commit, seq):
                 return commit
             self.leave_out(seq, f"object {key} is another commit than its name says")
         except StoreError as error:
@@ -267,6 +267,10 @@ class ObjectSegment(Segment):
                 raise
             self.leave_out(seq, str(error).rstrip("."))
         return None
+
+    def _is_named(self, commit: Commit, seq: int) -> bool:
+        """Return whether an object holds the commit that its name says."""
+        return (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt)
 
     def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
         """Read something from the end of an object; request more of it where that is needed."""
@@ -599,7 +603,10 @@ class ObjectSegment(Segment):
         key = self.key(seq)
 
         def read(tail: bytes, size: int) -> tuple[Places, Mapping[str, int]]:
-            return directory(tail, size, key), read_commit(tail, size, key, self.meta).crc
+            commit = read_commit(tail, size, key, self.meta)
+            if not self._is_named(commit, seq):
+                raise CorruptionError(f"object {key} is another commit than its name says.")
+            return directory(tail, size, key), commit.crc
 
         if raw is not None:
             return read(raw, len(raw))
