@@ -66,6 +66,7 @@ def main() -> None:
         venv.create(folder / "env", with_pip=True)
         python, store = str(folder / "env" / "bin" / "python"), str(folder / "store")
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-q", "-U", "pip"], check=True)  # an old one resolves for half an hour
         if given.without is None:
             subprocess.run([*pip, "install", "-q", str(STORAGE), given.peer, *given.pip], check=True)
         else:
