@@ -549,8 +549,8 @@ def openrlhf(row: Fields) -> RawRollouts:
     yield row.record(prompt="input", completion="output", reward="reward", group=group, flags={"as_chat": False})
 
 
-@tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "kind scope created_at num_samples",
-      "rewards, unless the rollout summaries are named too", also=lambda row: row["kind"] == "sample")  # fmt: skip
+@tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "scope",
+      "rewards, unless the rollout summaries are named too", also=lambda row: _is_call(row))  # fmt: skip
 def tinker(row: Fields) -> RawRollouts:
     """tinker-cookbook 0.6.1 (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
 
@@ -591,6 +591,11 @@ def tinker(row: Fields) -> RawRollouts:
                 "evaluation": split not in (None, "train") or scope.get("purpose") == "eval",
             },
         )
+
+
+def _is_call(row: Row) -> bool:
+    """Return True for a captured call, also for one that failed, which has no samples."""
+    return row.get("kind") == "sample" or {"prompt_tokens", "samples"} <= row.keys()
 
 
 class _Summary(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange import import_files
+from rlhf_pipeline.exchange import follow_folder, import_files
 from trajectory_store import TrajectoryStore
 
 from .conftest import Write
@@ -106,6 +106,25 @@ def test_validations_of_verl_are_evaluations(tmp_path: Path, jsonl: Write, token
     assert report.num_evaluations == 2
     found = columns(tmp_path / "store", "task_reward", "policy_version", "evaluation")
     assert found == [(0.75, 5, True), (0.0, 5, True), (1.0, 4, False), (0.0, 4, False)]
+
+
+def test_a_trainer_of_verl_that_is_followed(tmp_path: Path, jsonl: Write, tokenizer: Any):
+    """Its folders of rollouts and of validations are followed together, and each validation is marked."""
+    jsonl([generation("2", 1.0, step=1), generation("3", 0.0, step=1)], "out/rollouts/1.jsonl")
+    jsonl([generation("2", 1.0, reward=1.0, step=1)], "out/validation/1.jsonl")
+    rounds = iter([False, True])
+
+    def stop() -> bool:
+        if ended := next(rounds):
+            return ended
+        jsonl([generation("2", 0.5, step=2), generation("3", 0.0, step=2)], "out/rollouts/2.jsonl")
+        jsonl([generation("3", 0.0, reward=0.0, step=2)], "out/validation/2.jsonl")
+        return ended
+
+    options = {"tokenizer": tokenizer, "one_turn": True, "wait": lambda seconds: None}
+    assert follow_folder(tmp_path / "out", tmp_path / "store", stop=stop, **options) == 6
+    found = columns(tmp_path / "store", "policy_version", "evaluation")
+    assert sorted(found) == [(0, False), (0, False), (1, False), (1, False), (1, True), (2, True)]
 
 
 def test_a_validation_before_the_first_step_of_verl(tmp_path: Path, jsonl: Write, tokenizer: Any):
