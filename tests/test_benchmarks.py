@@ -6,6 +6,7 @@ import collections
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,30 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         assert "\n".join(experiment.markdown(name, runs)) in page, name
         per_arm = collections.Counter(run["arm"] for run in runs)
         assert min(per_arm.values()) >= 4, per_arm
+
+
+def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
+    """docs/learner.md gives the median tokens to the target of three arms in those of one fresh step per rollout."""
+    monkeypatch.syspath_prepend(str(HERE))
+    experiment = importlib.import_module("experiment_replay")
+    by_arm = experiment.by_arm_and_seed(experiment.committed("copy_digits"), experiment.TASKS["copy_digits"])
+    there = {arm: statistics.median(one["there"] for one in found.values()) for arm, found in by_arm.items()}
+    page = " ".join((HERE.parent / "docs" / "learner.md").read_text(encoding="utf-8").split())
+    for arm, text in (
+        ("freshness-weighted", "reach a reward of 0.5 with {:.2f} times the generated tokens"),
+        ("uniform", "Uniform replay needs {:.2f} times"),
+        ("fresh x3", "three steps on the newest rollout {:.2f} times"),
+    ):
+        assert text.format(there[arm] / there["fresh"]) in page, arm
+
+
+def test_the_table_of_stores_is_that_of_the_committed_run(monkeypatch):
+    """benchmarks/README.md prints what bench_store_peers.py makes of its results."""
+    monkeypatch.syspath_prepend(str(HERE))
+    found = json.loads((HERE / "results" / "store_peers.json").read_text(encoding="utf-8"))
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    assert importlib.import_module("bench_store_peers").table(found["results"]) in page
+    assert f"{found['rows']} trajectories, {found['payload_mb']:.0f} MB" in " ".join(page.split())
 
 
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
