@@ -154,6 +154,7 @@ def _prolong_checkpoint(run: RunFolder, steps: int) -> None:
     (newest,) = list_checkpoints(run.checkpoints)[-1:]
     state = json.loads((newest / "state.json").read_text())
     state["step"] = state["progress"]["step"] = steps
+    state["lines"] = run.lines_of(steps)
     if "done" in state["source"]:
         state["source"]["done"] = [steps, []]
     with new_folder(checkpoint_path(run.checkpoints, steps)) as made:

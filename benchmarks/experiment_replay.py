@@ -112,7 +112,7 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
     name, arm, seed, rollouts = of
     import torch
 
-    from rlhf_pipeline import Sample, definitions
+    from rlhf_pipeline import Evaluate, Sample, definitions
     from rlhf_pipeline.run.rows import StepRows
     from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
@@ -120,9 +120,11 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     task, how, base = TASKS[name], ARMS[arm], definitions.find(name).pipeline()
     updates = how["updates"]
-    evaluate = base.evaluate and dataclasses.replace(
-        base.evaluate, every=task.every * updates, num_prompts=256, group_size=1, at_start=False, keep_best=False
-    )
+    evaluate = None
+    if isinstance(base.evaluate, Evaluate):
+        evaluate = dataclasses.replace(
+            base.evaluate, every=task.every * updates, num_prompts=256, group_size=1, at_start=False, keep_best=False
+        )
     pipeline = dataclasses.replace(
         base,
         collect=dataclasses.replace(base.collect, prompts_per_rollout=task.prompts or base.collect.prompts_per_rollout),
@@ -222,12 +224,12 @@ def markdown(name: str, runs: list[dict[str, Any]]) -> list[str]:
     by_arm = by_arm_and_seed(runs, task)
     measured = "pass@1 on held-out maps" if task.every else "reward of new rollouts"
     lines = [
-        f"| {name}: {measured} | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | less fresh | "
-        f"tokens to {task.target:g}, median |",
-        "|---|---|---|---|---|---|---|",
+        f"| {name}: {measured} | seeds | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | "
+        f"less fresh | tokens to {task.target:g}, median |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for arm, found in by_arm.items():
-        cells = [arm]
+        cells = [arm, str(len(found))]
         for figure, others in (("last", [CONTROL]), ("whole", [CONTROL, "fresh"])):
             cells.append("{:.2f} ± {:.2f}".format(*interval([one[figure] for one in found.values()])))
             cells += [

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import collections
 import importlib
+import json
+import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rlhf_pipeline.policies.new_model import new_model
 
 HERE = Path(__file__).parents[1] / "benchmarks"
 
@@ -20,6 +25,13 @@ COMMANDS = {
     "bench_learner_h200": ["bench_learner_h200.py", "--tiny", "--sections", "grpo"],
     "gpu_check": ["gpu_check.py", "--tiny", "--out", "FOLDER"],
 }
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """Return the module of the experiment with a chat model."""
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module("experiment_sums")
 
 
 @pytest.mark.slow
@@ -47,9 +59,60 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         assert min(per_arm.values()) >= 4, per_arm
 
 
+def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
+    """docs/learner.md gives the median tokens to the target of three arms in those of one fresh step per rollout."""
+    monkeypatch.syspath_prepend(str(HERE))
+    experiment = importlib.import_module("experiment_replay")
+    by_arm = experiment.by_arm_and_seed(experiment.committed("copy_digits"), experiment.TASKS["copy_digits"])
+    there = {arm: statistics.median(one["there"] for one in found.values()) for arm, found in by_arm.items()}
+    page = " ".join((HERE.parent / "docs" / "learner.md").read_text(encoding="utf-8").split())
+    for arm, text in (
+        ("freshness-weighted", "reach a reward of 0.5 with {:.2f} times the generated tokens"),
+        ("uniform", "Uniform replay needs {:.2f} times"),
+        ("fresh x3", "three steps on the newest rollout {:.2f} times"),
+    ):
+        assert text.format(there[arm] / there["fresh"]) in page, arm
+
+
+def test_the_table_of_stores_is_that_of_the_committed_run(monkeypatch):
+    """benchmarks/README.md prints what bench_store_peers.py makes of its results."""
+    monkeypatch.syspath_prepend(str(HERE))
+    found = json.loads((HERE / "results" / "store_peers.json").read_text(encoding="utf-8"))
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    assert importlib.import_module("bench_store_peers").table(found["results"]) in page
+    assert f"{found['rows']} trajectories, {found['payload_mb']:.0f} MB" in " ".join(page.split())
+
+
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
     """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree."""
     monkeypatch.syspath_prepend(str(HERE))
     experiment = importlib.import_module("experiment_replay")
     arms = {"a": {0: {"last": 0.6}, 1: {"last": 0.9}}, "b": {0: {"last": 0.5}, 1: {"last": 0.6}, 2: {"last": 0.0}}}
     assert experiment.paired(arms, "a", "b", "last") == pytest.approx((0.2, 12.706 * 0.1), abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_run_that_is_killed_is_compared_with_the_one_that_is_not(sums, tmp_path, monkeypatch):
+    """A model made here takes the place of the chat model; what was run is read back, the kill included."""
+    text = tmp_path / "train.jsonl"
+    rows = [{"question": f"What is {number} + 1? Reply with the number only.", "answer": ""} for number in range(64)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    new_model(tmp_path / "model", text_file=text, vocab_size=300, hidden_size=16, num_layers=1)
+    more = [
+        f"policy.path={tmp_path / 'model'}",
+        "collect.group_size=2",
+        "collect.max_new_tokens=2",
+        "evaluate.every=8",
+        "loss.entropy_coeff=0.1",
+    ]
+    more = [word for one in more for word in ("--set", one)] + ["--steps", "8"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), str(HERE.parent / "storage")]))
+    subprocess.run(sums.command_of(tmp_path / "sums-0", 0, more), check=True, capture_output=True)
+    (step,) = sums.kill_and_resume(tmp_path / "sums-0-killed", 0, steps=8, kills=1, more=more)
+    assert 1 <= step < 8
+    found = sums.found_by(tmp_path)
+    assert found["seed 0 killed"]["equal"]
+    assert list(found["seeds"]["0"]["accuracy"]) == ["0", "8"]
+    assert sums.markdown(found)[2] == "| seed 0 | 0.00 | 0.00 |"
+    assert len(found["completions of seed 0"]) == 8

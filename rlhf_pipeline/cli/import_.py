@@ -184,6 +184,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         )
     for num, what in (
         (report.num_without_reward, "without a reward"),
+        (report.num_evaluations, "of evaluations, which are marked and not learned from"),
         (report.num_failed, "failed, as their rows say: their rewards are not trusted"),
         (report.num_masked, "out of the loss, as which of their tokens were sampled is not in the file"),
         (report.num_at_unknown_temperature, "whose temperature nobody says: `replay` asks for it"),
@@ -191,7 +192,10 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     ):
         if num:
             made.append(f"  {count(num, 'trajectory')} {what}")
-    if not report.num_groups_with_spread and report.num_imported > report.num_without_reward + 1:
+    if (
+        not report.num_groups_with_spread
+        and report.num_imported > report.num_without_reward + report.num_evaluations + 1
+    ):
         made.append(
             "  NOTICE: in no group do two rewards differ, so GRPO learns nothing from them. See that --field reward "
             "and --group name the right fields."

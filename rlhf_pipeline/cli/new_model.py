@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import natural, positive
-from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
-from rlhf_pipeline.policies.model_source import resolve_source
+from rlhf_pipeline.errors import MissingPathError, typed
+from rlhf_pipeline.policies.model_source import empty_folder, resolve_source
 from rlhf_pipeline.report.formatting import duration
 
 HELP = "make a small untrained model from a text file, or a model folder from a GGUF file"
@@ -40,14 +40,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Make the model, after all checks that need no torch."""
-    folder = Path(args.folder).expanduser()
+    folder = empty_folder(args.folder)
     text = None if args.text is None else Path(args.text).expanduser()
     if text is None:
         resolve_source(args.gguf)
     elif not text.is_file():
         raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DefinitionError(f"{folder} exists already and is not an empty folder. Name another.")
     from rlhf_pipeline.run.preflight import check_writable
 
     check_writable(folder, "FOLDER")

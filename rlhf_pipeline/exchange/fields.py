@@ -146,6 +146,7 @@ class Fields:
         kept = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
         named = None if group is None else group.value
         about = {"one_turn": known, "mask_known": known or not self.shown, **(flags or {})}
+        about = {name: flag for name, flag in about.items() if self.given.get(name) != NONE}
         return RawRollout(**{**about, **found}, group=named, meta=kept)
 
     def reward(self, text: str) -> float:

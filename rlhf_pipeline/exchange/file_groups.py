@@ -29,6 +29,8 @@ class FileGroups:
         self._last: Any = None
         self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
         self.num_members = self.num_graded = 0
+        self._num_learned, self._learned = 0, set[int]()
+        """How many members are not evaluations, which are compared with nobody, and their groups."""
 
     def number(self, record: RawRollout, row: int) -> int:
         """Return the number of a record's group; `row` is its row in the file."""
@@ -51,20 +53,23 @@ class FileGroups:
                 self._last = (asked, row)
             key = self._last
         self.num_members += 1
-        self.num_graded += record.reward == record.reward
         number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), asked))
         if self._checked and record.group is not None and record.one_prompt and before != asked:
             raise DataError(
                 "the group of this trajectory has another prompt or version, so its members cannot be compared. If the "
                 "field that names groups is right all the same, name it: --group FIELD"
             )
+        if not record.evaluation:
+            self.num_graded += record.reward == record.reward
+            self._num_learned += 1
+            self._learned.add(number)
         return number
 
     def check(self) -> None:
         """Refuse groups of one: GRPO learns nothing from them, and would not say so."""
-        if self._checked and self.num_graded > 1 and len(self._numbers) == self.num_members:
+        if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
             raise DefinitionError(
-                f"each of its {self.num_members:,} trajectories is a group of its own, so none has another to be "
+                f"each of its {self._num_learned:,} trajectories is a group of its own, so none has another to be "
                 f"better than, and GRPO learns nothing. {_NAME}. Or keep them so: --group none"
             )
 

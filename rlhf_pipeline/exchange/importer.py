@@ -75,8 +75,9 @@ class ImportReport:
         num_without_log_probs: trajectories without behaviour log-probs.
         num_at_unknown_temperature: trajectories with log-probs of which the file does not say at which temperature.
         num_without_reward: trajectories whose reward is not finite.
+        num_evaluations: trajectories of an evaluation, which are marked and never learned from.
         reward_sum: of the others.
-        groups: the first reward of each group; None where it has two different ones.
+        groups: the first reward of each group that is learned from; None where it has two different ones.
     """
 
     store: Path
@@ -90,6 +91,7 @@ class ImportReport:
     num_without_log_probs: int = 0
     num_at_unknown_temperature: int = 0
     num_without_reward: int = 0
+    num_evaluations: int = 0
     reward_sum: float = 0.0
     groups: dict[int, float | None] = field(default_factory=dict[int, "float | None"])
 
@@ -105,12 +107,12 @@ class ImportReport:
 
     @property
     def num_groups(self) -> int:
-        """FileGroups among the imported trajectories."""
+        """Groups among the imported trajectories, without those of evaluations."""
         return len(self.groups)
 
     @property
     def num_groups_with_spread(self) -> int:
-        """FileGroups that have two different rewards; the others teach GRPO nothing."""
+        """Groups that have two different rewards; the others teach GRPO nothing."""
         return sum(first is None for first in self.groups.values())
 
     @property
@@ -131,7 +133,9 @@ class ImportReport:
         self.num_without_log_probs += not scored
         self.num_at_unknown_temperature += scored and math.isnan(row.get("temperature", math.nan))
         reward, group = float(row.get("task_reward", math.nan)), int(row.get("group_id", -1))
-        first = self.groups.setdefault(group, reward) if group != -1 else None
+        evaluation = bool(row.get("evaluation", False))
+        self.num_evaluations += evaluation
+        first = self.groups.setdefault(group, reward) if group != -1 and not evaluation else None
         if math.isfinite(reward):  # as for the learner, which passes over the others
             self.reward_sum += reward
             if first is not None and first != reward:
@@ -275,7 +279,7 @@ class _How:
     skip_bad: int
     shown: bool = False
     growing: bool = False
-    beside: dict[Any, dict[Any, float]] = field(default_factory=dict[Any, "dict[Any, float]"])
+    beside: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, "dict[Any, Any]"])
     """What rows of other files say of these."""
 
     def fields(self, source: Dump, number: int, row: Row) -> Fields:
@@ -291,8 +295,14 @@ class _How:
 
     def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         """Yield the records of a row, in the group that the user names."""
-        with as_ours():
-            yield from self._records(fields, tool)
+        try:
+            with as_ours():
+                yield from self._records(fields, tool)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
+            raise DataError(
+                f"this is not as the writer of {tool.summary} writes it ({type(error).__name__}: {error}). "
+                f"{fields.there()}"
+            ) from error
 
     def _records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         key = None

@@ -1,4 +1,7 @@
-"""Group-relative advantages over ragged groups, without a loop over groups."""
+"""Group-relative advantages over ragged groups, without a loop over groups.
+
+The end of a name tells a shape: `_N` is one value per trajectory (of turns: per turn), `_G` one per group.
+"""
 
 from __future__ import annotations
 
@@ -154,16 +157,16 @@ def penalty_rounding(
     tensor([8.], dtype=torch.float64)
     """
     sizes = log_probs.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
-    largest = torch.segment_reduce(sizes, "max", lengths=rows, initial=0.0)
-    penalty = 8.0 * eps * coef.double() * lengths.double() * largest
-    return penalty + 2.0 * torch.finfo(torch.float32).eps * task_rewards.double().abs()
+    largest_N = torch.segment_reduce(sizes, "max", lengths=rows, initial=0.0)
+    penalty_N = 8.0 * eps * coef.double() * lengths.double() * largest_N
+    return penalty_N + 2.0 * torch.finfo(torch.float32).eps * task_rewards.double().abs()
 
 
 def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
     """Return whether all values of each group are equal; bool [groups]."""
-    low = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
-    high = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
-    return low == high
+    low_G = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
+    high_G = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
+    return low_G == high_G
 
 
 def group_advantage(
@@ -238,36 +241,36 @@ def group_advantage(
             "Look for a reward function or a log-prob that is not finite."
         )
     dtype = returns.dtype if returns.dtype.is_floating_point else torch.float32
-    r = returns.double()
-    if r.numel() == 0:
+    returns_N = returns.double()
+    if returns_N.numel() == 0:
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
-    index = _numbers(group_ids)
-    groups = int(index.max()) + 1
-    size = indexed_sum(torch.ones_like(r), index, groups)  # per group, as are mean, std and scale
-    mean = indexed_sum(r, index, groups) / size
-    centred = r - mean[index]
-    std = (indexed_sum(centred.square(), index, groups) / (size - 1).clamp_min(1)).sqrt()
-    scale = indexed_sum(r.abs(), index, groups) / size
-    flat = (size < 2) | (std <= RELATIVE_SPREAD_FLOOR * scale)
+    index_N = _numbers(group_ids)
+    groups = int(index_N.max()) + 1
+    size_G = indexed_sum(torch.ones_like(returns_N), index_N, groups)
+    mean_G = indexed_sum(returns_N, index_N, groups) / size_G
+    centred_N = returns_N - mean_G[index_N]
+    std_G = (indexed_sum(centred_N.square(), index_N, groups) / (size_G - 1).clamp_min(1)).sqrt()
+    scale_G = indexed_sum(returns_N.abs(), index_N, groups) / size_G
+    flat_G = (size_G < 2) | (std_G <= RELATIVE_SPREAD_FLOOR * scale_G)
     if task_rewards is not None and rounding is not None:
-        beyond = indexed_sum((centred.abs() > rounding.double()).double(), index, groups)
-        flat = flat | (_all_equal(task_rewards.double(), index, groups) & (beyond == 0))
+        beyond_G = indexed_sum((centred_N.abs() > rounding.double()).double(), index_N, groups)
+        flat_G = flat_G | (_all_equal(task_rewards.double(), index_N, groups) & (beyond_G == 0))
     if named is None:
-        named = NamedRewards(r[:, None], ("task_reward",), (1.0,))
+        named = NamedRewards(returns_N[:, None], ("task_reward",), (1.0,))
     elif entry.by_reward:
         named = named._replace(rewards=named.rewards.double())
-        flat = flat & _without_spread(named, index, groups)
-    degenerate = flat[index]
+        flat_G = flat_G & _without_spread(named, index_N, groups)
+    degenerate_N = flat_G[index_N]
 
     if entry.of_batch:
-        batch = r - r.mean()
-        spread = _batch_std(batch)
-        flat = spread <= RELATIVE_SPREAD_FLOOR * r.abs().amax()
+        batch_N = returns_N - returns_N.mean()
+        spread = _batch_std(batch_N)
+        flat = spread <= RELATIVE_SPREAD_FLOOR * returns_N.abs().amax()
         if task_rewards is not None and rounding is not None:
-            flat = flat | ((task_rewards == task_rewards[0]).all() & (batch.abs() <= rounding.double()).all())
-        degenerate = flat.expand_as(degenerate)
-    advantages = entry.advantages(Returns(r, index, lengths, size, centred, std, degenerate, named))
-    return GroupAdvantage(advantages.masked_fill(degenerate, 0.0).to(dtype), degenerate.clone())
+            flat = flat | ((task_rewards == task_rewards[0]).all() & (batch_N.abs() <= rounding.double()).all())
+        degenerate_N = flat.expand_as(degenerate_N)
+    advantages_N = entry.advantages(Returns(returns_N, index_N, lengths, size_G, centred_N, std_G, degenerate_N, named))
+    return GroupAdvantage(advantages_N.masked_fill(degenerate_N, 0.0).to(dtype), degenerate_N.clone())
 
 
 def _grpo(found: Returns) -> torch.Tensor:
@@ -279,18 +282,18 @@ def _mean(found: Returns) -> torch.Tensor:
 
 
 def _rloo(found: Returns) -> torch.Tensor:
-    size = found.size
-    return found.centred * size[found.groups] / (size - 1).clamp_min(1)[found.groups]
+    size_G = found.size
+    return found.centred * size_G[found.groups] / (size_G - 1).clamp_min(1)[found.groups]
 
 
 def _reinforce_pp(found: Returns) -> torch.Tensor:
-    batch = found.values - found.values.mean()
-    return batch / _batch_std(batch).clamp_min(STD_FLOOR)
+    batch_N = found.values - found.values.mean()
+    return batch_N / _batch_std(batch_N).clamp_min(STD_FLOOR)
 
 
 def _reinforce_pp_baseline(found: Returns) -> torch.Tensor:
-    kept = found.centred.masked_fill(found.degenerate, 0.0)
-    return kept / _batch_std(kept).clamp_min(STD_FLOOR)
+    kept_N = found.centred.masked_fill(found.degenerate, 0.0)
+    return kept_N / _batch_std(kept_N).clamp_min(STD_FLOOR)
 
 
 def _grpo_batch(found: Returns) -> torch.Tensor:
@@ -303,13 +306,13 @@ def _opo(found: Returns) -> torch.Tensor:
 
 def _moments(reward: torch.Tensor, index: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a reward less its group's mean, 0 where it does not apply, and its unbiased spread in each group."""
-    there = reward.isfinite()
-    given, count = torch.where(there, reward, 0.0), indexed_sum(there.double(), index, groups)
-    mean = indexed_sum(given, index, groups) / count.clamp_min(1)
-    centred = torch.where(there, given - mean[index], 0.0)
-    std = (indexed_sum(centred.square(), index, groups) / (count - 1).clamp_min(1)).sqrt()
-    scale = indexed_sum(given.abs(), index, groups) / count.clamp_min(1)
-    return centred, torch.where(std <= RELATIVE_SPREAD_FLOOR * scale, 0.0, std)
+    there_N = reward.isfinite()
+    given_N, count_G = torch.where(there_N, reward, 0.0), indexed_sum(there_N.double(), index, groups)
+    mean_G = indexed_sum(given_N, index, groups) / count_G.clamp_min(1)
+    centred_N = torch.where(there_N, given_N - mean_G[index], 0.0)
+    std_G = (indexed_sum(centred_N.square(), index, groups) / (count_G - 1).clamp_min(1)).sqrt()
+    scale_G = indexed_sum(given_N.abs(), index, groups) / count_G.clamp_min(1)
+    return centred_N, torch.where(std_G <= RELATIVE_SPREAD_FLOOR * scale_G, 0.0, std_G)
 
 
 def _without_spread(named: NamedRewards, index: torch.Tensor, groups: int) -> torch.Tensor:
@@ -319,13 +322,13 @@ def _without_spread(named: NamedRewards, index: torch.Tensor, groups: int) -> to
 
 
 def _gdpo(found: Returns) -> torch.Tensor:
-    total, groups = torch.zeros_like(found.values), len(found.size)
-    for reward, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
-        centred, std = _moments(reward, found.groups, groups)
-        total += weight * torch.where(std > 0, 1.0, 0.0)[found.groups] * centred / (std + STD_FLOOR)[found.groups]
-    total = total.masked_fill(found.degenerate, 0.0)
-    batch = total - total.mean()
-    return batch / (_batch_std(batch) + STD_FLOOR)
+    total_N, groups, at_N = torch.zeros_like(found.values), len(found.size), found.groups
+    for reward_N, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
+        centred_N, std_G = _moments(reward_N, at_N, groups)
+        total_N += weight * torch.where(std_G > 0, 1.0, 0.0)[at_N] * centred_N / (std_G + STD_FLOOR)[at_N]
+    total_N = total_N.masked_fill(found.degenerate, 0.0)
+    batch_N = total_N - total_N.mean()
+    return batch_N / (_batch_std(batch_N) + STD_FLOOR)
 
 
 ESTIMATORS: Final[Mapping[str, EstimatorEntry]] = {
@@ -421,11 +424,11 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
         raise DefinitionError(
             f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {seen}."
         )
-    weight = lengths.double()
-    total = indexed_sum(weight, index, groups)[index]
-    weight = torch.where(total > 0, weight, torch.ones_like(weight))
-    total = indexed_sum(weight, index, groups)[index]
-    return indexed_sum(weight * r, index, groups)[index] / total
+    weight_N = lengths.double()
+    total_G = indexed_sum(weight_N, index, groups)
+    weight_N = torch.where(total_G[index] > 0, weight_N, torch.ones_like(weight_N))
+    total_G = indexed_sum(weight_N, index, groups)
+    return indexed_sum(weight_N * r, index, groups)[index] / total_G[index]
 
 
 def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor) -> GroupAdvantage:

@@ -72,23 +72,23 @@ def token_weights(
     tensor([0.1667, 0.5000, 0.0000])
     """
     name = canonical_aggregation(mode)
-    n = lengths.double()
-    full = torch.ones_like(n)
-    tokens, sequences = n.sum().clamp_min(1), (lengths > 0).sum().double().clamp_min(1)
+    lengths_N = lengths.double()
+    ones_N = torch.ones_like(lengths_N)
+    tokens, sequences = lengths_N.sum().clamp_min(1), (lengths > 0).sum().double().clamp_min(1)
     if name == "token_mean":
-        weight = full / tokens
+        weight_N = ones_N / tokens
     elif name == "sequence_mean":
-        weight = full / (sequences * n.clamp_min(1))
+        weight_N = ones_N / (sequences * lengths_N.clamp_min(1))
     elif name == "sequence_sum":
-        weight = full / sequences
+        weight_N = ones_N / sequences
     else:
         if max_completion_tokens is None or max_completion_tokens < 1:
             raise DefinitionError(
                 "aggregation 'dr_grpo' divides by a constant: pass max_completion_tokens, the "
                 f"sampler's limit of new tokens; got {max_completion_tokens}."
             )
-        weight = full / (sequences * max_completion_tokens)
-    return torch.where(lengths > 0, weight, torch.zeros_like(weight)).to(dtype)
+        weight_N = ones_N / (sequences * max_completion_tokens)
+    return torch.where(lengths > 0, weight_N, torch.zeros_like(weight_N)).to(dtype)
 
 
 def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonus: bool = False) -> torch.Tensor:
@@ -130,8 +130,8 @@ def scorable(
     >>> scorable(real, real, torch.tensor([[-1.0, nan, -2.0]]))
     tensor([[False, False,  True]])
     """
-    mask = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
-    for log_probs in compared:
-        if log_probs is not None:
-            mask = mask & torch.isfinite(log_probs)
-    return mask
+    mask_BT = chosen & attention & (attention.cumsum(1) > 1) & torch.isfinite(behaviour)
+    for log_probs_BT in compared:
+        if log_probs_BT is not None:
+            mask_BT = mask_BT & torch.isfinite(log_probs_BT)
+    return mask_BT

@@ -61,10 +61,10 @@ def sequence_weight_sums(
     [2.0, 4.0, 10.0]
     """
     with torch.no_grad():
-        ones = torch.ones_like(log_ratio, dtype=torch.float64) if mask is None else mask.double()
-        total = indexed_sum(log_ratio.detach().double() * ones, index, segments)
-        rows = indexed_sum(ones, index, segments)
-        return weight_sums(total, rows > 0)
+        ones_N = torch.ones_like(log_ratio, dtype=torch.float64) if mask is None else mask.double()
+        total_B = indexed_sum(log_ratio.detach().double() * ones_N, index, segments)
+        rows_B = indexed_sum(ones_N, index, segments)
+        return weight_sums(total_B, rows_B > 0)
 
 
 def ess_from_sums(count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 All per-token tensors have one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
 clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
-`aggregation.token_weights` gives the weights. Log-probs are in nats.
+`aggregation.token_weights` gives the weights. Log-probs are in nats. Where sequences have a part in a formula, the end
+of a name tells a shape: `_N` is one value per row, `_B` one per sequence.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def sequence_mean_log_ratio(log_ratio: torch.Tensor, index: torch.Tensor, segmen
     >>> sequence_mean_log_ratio(torch.tensor([0.2, 0.4, 1.0]), torch.tensor([0, 0, 1]), 2)
     tensor([0.3000, 1.0000])
     """
-    rows = indexed_sum(torch.ones_like(log_ratio), index, segments)
-    return indexed_sum(log_ratio, index, segments) / rows.clamp_min(1)
+    rows_B = indexed_sum(torch.ones_like(log_ratio), index, segments)
+    return indexed_sum(log_ratio, index, segments) / rows_B.clamp_min(1)
 
 
 def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:
@@ -197,9 +198,9 @@ def gspo_log_ratio(log_probs: torch.Tensor, proximal: torch.Tensor, index: torch
     >>> gspo_log_ratio(lp, lo, torch.tensor([0, 0]), 1)
     tensor([0.3000, 0.3000])
     """
-    mean = sequence_mean_log_ratio(log_probs.detach() - proximal, index, segments)
-    level = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[index]
-    return level + (log_probs - log_probs.detach())
+    mean_B = sequence_mean_log_ratio(log_probs.detach() - proximal, index, segments)
+    level_N = mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[index]
+    return level_N + (log_probs - log_probs.detach())
 
 
 def gmpo_log_ratio(
@@ -229,12 +230,12 @@ def gmpo_log_ratio(
     >>> gmpo_log_ratio(log_ratio, advantage, torch.tensor([0, 0]), 1)[0]
     tensor([0.3000, 0.3000])
     """
-    clipped = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-    level = sequence_mean_log_ratio(clipped.detach(), index, segments)[index]
+    clipped_N = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    level_N = sequence_mean_log_ratio(clipped_N.detach(), index, segments)[index]
     with torch.no_grad():
-        clipped_low = (log_ratio < -low) & (advantage < 0)
-        clipped_high = (log_ratio > high) & (advantage > 0)
-    return TokenLoss(level + (clipped - clipped.detach()), clipped_low, clipped_high)
+        low_N = (log_ratio < -low) & (advantage < 0)
+        high_N = (log_ratio > high) & (advantage > 0)
+    return TokenLoss(level_N + (clipped_N - clipped_N.detach()), low_N, high_N)
 
 
 def tis_weight(proximal: torch.Tensor, behaviour: torch.Tensor, cap: float, floor: float | None = None) -> torch.Tensor:
@@ -260,8 +261,8 @@ def sequence_tis_weight(
     >>> sequence_tis_weight(lo, lb, torch.tensor([0, 0]), 1, 10.0)
     tensor([2.0138, 2.0138])
     """
-    total = indexed_sum(proximal.detach() - behaviour, index, segments)
-    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(min=floor, max=cap)[index]
+    total_B = indexed_sum(proximal.detach() - behaviour, index, segments)
+    return total_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(min=floor, max=cap)[index]
 
 
 def icepop_weight(proximal: torch.Tensor, behaviour: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -297,9 +298,9 @@ def sequence_icepop_weight(
     tensor([1.8221, 1.8221, 0.0000])
     """
     of_sequence = indexed_sum if product else sequence_mean_log_ratio
-    level = of_sequence(proximal.detach() - behaviour, index, segments)
-    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return (ratio * ((ratio >= low) & (ratio <= high)))[index]
+    level_B = of_sequence(proximal.detach() - behaviour, index, segments)
+    ratio_B = level_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return (ratio_B * ((ratio_B >= low) & (ratio_B <= high)))[index]
 
 
 def kl_trust_mask(log_ratio: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -339,5 +340,6 @@ def off_policy_mask(
     >>> off_policy_mask(torch.tensor([-2.0, -1.5, -9.0]), lb, advantage, torch.tensor([0, 0, 1]), 2, 0.5)
     tensor([False, False,  True])
     """
-    gap = (behaviour - log_probs.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return (advantage >= 0) | (sequence_mean_log_ratio(gap, index, segments)[index] <= threshold)
+    gap_N = (behaviour - log_probs.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    mean_B = sequence_mean_log_ratio(gap_N, index, segments)
+    return (advantage >= 0) | (mean_B[index] <= threshold)

@@ -70,14 +70,14 @@ def clip_cov_mask(
     >>> clip_cov_mask(lp, advantage, torch.zeros(4) > 0, share=0.5, low=1.0, high=5.0, seed=(0,))
     tensor([False, False,  True,  True])
     """
-    lp, a = log_probs.detach().double(), advantage.double()
-    known = torch.isfinite(lp)
-    keep = torch.ones_like(known)
-    if not bool(known.any()):
-        return keep
-    covariance = (a - a[known].mean()) * (lp - lp[known].mean())
-    candidates = (known & ~clipped & (covariance > low) & (covariance < high)).nonzero()[:, 0]
-    number = max(int(share * int(known.sum())), 1)
+    lp_N, advantage_N = log_probs.detach().double(), advantage.double()
+    known_N = torch.isfinite(lp_N)
+    keep_N = torch.ones_like(known_N)
+    if not bool(known_N.any()):
+        return keep_N
+    covariance_N = (advantage_N - advantage_N[known_N].mean()) * (lp_N - lp_N[known_N].mean())
+    candidates = (known_N & ~clipped & (covariance_N > low) & (covariance_N < high)).nonzero()[:, 0]
+    number = max(int(share * int(known_N.sum())), 1)
     drawn = np.random.default_rng(seed).permutation(len(candidates))[:number]
-    keep[candidates[torch.from_numpy(drawn).to(candidates.device)]] = False
-    return keep
+    keep_N[candidates[torch.from_numpy(drawn).to(candidates.device)]] = False
+    return keep_N

@@ -622,54 +622,55 @@ class GRPOLoss(LossModule):
     # -- the terms, on the masked tokens ----------------------------------------------------------------------
 
     def _gather(self, batch: LossBatch, device: torch.device) -> TokenRows:
-        """Gather the masked tokens on the batch's device, and compute their weights on the device of the scores.
+        """Gather the masked tokens `_N` on the batch's device, and compute their weights on that of the scores.
 
         The values are float32, or float64 for float64 log-probs. A batch on the host causes no wait for the device.
         """
-        index, column = batch.mask.nonzero(as_tuple=True)
+        at = row_N, column_N = batch.mask.nonzero(as_tuple=True)
         dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
-        behaviour = batch.behaviour[index, column].to(dtype)
+        behaviour_N = batch.behaviour[at].to(dtype)
         sequences = batch.tokens.shape[0]
         if batch.weight is not None:
-            weight = batch.weight[index, column].to(dtype)
+            weight_N = batch.weight[at].to(dtype)
         elif self._is_unreduced or self.reduction == "sum":
-            weight = torch.ones_like(behaviour)
+            weight_N = torch.ones_like(behaviour_N)
         else:
             most = self.max_completion_tokens
-            weights = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
-            weight = weights[index]
-        proximal = behaviour if batch.proximal is None else batch.proximal[index, column].to(dtype)
-        held = [index, column, batch.tokens[index, column], batch.advantage[index, column].to(dtype)]
-        held += [behaviour, proximal, weight]
+            weight_B = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
+            weight_N = weight_B[row_N]
+        proximal_N = behaviour_N if batch.proximal is None else batch.proximal[at].to(dtype)
+        held = [row_N, column_N, batch.tokens[at], batch.advantage[at].to(dtype), behaviour_N, proximal_N, weight_N]
         if batch.keep is not None:
-            held.append(weight * batch.keep[index, column])
+            held.append(weight_N * batch.keep[at])
         if batch.ref is not None:
-            held.append(batch.ref[index, column].to(dtype))
-        index, column, token, advantage, behaviour, proximal, weight, *more = upload(held, device)
-        policy_weight = weight if batch.keep is None else more.pop(0)
+            held.append(batch.ref[at].to(dtype))
+        row_N, column_N, token_N, advantage_N, behaviour_N, proximal_N, weight_N, *more = upload(held, device)
+        policy_weight_N = weight_N if batch.keep is None else more.pop(0)
         if self.tis_cap is not None:
+            bounds = self.tis_cap, self.tis_floor
             if self.tis_level == "token":
-                factor = pl.tis_weight(proximal, behaviour, self.tis_cap, self.tis_floor)
+                factor_N = pl.tis_weight(proximal_N, behaviour_N, *bounds)
             else:
-                factor = pl.sequence_tis_weight(proximal, behaviour, index, sequences, self.tis_cap, self.tis_floor)
-            policy_weight = policy_weight * factor
+                factor_N = pl.sequence_tis_weight(proximal_N, behaviour_N, row_N, sequences, *bounds)
+            policy_weight_N = policy_weight_N * factor_N
         if self.icepop is not None:
             if self.icepop_level == "token":
-                ratio = pl.icepop_weight(proximal, behaviour, *self.icepop)
+                ratio_N = pl.icepop_weight(proximal_N, behaviour_N, *self.icepop)
             else:
-                product = self.icepop_level == "product"
-                ratio = pl.sequence_icepop_weight(proximal, behaviour, index, sequences, *self.icepop, product=product)
-            policy_weight = policy_weight * (ratio if self.tis_cap is None else ratio > 0)
+                ratio_N = pl.sequence_icepop_weight(
+                    proximal_N, behaviour_N, row_N, sequences, *self.icepop, product=self.icepop_level == "product"
+                )
+            policy_weight_N = policy_weight_N * (ratio_N if self.tis_cap is None else ratio_N > 0)
         return TokenRows(
-            index=index,
-            column=column,
-            token=token,
-            advantage=advantage,
-            proximal=proximal,
-            behaviour=behaviour,
+            index=row_N,
+            column=column_N,
+            token=token_N,
+            advantage=advantage_N,
+            proximal=proximal_N,
+            behaviour=behaviour_N,
             ref=more[0] if more else None,
-            weight=weight,
-            policy_weight=policy_weight,
+            weight=weight_N,
+            policy_weight=policy_weight_N,
             sequences=sequences,
         )
 
@@ -740,43 +741,43 @@ class GRPOLoss(LossModule):
         If the weights come from this batch's own counts, they are computed again for the remaining tokens.
         """
         threshold = self.kl_mask_threshold or float("inf")
-        keep = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
+        keep_N = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
         if batch.weight is not None or self._is_unreduced or self.reduction == "sum":
-            return keep
-        left = pl.indexed_sum(keep, rows.index, rows.sequences)
-        weights = token_weights(
-            left, self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=rows.weight.dtype
+            return keep_N
+        left_B = pl.indexed_sum(keep_N, rows.index, rows.sequences)
+        weight_B = token_weights(
+            left_B, self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=rows.weight.dtype
         )
-        return keep * weights[rows.index] / rows.weight
+        return keep_N * weight_B[rows.index] / rows.weight
 
     @torch.no_grad()
     def _diagnostics(self, rows: TokenRows, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
         """Return the diagnostics of `GRPOLossOutput` over the masked tokens, with the sums that they merge from."""
-        known = torch.isfinite(log_probs.detach())
-        lp = torch.where(known, log_probs.detach(), rows.proximal)
-        index = torch.where(known, rows.index, rows.sequences)  # a banned token is of a sequence of its own
-        loss, log_ratio = self._objective.loss(
-            self._tokens(lp, rows.advantage, rows.proximal, index, rows.sequences + 1)
+        known_N = torch.isfinite(log_probs.detach())
+        lp_N = torch.where(known_N, log_probs.detach(), rows.proximal)
+        index_N = torch.where(known_N, rows.index, rows.sequences)  # a banned token is of a sequence of its own
+        loss, log_ratio_N = self._objective.loss(
+            self._tokens(lp_N, rows.advantage, rows.proximal, index_N, rows.sequences + 1)
         )
-        low, high = row_mean(loss.clipped_low, known), row_mean(loss.clipped_high, known)
-        tokens = weight_sums(log_ratio, known)
-        sequences = sequence_weight_sums(lp - rows.proximal, rows.index, rows.sequences, known)
+        low, high = row_mean(loss.clipped_low, known_N), row_mean(loss.clipped_high, known_N)
+        tokens = weight_sums(log_ratio_N, known_N)
+        sequences = sequence_weight_sums(lp_N - rows.proximal, rows.index, rows.sequences, known_N)
         found = {
             "clip_fraction": low + high,
             "clip_fraction_low": low,
             "clip_fraction_high": high,
-            "kl_approx": row_mean(rows.proximal - lp, known),
+            "kl_approx": row_mean(rows.proximal - lp_N, known_N),
             "ESS": ess_from_sums(*tokens).float(),
             "ess_sequence": ess_from_sums(*sequences).float(),
-            "entropy": None if entropy is None else row_mean(entropy, known),
+            "entropy": None if entropy is None else row_mean(entropy, known_N),
             "kl_to_ref": None,
-            "kl_to_inference": row_mean(kl_loss(lp, rows.behaviour, self.kl_estimator), known),
-            "sampler_gap": row_mean((lp - rows.behaviour).abs(), known),
+            "kl_to_inference": row_mean(kl_loss(lp_N, rows.behaviour, self.kl_estimator), known_N),
+            "sampler_gap": row_mean((lp_N - rows.behaviour).abs(), known_N),
             **dict(zip(("num_tokens", "weight_sum", "weight_square_sum"), tokens, strict=True)),
             **dict(zip(("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"), sequences, strict=True)),
         }
         if rows.ref is not None:
-            known = known & torch.isfinite(rows.ref)
-            found["kl_to_ref"] = row_mean(kl_loss(lp, rows.ref, self.kl_estimator), known)
-            found["num_ref_tokens"] = known.sum().double()
+            known_N = known_N & torch.isfinite(rows.ref)
+            found["kl_to_ref"] = row_mean(kl_loss(lp_N, rows.ref, self.kl_estimator), known_N)
+            found["num_ref_tokens"] = known_N.sum().double()
         return found

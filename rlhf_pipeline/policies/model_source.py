@@ -78,6 +78,17 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
     return name, False
 
 
+def empty_folder(path: str | os.PathLike[str]) -> Path:
+    """Return where a new model may be written; refuse a place that holds anything."""
+    target = Path(path).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DefinitionError(
+            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
+            f"`rm -r {target}` if nothing in it is needed."
+        )
+    return target
+
+
 def _listing(folder: Path) -> str:
     names = sorted(p.name for p in folder.iterdir())
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"

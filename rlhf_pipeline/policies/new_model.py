@@ -29,7 +29,7 @@ from transformers import (
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.loading import load_model, load_tokenizer, quiet_progress
-from rlhf_pipeline.policies.model_source import resolve_source
+from rlhf_pipeline.policies.model_source import empty_folder, resolve_source
 
 # The special tokens of Qwen2's chat models.
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -84,7 +84,7 @@ def new_model(
 
     The folder appears whole or not at all: it is built under another name and renamed.
     """
-    target = _new_folder(folder)
+    target = empty_folder(folder)
     if vocab_size < _BYTES_AND_SPECIALS:
         raise DefinitionError(
             f"vocab_size is {vocab_size}; it must be at least {_BYTES_AND_SPECIALS}: 256 bytes and 3 special tokens."
@@ -115,7 +115,7 @@ def model_from_gguf(folder: str | os.PathLike[str], *, gguf: str | os.PathLike[s
 
     transformers and vLLM load the folder. It appears whole or not at all.
     """
-    target = _new_folder(folder)
+    target = empty_folder(folder)
     name, _ = resolve_source(gguf)
     model: Any = load_model(name, local=True, dtype=None)
     tokenizer: Any = load_tokenizer(name, local=True)
@@ -126,16 +126,6 @@ def model_from_gguf(folder: str | os.PathLike[str], *, gguf: str | os.PathLike[s
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_texts=0,
     )
-
-
-def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DefinitionError(
-            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
-            f"`rm -r {target}` if nothing in it is needed."
-        )
-    return target
 
 
 def _write(target: Path, model: Any, tokenizer: Any) -> None:

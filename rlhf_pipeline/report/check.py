@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rlhf_pipeline.report.drift import drift_text, drifted
 from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.checkpoint import read_checkpoint_state, step_of
 from rlhf_pipeline.run.files import folder_problem
 from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
@@ -148,12 +150,20 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
 def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
     found = run.saved()
     for checkpoint in found:
-        problem = folder_problem(run.bring(checkpoint))
+        problem = folder_problem(run.bring(checkpoint)) or _lines_problem(run, checkpoint)
         if problem is not None:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
     newest = f", the newest {found[-1].name}: every checksum holds" if found else ""
     yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
+
+
+def _lines_problem(run: RunFolder, checkpoint: Path) -> str | None:
+    """Compare what a checkpoint has noted of its step's lines with the lines that are there."""
+    try:
+        return run.lines_problem(step_of(checkpoint), read_checkpoint_state(checkpoint).get("lines", {}))
+    except DataError:
+        return None  # the check of the rows has reported it
 
 
 def _check_weights(run: RunFolder) -> Iterator[Finding]:

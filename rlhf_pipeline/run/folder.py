@@ -229,6 +229,23 @@ class RunFolder:
         """Return the current rows of `metrics_file` or `ledger_file`."""
         return StepRows(file) if self.mirror is None else self.mirror.rows(file.name)
 
+    def lines_of(self, step: int) -> dict[str, int]:
+        """Return the checksums of a step's lines of ledger and metrics, by file; none of a step that was not taken."""
+        found = {file.name: self.rows(file).checksum_of(step) for file in (self.ledger_file, self.metrics_file)}
+        return {name: checksum for name, checksum in found.items() if checksum is not None}
+
+    def lines_problem(self, step: int, noted: Mapping[str, int]) -> str | None:
+        """Say which lines of a step are not those that a checkpoint of it has noted, or return None.
+
+        Those of another run differ: the metrics tell when the step was taken.
+        """
+        now = self.lines_of(step)
+        others = [name for name, checksum in noted.items() if now.get(name) != checksum]
+        if not others:
+            return None
+        where = " and ".join(others)
+        return f"it was written after another line of step {step} than that of {where}: one is another run's"
+
     def saved(self) -> list[Path]:
         """Return the checkpoints, whole or not, oldest first; at a URL only their names are here until `bring`."""
         self.inside(self.checkpoints)
@@ -320,7 +337,7 @@ class RunFolder:
         except (ValueError, KeyError, AttributeError):
             whole = False
         if not whole:
-            raise DataError(f"{self.choice_file} is not as it was written. {_RESTORE}")
+            raise DataError(f"{self.choice_file} is not as it was written. {RESTORE}")
         return state
 
     def choose(self, state: Mapping[str, Any]) -> None:
@@ -810,7 +827,7 @@ def _canonical(state: Mapping[str, Any]) -> bytes:
     return json.dumps(state, sort_keys=True).encode()
 
 
-_RESTORE: Final = "Restore it from a copy, or start the run again with --out OTHER_FOLDER."
+RESTORE: Final = "Restore it from a copy, or start the run again with --out OTHER_FOLDER."
 
 _LOOKED_AT: Final = 256
 """Steps at each end of a run that are searched for its first and its last reward."""

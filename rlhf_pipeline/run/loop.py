@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlhf_pipeline.errors import RunStorageError, StopAskedError
+from rlhf_pipeline.errors import DataError, RunStorageError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
@@ -27,7 +27,7 @@ from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
 from rlhf_pipeline.run.events import EventHandler, Repeated, RunFinished, RunStarted, StepDone
 from rlhf_pipeline.run.files import sync_path
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import RESTORE, RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import SAMPLE, with_logger
 from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
@@ -177,6 +177,10 @@ class Loop:
         self._saved = self.progress.step
         if not is_url(self.folder.address):  # an object is checked as it is read
             self.folder.ledger.recheck()
+            self.metrics.recheck()
+        problem = self.folder.lines_problem(self.progress.step, state.get("lines", {}))
+        if problem is not None:
+            raise DataError(f"the checkpoint {newest} does not fit its run: {problem}. {RESTORE}")
         storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
         with named_damage(self.folder, self.progress.step, self._saved):
             if self._evicts_nothing:
@@ -334,7 +338,12 @@ class Loop:
             self.folder.checkpoints,
             self.progress.step,
             self.learner,
-            state={"progress": vars(self.progress), "source": self.source.state(), "rows": rows},
+            state={
+                "progress": vars(self.progress),
+                "source": self.source.state(),
+                "rows": rows,
+                "lines": self.folder.lines_of(self.progress.step),
+            },
             keep=self.learn.keep_checkpoints,
             besides=self._kept,
         )

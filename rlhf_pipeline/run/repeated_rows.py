@@ -30,15 +30,15 @@ def named_damage(run: RunFolder, step: int, saved: int | None) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        said = (
-            f"step {step + 1} would learn from trajectories that cannot be trusted, so it is not taken: {error} "
-            "Restore the store from a copy and go on with --resume; all that is wrong: "
-            f"rlhf-pipeline verify {typed(run.address)}"
-        )
+        instead = ""
         if saved is not None:
             again = typed(f"{run.address}@{saved}")
-            said += f" Or begin a new run with the checkpoint: rlhf-pipeline run --from {again} --out OTHER_FOLDER"
-        raise DataError(said) from error
+            instead = f", or begin a new run with the checkpoint (rlhf-pipeline run --from {again} --out OTHER_FOLDER)"
+        raise DataError(
+            f"step {step + 1} would learn from trajectories that cannot be trusted, so it is not taken: {error} "
+            f"Restore the store from a copy and go on with --resume{instead}. All that is wrong: "
+            f"rlhf-pipeline verify {typed(run.address)}"
+        ) from error
 
 
 def check_repeated(run: RunFolder, storage: TrajectoryStorage, step: int, *, max_staleness: int | None) -> None:

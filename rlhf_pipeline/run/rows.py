@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, overload
 
@@ -27,6 +27,8 @@ Row = dict[str, Any]
 _STEP: Final = re.compile(rb'\{"step": ?(\d+)[,}]')
 _SEAL: Final = re.compile(rb',"crc32c":(\d+)\}\n\Z')
 _CHUNK: Final = 1 << 13
+_NEAR: Final = 8
+"""Lines that are read one by one on the way to a step's."""
 
 
 class StepRows(Sequence[Row]):
@@ -50,6 +52,8 @@ class StepRows(Sequence[Row]):
         self.path = path
         self._first = self.last_step = self._last_start = self._end = 0
         """The first step; the last one, 0 if there are no rows; where its line starts, and ends."""
+        self._last_line, self._size = b"", -1
+        """The last line, and the bytes of the file, as of the last refresh."""
         self.is_torn = False
         """Whether a kill cut the last line short; it is not among the rows."""
         self.is_moved = False
@@ -59,8 +63,15 @@ class StepRows(Sequence[Row]):
     def refresh(self) -> int:
         """Read what is on disk now, and return the number of rows."""
         with _opened(self.path) as file:
-            first, size = file.readline(), file.seek(0, os.SEEK_END)
+            size = file.seek(0, os.SEEK_END)
+            if size == self._size and size:
+                file.seek(self._last_start)
+                if file.read() == self._last_line:  # no other line of this step is the same: it tells the time
+                    return len(self)
+            file.seek(0)
+            first = file.readline()
             self._end, line = _last_line(file, size)
+            self._last_line, self._size = line, size
             self._last_start = self._end - len(line)
             self._first, self.last_step, self.is_torn, self.is_moved = 0, 0, size > self._end, False
             if line:
@@ -82,11 +93,11 @@ class StepRows(Sequence[Row]):
             chosen = range(*place.indices(len(self)))
             if chosen.step == 1 and chosen:
                 return [self._row(line) for line in self._lines(self._first + chosen[0], chosen[-1] + 1)]
-            return [self[at] for at in chosen]
+            return self._picked(chosen)
         at = place + len(self) if place < 0 else place
         if not 0 <= at < len(self):
             raise IndexError(place)
-        return self._row(next(self._lines(self._first + at, at + 1)))
+        return self._picked([at])[0]
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, oldest first, with one in memory at a time."""
@@ -109,31 +120,47 @@ class StepRows(Sequence[Row]):
         """Return the place of a step's row, or None."""
         return step - self._first if self._end and self._first <= step <= self.last_step else None
 
+    def checksum_of(self, step: int) -> int | None:
+        """Return the checksum of a step's line, or None if there is no such line."""
+        place = self.place_of(step)
+        return None if place is None else google_crc32c.value(next(self._lines(step, place + 1)))
+
     def spread(self, most: int) -> list[Row]:
         """Return at most this many rows, spread evenly, including the first and the last."""
         if len(self) <= most:
             return list(self)
-        return [self[round(i * (len(self) - 1) / (most - 1))] for i in range(most)]
+        return self._picked(round(i * (len(self) - 1) / (most - 1)) for i in range(most))
 
     def start_of(self, step: int) -> int:
         """Return where the first line of this step or of a later one starts, in bytes."""
+        with _opened(self.path) as file:
+            return self._start_of(step, file)
+
+    def _start_of(self, step: int, file: BinaryIO) -> int:
         if not self._end or step > self.last_step:
             return self._end
         if step == self.last_step:
             return self._last_start
         low, before, bound, after, found, halves = 0, self._first, self._end, self.last_step, self._end, False
-        with _opened(self.path) as file:
-            while low < bound:  # the line starts at `found`, or in low..bound, and `low` is where a line starts
-                share = 0.5 if halves else min((step - before) / max(after - before, 1), 1.0)
-                middle, halves = low + int((bound - low) * share), not halves  # lines are of about one length
-                file.seek(max(middle - 1, 0))
-                start = middle + len(file.readline()) - 1 if middle else 0
-                line = file.readline() if start < found else b""
-                at = _step_of(line) if line else after
-                if line and at < step:
-                    low, before = start + len(line), at + 1
-                else:
-                    bound, after, found = middle, at, min(start, found)
+        while low < bound:  # the line starts at `found`, or in low..bound, and `low` is where a line starts
+            # Lines are of about one length: the first guess is a few lines before, and those are read one by one.
+            share = 0.5 if halves else min(max((step - before - _NEAR / 2) / max(after - before, 1), 0.0), 1.0)
+            middle, halves = low + int((bound - low) * share), not halves
+            file.seek(max(middle - 1, 0))
+            start = middle + len(file.readline()) - 1 if middle else 0
+            line = file.readline() if start < found else b""
+            at = _step_of(line) if line else after
+            if line and 0 <= step - at < _NEAR:
+                for _ in range(step - at):
+                    start += len(line)
+                    line = file.readline()
+                at = _step_of(line)
+                if at == step:
+                    return start
+            if line and at < step:
+                low, before = start + len(line), at + 1
+            else:
+                bound, after, found = middle, at, min(start, found)
         return found
 
     def problems(self) -> Iterator[str]:
@@ -197,22 +224,38 @@ class StepRows(Sequence[Row]):
 
     def _lines(self, step: int, until: int, *, check: bool = True) -> Iterator[bytes]:
         """Yield the lines from a step on, up to a place."""
-        start = self.start_of(step) if step > self._first else 0
         with _opened(self.path) as file:
+            start = self._start_of(step, file) if step > self._first else 0
             file.seek(start)
             for place in range(step - self._first, until):
                 line = file.readline()
-                if check and not (line and _step_of(line) == place + self._first and _holds(line, start)):
-                    raise DataError(f"{self.path}: line {place + 1} is not as it was written. {_RESTORE}")
+                if check:
+                    self._check(line, place, start)
                 if not line:
                     return
                 yield line
                 start += len(line)
 
+    def _picked(self, places: Iterable[int]) -> list[Row]:
+        """Return the rows at some places, each looked for."""
+        found: list[Row] = []
+        with _opened(self.path) as file:
+            for place in places:
+                start = self._start_of(self._first + place, file)
+                file.seek(start)
+                line = file.readline()
+                self._check(line, place, start)
+                found.append(self._row(line))
+        return found
+
+    def _check(self, line: bytes, place: int, start: int) -> None:
+        if not (line and _step_of(line) == place + self._first and _holds(line, start)):
+            raise DataError(f"{self.path}: line {place + 1} is not as it was written. {_RESTORE}")
+
     def _row(self, line: bytes, place: int | None = None) -> Row:
         wrong = "this line has no whole number 'step'"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 row.pop("crc32c", None)
                 return row
@@ -239,14 +282,17 @@ class NewRows:
         self._seen: dict[int, int] = {}
         """Checksums of the newest lines that were returned, by step."""
         self._last = 0
-        for _ in self._take(max(self.rows.last_step - _LOOK_BACK + 1, 1)):
+        for _ in self._take(max(self.rows.last_step - _LOOK_BACK + 1, self.rows._first, 1)):
             pass
 
     def read(self) -> list[Row]:
         """Return the rows that have not been returned yet, oldest first."""
+        before = self.rows._last_line
         self.rows.refresh()
+        if self.rows.last_step == self._last and self.rows._last_line == before:
+            return []
         kept = min(self._last, self.rows.last_step)
-        while kept in self._seen and self._checksum(kept) != self._seen[kept]:
+        while kept in self._seen and self.rows.checksum_of(kept) != self._seen[kept]:
             kept -= 1
         return [self.rows._row(line) for line in self._take(kept + 1)]
 
@@ -258,9 +304,6 @@ class NewRows:
         self._last = last
         for old in [old for old in self._seen if not last - _LOOK_BACK < old <= last]:
             del self._seen[old]
-
-    def _checksum(self, step: int) -> int:
-        return google_crc32c.value(next(self.rows._lines(step, step - self.rows._first + 1)))
 
 
 _LOOK_BACK: Final = 4096
@@ -276,8 +319,9 @@ def _checksum(content: bytes, start: int) -> int:
 
 def _holds(line: bytes, start: int, *, sealed: bool = False) -> bool:
     """Return whether a line is as it was written, and where; one that something else wrote has no checksum."""
-    seal = _SEAL.search(line)
-    return not sealed if seal is None else int(seal[1]) == _checksum(line[: seal.start()], start)
+    at = line.rfind(b',"crc32c":')
+    seal = None if at < 0 else _SEAL.match(line, at)
+    return not sealed if seal is None else int(seal[1]) == _checksum(line[:at], start)
 
 
 def _step_of(line: bytes) -> int:

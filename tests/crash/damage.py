@@ -36,6 +36,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.damage import KINDS, damage
 from trajectory_store import Column, StoreError, TrajectoryStore
 from trajectory_store.format import TARGET
 
@@ -44,7 +45,6 @@ COLUMNS: Final = [
     *(Column("later", "int64", mutable=True), Column("score", "float32", ragged=True, fill=0.0)),
 ]
 WRITERS: Final = ("closed", "killed", "merged")
-KINDS: Final = ("flip", "cut", "zero", "missing", "foreign")
 COMMIT_ROWS: Final = 3
 COMMITS: Final = 12
 
@@ -97,31 +97,6 @@ def homes_of(folder: Path) -> Homes:
 def files_of(folder: Path) -> list[Path]:
     """Return the files that a store consists of."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def damage(path: Path, kind: str, rng: random.Random, other: Path) -> bool:
-    """Damage one file; return False if that changed nothing."""
-    before = path.read_bytes()
-    if kind == "missing":
-        path.unlink()
-        return True
-    if kind == "foreign":
-        if not other.is_file() or other.read_bytes() == before:
-            return False
-        shutil.copyfile(other, path)
-        return True
-    if not before:
-        return False
-    after = bytearray(before)
-    if kind == "flip":
-        after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
-    elif kind == "cut":
-        del after[rng.randrange(len(after)) :]
-    else:
-        begin = rng.randrange(len(after))
-        after[begin : begin + 512] = bytes(len(after[begin : begin + 512]))
-    path.write_bytes(after)
-    return bytes(after) != before
 
 
 def read_all(

@@ -36,6 +36,7 @@ from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
+from tests.damage import damage, used
 from tests.rlhf_pipeline.small import changed, collect, learn, offline, tiny, weights
 from trajectory_store import StoreError
 
@@ -188,24 +189,6 @@ def files_of(folder: Path) -> list[Path]:
     ]
 
 
-def damage(path: Path, kind: str, rng: random.Random, other: Path) -> bool:
-    """Damage a file; return False if there is no such damage."""
-    raw = path.read_bytes()
-    end = len(raw.rstrip(b"\0")) or len(raw)  # sparse files hold nothing after that
-    if kind == "flip":
-        at = rng.randrange(end)
-        path.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :])
-    elif kind == "cut":
-        path.write_bytes(raw[: rng.randrange(end)])
-    elif kind == "missing":
-        path.unlink()
-    else:
-        if not other.is_file() or other.read_bytes() == raw:
-            return False
-        shutil.copyfile(other, path)
-    return True
-
-
 def figures(folder: Path) -> list[dict[str, object]]:
     """Return what the lines of ledger and metrics say that does not depend on the time."""
     found = RunFolder(folder)
@@ -243,15 +226,13 @@ def sweep(name: str, *, count: int | None, kinds: tuple[str, ...] = KINDS, seed:
         # The last step again: what the ledger names is then read again, too.
         shutil.rmtree(max((base / "checkpoints").iterdir()))
         cases = [(path.relative_to(base), kind) for path in files_of(base) for kind in kinds]
-        # Lines of figures name no run, and nothing is learned from them: another run's are not told from its own.
-        cases = [case for case in cases if case != (Path("metrics.jsonl"), "foreign")]
         if count is not None:
             cases = rng.sample(cases, min(count, len(cases)))
         for path, kind in cases:
             run_dir = folder / "run"
             shutil.rmtree(run_dir, ignore_errors=True)
             shutil.copytree(base, run_dir)
-            if not damage(run_dir / path, kind, rng, other / path):
+            if not damage(run_dir / path, kind, rng, other / path, within=used(run_dir / path)):
                 continue
             code = lived(functools.partial(go, name, pipeline, run_dir, STEPS), folder / "said")
             said = (folder / "said").read_text(errors="replace")

@@ -9,29 +9,37 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 import types
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from trajectory_store.adapters import areal, nemo_gym, skyrl, trl, verl
 from trajectory_store.recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.peer
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that unpacks the wheel of a version, without what it needs."""
 
+    @functools.cache
     def unpacked(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name.partition("==")[0])
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--ignore-requires-python", "-d", folder]
@@ -44,6 +52,35 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder
 
     return unpacked
+
+
+def peers_of_the_table() -> list[list[str]]:
+    """Return the cells of each peer in docs/release.md."""
+    section = (ROOT / "docs" / "release.md").read_text().partition("## Beside other trainers")[2].partition("\n## ")[0]
+    return [re.split(r"\s*\|\s*", line.strip("| ")) for line in re.findall(r"^\| .+==.+$", section, re.M)]
+
+
+@pytest.mark.parametrize("cells", peers_of_the_table(), ids=lambda cells: cells[0])
+def test_the_metadata_of_a_peer_is_as_the_table_says(wheels: Any, cells: list[str]):
+    """What its wheel needs stands in the table, and leaves room for what the store needs."""
+    found = next(wheels(cells[0].strip("`")).glob("*.dist-info/METADATA"))
+    metadata = Parser().parsestr(found.read_text())
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    mine = {need.name: need.specifier for need in needs if "extra" not in str(need.marker)}
+    asked = [SpecifierSet(metadata["Requires-Python"]), *map(mine.get, ("numpy", "torch", "transformers"))]
+    shown = [cell.replace("any", "").strip("`") if cell else None for cell in cells[1:5]]
+    assert [None if cell is None else SpecifierSet(cell) for cell in shown] == asked
+    for line in tomllib.loads((ROOT / "storage" / "pyproject.toml").read_text())["project"]["dependencies"]:
+        ours = Requirement(line)
+        newest = {"numpy": "2.4.6", "google-crc32c": "1.9.0"}[ours.name]
+        assert newest in ours.specifier
+        assert newest in mine.get(ours.name, SpecifierSet()), mine[ours.name]
+
+
+def test_the_table_has_every_trainer_that_we_go_beside():
+    """Those for which a row was promised."""
+    peers = {cells[0].strip("`").partition("==")[0] for cells in peers_of_the_table()}
+    assert peers == {"trl", "verl", "openrlhf", "skyrl", "nemo-gym", "tinker-cookbook"}
 
 
 def loaded(file: Path) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.damage import flip
 from trajectory_store import Column, CorruptionError, TrajectoryStore, catalog
 from trajectory_store.local_segment import LocalSegment
 
@@ -37,14 +38,6 @@ def make(path: Path, length: int = 4, backend: str = "memmap", *, merged: bool =
     return ids
 
 
-def flip(file: Path, at: int = 20) -> bytes:
-    """Flip a bit of a file in place; return what was there. Times of files have a resolution of some milliseconds."""
-    raw = file.read_bytes()
-    time.sleep(0.02)
-    file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
-    return raw
-
-
 @LOADED
 @pytest.mark.parametrize("where", list(FILES))
 def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, length):
@@ -56,7 +49,8 @@ def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, 
         warnings.simplefilter("ignore")
         before = TrajectoryStore.open(tmp_path / "s")
         right = before.read(every, checked=True)
-        raw = flip(file)
+        time.sleep(0.02)  # times of files have a resolution of some milliseconds
+        raw = flip(file, 20)
         before.refresh()  # by itself it looks at the files now and then
         name = file.relative_to(tmp_path / "s").parts[0]
         for store in (before, TrajectoryStore.open(tmp_path / "s")):
@@ -88,7 +82,8 @@ def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "MOST_LOOK_S", 0.01)
     store.refresh()
     store.read(ids, checked=True)
-    flip(next((tmp_path / "s").glob(FILES["scalar"])))
+    time.sleep(0.02)
+    flip(next((tmp_path / "s").glob(FILES["scalar"])), 20)
     with pytest.raises(CorruptionError):
         store.read(ids, checked=True)
 
@@ -127,6 +122,7 @@ def test_a_damaged_update_in_an_object_is_an_error_where_it_matters(tmp_path, me
     """Without `checked` an update that is damaged does not count, and the row's own value does."""
     ids = make(tmp_path / "s", backend="zarr", merged=merged)
     (file,) = (tmp_path / "s").glob("seg-00000004-merged/score/c/0" if merged else "seg-00000002/00000000.zip")
+    time.sleep(0.02)
     flip(file, 70)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
@@ -85,7 +85,8 @@ def trl(row: Fields) -> RawRollouts:
     and `completion`, text or messages; one column per reward function, called after it; those of `log_extra`;
     `advantage`. The weights of the functions are not written, nor which columns are rewards. Completions are decoded
     without special tokens. Rows of one prompt stand in turn. Each log writes the last generation, also where several
-    steps are taken on it. A completion that no function could score has NaN in all of them. A completion in messages
+    steps are taken on it, and after an evaluation that one's rows, which nothing marks. A completion that no function
+    could score has NaN in all of them. A completion in messages
     tells its turns; one that is text may be of a `rollout_func` with an environment.
     """
     step, prompt = as_int(row.value("step"), "step"), row.value("prompt")
@@ -119,29 +120,33 @@ def verl(row: Fields) -> RawRollouts:
     DAPO's manager puts its own score there, without the overlong penalty, which then stands in `overlong_reward`. The
     manager `limited` says `timeout` and `error` of a grading that failed, whose score is 0. `overlong` is true where
     the response went beyond what DAPO punishes.
+
+    `_validate` of both writes `trainer.validation_data_dir/STEP.jsonl` in the same way, after the update of that step,
+    or as step 0 before the first, and always with `reward`, the sum of the token scores, which nothing overwrites. By
+    it evaluations are known: a training has it only where a reward function gives one of that name.
     """
-    values = row.row
-    if values.get("overlong_reward") is not None and "reward" not in row.given:
+    values, step = row.row, as_int(row.value("step"), "step")
+    evaluation = step == 0 or ("reward" in values and "request_id" not in values)
+    if values.get("overlong_reward") is not None and "reward" not in row.given and not evaluation:
         raise DefinitionError(
             "the rows have score and overlong_reward, and verl's DAPO manager writes the score with the penalty or "
             "without it. Say which: --field reward=score (a reward function that returns a number) or "
             "--field reward=score+overlong_reward (one that returns a dict)"
         )
-    step = as_int(row.value("step"), "step")
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
     group = Made("uid", (step, uid[1])) if uid else Made("step and input", (step, "input", str(values["input"])))
     failed = as_failure(values.get("error"), "error") if isinstance(values.get("error"), str) else ""
     yield row.record(
         prompt="input",
         completion="output",
-        reward="score",
+        reward="reward" if evaluation and "reward" in values else "score",
         answer="gts",
-        policy_version=Made("step-1", max(step - 1, 0)),
+        policy_version=Made("step", step) if evaluation else Made("step-1", max(step - 1, 0)),
         finish_reason=Made("overlong", CUT) if values.get("overlong") else None,
         failure=Made("timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"),
         group=group,
         one_turn=False,
-        flags={"as_chat": False},
+        flags={"as_chat": False, "evaluation": evaluation},
     )
 
 
@@ -157,8 +162,9 @@ _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
 def slime(row: Fields) -> RawRollouts:
     """Slime 0.3.1 (commit 624b824): `--save-debug-rollout-data PATH/{rollout_id}.pt`, or `--dump-details`.
 
-    Writer: `save_debug_rollout_data` in `slime/observability/rollout_data_utils.py`: a file of `torch.save` with
-    `rollout_id` and `samples`, each `Sample.to_dict()` of `slime/utils/types.py`. Fields: `group_index`, `index`;
+    Writer: `save_debug_rollout_data` in `slime/observability/rollout_data_utils.py`: a file of `torch.save`, of an
+    evaluation `eval_{rollout_id}.pt`, with `rollout_id` and `samples`, each `Sample.to_dict()` of
+    `slime/utils/types.py`. Fields: `group_index`, `index`;
     `prompt`, text or messages; `tokens`, prompt and response; `response`, `response_length`; `reward`, a number or a
     dict, of which the run's `--reward-key` names one; `loss_mask`, per response token, or None for all;
     `rollout_log_probs`, per response token, 0 for what was not sampled; `status`, `completed`, `truncated`, `aborted`,
@@ -195,14 +201,19 @@ def slime(row: Fields) -> RawRollouts:
         policy_version=Made("rollout_id of the file's name", or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))),
         group=None if values["group_index"] is None else Made("group_index", values["group_index"]),
         meta=("index", "status", "metadata", "weight_versions", "remove_sample"),
-        flags={"mask_known": not values["remove_sample"]},
+        flags={
+            "mask_known": not values["remove_sample"],
+            "evaluation": row.number_in(r"eval_(\d+)\.pt\Z") is not None,
+        },
     )
 
 
 # -- verifiers and prime-rl --------------------------------------------------------------------------------------------
 
-_LIMITS = {"max_turns": "turns", "compaction_failed": "length"}
-_LIMITS |= dict.fromkeys(("max_input_tokens", "max_output_tokens", "max_total_tokens"), "length")
+_LIMITS = {"max_turns": "turns"}
+_LIMITS |= dict.fromkeys(
+    ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length", "compaction_failed"), "length"
+)
 """Stop conditions by which a trace counts as cut off (`Trace.is_truncated`)."""
 _ENGINE = ("ProviderError", "InterceptionError", "TunnelError")
 
@@ -281,10 +292,10 @@ def _is_evaluation(row: Fields) -> bool:
 
 
 def _failure(row: Row, trace: Row) -> str:
+    if trace.get("is_timeout") or row.get("is_timeout"):
+        return "timeout"  # `ok` all the same: what was reached by then is graded, and after `scoring_timeout` not all
     if trace.get("ok") and row.get("ok"):
         return ""
-    if trace.get("is_timeout") or row.get("is_timeout"):
-        return "timeout"
     errors = [*(row.get("errors") or ()), *(trace.get("errors") or ())]
     kind = errors[-1].get("type") if errors else ""
     return "engine" if kind in _ENGINE else "grader_error" if kind == "TaskError" else "tool_error"
@@ -349,14 +360,17 @@ def results(row: Fields) -> RawRollouts:
     """Verifiers 0.1 to 0.3: `results.jsonl` of `vf-eval --save-results`.
 
     Writer: `states_to_outputs` and `save_outputs` in `verifiers/utils/save_utils.py`. `example_id` names the prompt;
-    `prompt` and `completion` are messages; `error` is there where a rollout failed, whose `reward` is then 0;
-    `is_truncated`, `stop_condition`, `answer`, `metrics`.
+    `prompt` and `completion` are messages, null or an empty list where a rollout had none; `error` is there where it
+    failed, whose `reward` is then 0; `is_truncated`, `stop_condition`, `answer`, `metrics`.
     """
     values = row.row
     row.used |= {"example_id"}
+    if not values["prompt"]:
+        yield None  # it failed before there was one
+        return
     yield row.record(
         prompt="prompt",
-        completion="completion",
+        completion="completion" if values["completion"] != [] else Made("completion", ""),
         reward="reward",
         answer=Made("answer", values.get("answer")),
         finish_reason=Made("is_truncated", CUT if values.get("is_truncated") else None),
@@ -538,40 +552,60 @@ def openrlhf(row: Fields) -> RawRollouts:
     yield row.record(prompt="input", completion="output", reward="reward", group=group, flags={"as_chat": False})
 
 
-@tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "prompt_tokens samples scope",
-      "rewards, unless the rollout summaries are named beside it")  # fmt: skip
+@tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "scope",
+      "rewards, unless the rollout summaries are named too", also=lambda row: _is_call(row))  # fmt: skip
 def tinker(row: Fields) -> RawRollouts:
-    """tinker-cookbook (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
+    """tinker-cookbook 0.6.1 (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
 
-    Writers: `tinker_cookbook/capture/instrument.py`, whose rows of kind `sample` have `prompt_tokens`, `samples` (of
-    each `tokens`, `logprobs`, `stop_reason`), `status`, `created_at` and `scope` (`split`, `iteration`, `group_idx`,
-    `traj_idx`); and `tinker_cookbook/rl/rollout_logging.py`, whose summaries have `total_reward` under the same keys. A
-    call is one trajectory: the turns of an episode are rows of one group. A sample that names no split gets a reward
-    only where all splits agree on one.
+    Writers: `tinker_cookbook/capture/instrument.py`, whose rows of kind `sample` have `prompt_tokens` (not where a
+    prompt has images), `status` (`ok`, `error`, `cancelled`, or `submitted` where nobody heard of the end), and of
+    status `ok` `samples` (of each `tokens`, `logprobs`, `stop_reason`); `created_at` and `scope` (`split`, `iteration`,
+    `group_idx`, `traj_idx`, `purpose`); and `tinker_cookbook/rl/rollout_logging.py`, whose summaries have
+    `total_reward` and `sampling_client_step`, the version, under the same keys. A call is one trajectory: the turns of
+    an episode are rows of one group. A sample that names no split gets a reward only where all splits agree on one. A
+    split other than `train` is an evaluation, and so is the purpose `eval`.
     """
     values = row.row
-    if values.get("status") == "error":
+    if values.get("status", "ok") != "ok":
         yield None
         return
+    if "prompt_tokens" not in values:
+        raise DataError("there are no prompt_tokens: the prompt has images, and its tokens are not written.")
     scope = part_of(values, "scope")
     split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
     for place, sample in enumerate(as_list(values["samples"], "samples")):
         known = row.beside.get((iteration, group, place if traj is None else traj), {})
-        rewards = {known[split]} if split in known else {*known.values()} if split is None else set[float]()
+        told = {known[split]} if split in known else {*known.values()} if split is None else set[_Summary]()
+        summary = told.pop() if len(told) == 1 else _Summary(None, None)
+        version = iteration if summary.step is None else summary.step
         yield row.record(
             prompt_ids="prompt_tokens",
             completion_ids=Made("samples[].tokens", sample["tokens"]),
             log_probs=Made("samples[].logprobs", sample.get("logprobs")),
             finish_reason=Made("samples[].stop_reason", sample.get("stop_reason")),
-            reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries",
-                        rewards.pop() if len(rewards) == 1 else None),
-            policy_version=Made("scope.iteration", or_unknown(iteration)),
+            reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries", summary.reward),
+            policy_version=Made("sampling_client_step or scope.iteration", or_unknown(version)),
             temperature=Made("sampling_params.temperature", part_of(values, "sampling_params").get("temperature")),
             created_at=Made("created_at", values.get("created_at")),
             group=Made("iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)),
             meta={"scope": scope, "model_path": values.get("model_path")},
-            flags={"one_prompt": False},
-        )  # fmt: skip
+            flags={
+                "one_prompt": False,
+                "evaluation": split not in (None, "train") or scope.get("purpose") == "eval",
+            },
+        )
+
+
+def _is_call(row: Row) -> bool:
+    """Return True for a captured call, also for one that failed, which has no samples."""
+    return row.get("kind") == "sample" or {"prompt_tokens", "samples"} <= row.keys()
+
+
+class _Summary(NamedTuple):
+    """What a rollout summary of tinker says of a trajectory."""
+
+    reward: float | None
+    step: int | None
 
 
 def is_summary(row: Row) -> bool:
@@ -579,10 +613,11 @@ def is_summary(row: Row) -> bool:
     return {"total_reward", "group_idx", "traj_idx"} <= row.keys()
 
 
-def add_summary(beside: dict[Any, dict[Any, float]], row: Row) -> None:
-    """Take the reward of a trajectory from its rollout summary."""
-    key = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx"))
-    beside.setdefault(key, {})[row.get("split")] = as_reward(row["total_reward"], "total_reward")
+def add_summary(beside: dict[Any, dict[Any, Any]], row: Row) -> None:
+    """Take the reward and the version of a trajectory from its rollout summary."""
+    key, step = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx")), row.get("sampling_client_step")
+    said = _Summary(as_reward(row["total_reward"], "total_reward"), None if step is None else as_int(step, "step"))
+    beside.setdefault(key, {})[row.get("split")] = said
 
 
 def is_metadata(row: Row) -> bool:

@@ -248,6 +248,7 @@ def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
             "kind": "sample",
             "scope": {"run_id": "r", "split": "train", "iteration": 4, "group_idx": group, "traj_idx": traj},
             "created_at": 12.5,
+            "num_samples": 1,
             "status": "ok",
             "prompt_tokens": [1, 2],
             "samples": [{"tokens": tokens, "logprobs": [-0.5] * len(tokens), "stop_reason": "stop"}],

@@ -189,6 +189,27 @@ def test_the_blocks_of_the_page(trl: Any, tmp_path: Path, tokenizer: Any, monkey
         assert len(store) == 8
 
 
+def test_the_block_of_learning_from_a_store(trl: Any, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    """The TRL block of docs/beside.md runs as it is printed: TRL learns from what was recorded, and samples nothing."""
+    from datasets import Dataset
+
+    page = (Path(__file__).resolve().parents[3] / "docs" / "beside.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
+    with TrajectoryRecorder(tmp_path / "runs" / "old" / "store") as recorder:
+        old = train(trl, tokenizer, tmp_path, [right], recorder, max_steps=1)
+    rows = [{"prompt": prompt} for prompt in dict.fromkeys(old._logs["prompt"])]
+    monkeypatch.chdir(tmp_path)
+    tiny(tokenizer).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    config = trl.GRPOConfig(
+        "out/new", per_device_train_batch_size=8, num_generations=4, max_steps=1, bf16=False, log_completions=True
+    )
+    names = {"GRPOTrainer": trl.GRPOTrainer, "model": "model", "config": config, "prompts": Dataset.from_list(rows)}
+    exec(compile(block, "docs/beside.md", "exec"), names)
+    names["trainer"].train()
+    assert sorted(names["trainer"]._logs["completion"]) == sorted(old._logs["completion"])
+
+
 def test_a_training_that_resumes(trl: Any, tmp_path: Path, tokenizer: Any):
     """Steps that TRL takes again after a resume are recorded with the ids that they had before."""
     with TrajectoryRecorder(tmp_path / "store") as recorder:

@@ -5,13 +5,14 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.damage import flip_value
 from tests.rlhf_pipeline.small import changed, tiny, weights
 from trajectory_store import TrajectoryStore
 
@@ -34,24 +35,10 @@ def copied(finished, tmp_path) -> Path:
     return folder
 
 
-def flip(store: Path, column: str, row: int) -> None:
-    """Flip a bit of a row's value, or of its last one if it has several."""
-    with TrajectoryStore.open(store) as opened:
-        ids = opened.ids()
-        before = int(opened.lengths(column, ids[: row + 1]).sum()) - 1 if opened.schema[column].ragged else row
-        dtype = np.dtype(opened.schema[column].dtype)
-    (file,) = store.glob(f"seg-*/{column}/c/0")
-    with file.open("r+b") as stream:
-        stream.seek(before * dtype.itemsize)
-        byte = stream.read(1)[0]
-        stream.seek(-1, 1)
-        stream.write(bytes([byte ^ 1]))
-
-
 @pytest.mark.parametrize("column", ["input_ids", "assistant_mask", "advantage", "policy_version", "trajectory_id"])
 def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column):
     """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
-    flip(copied / "store", column, 20)
+    flip_value(copied / "store", column, 20)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
     with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectories 16, .*seg-") as e:
         run(PIPELINE, run_dir=copied, resume=True)
@@ -62,7 +49,7 @@ def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column)
 
 def test_damage_in_rows_that_no_step_uses_again_stops_nothing(copied, finished):
     """A flip in the rows of step 1 does not reach the weights, which end as they were."""
-    flip(copied / "store", "input_ids", 4)
+    flip_value(copied / "store", "input_ids", 4)
     run(PIPELINE, run_dir=copied, resume=True)
     same = [(folder / "checkpoints/step-00000004/model.safetensors").read_bytes() for folder in (copied, finished)]
     assert same[0] == same[1]
@@ -101,7 +88,7 @@ def drawn(tmp_path_factory) -> Path:
 def test_a_row_of_before_the_checkpoint_is_not_drawn_unchecked(drawn, tmp_path, column):
     """Steps after a checkpoint draw older rows for the first time: a flip in one of them stops the resume by name."""
     folder = shutil.copytree(drawn, tmp_path / "run")
-    flip(folder / "store", column, 3)
+    flip_value(folder / "store", column, 3)
     longer = changed(DRAWN, learn__steps="6")
     with pytest.raises(DataError, match=r"step 5 would learn from .*trajectories 0, 1, .* cannot be read: seg-"):
         run(longer, run_dir=folder, resume=True)
@@ -151,9 +138,33 @@ def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_
     assert weights(folder) == weights(tmp_path / "straight")
 
 
-def test_a_changed_line_of_the_ledger_before_the_checkpoint_stops_the_resume(copied):
+@pytest.mark.parametrize(("name", "digit"), [("ledger", b'"seed":'), ("metrics", b'"num_trajectories":')])
+def test_a_changed_line_before_the_checkpoint_stops_the_resume(copied, name, digit):
     """A digit of step 1's line: no later step reads it, and yet the run does not go on with it."""
-    file = copied / "ledger.jsonl"
-    file.write_bytes(file.read_bytes().replace(b'"seed":0', b'"seed":1', 1))
-    with pytest.raises(DataError, match=r"ledger\.jsonl: line 1 is not as it was written"):
+    file = copied / f"{name}.jsonl"
+    content = bytearray(file.read_bytes())
+    content[content.index(digit) + len(digit)] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{name}\.jsonl: line 1 is not as it was written"):
         run(PIPELINE, run_dir=copied, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("metrics.jsonl", "that of metrics.jsonl"),
+        ("ledger.jsonl", "that of ledger.jsonl"),
+        ("checkpoints/step-00000002", "that of ledger.jsonl and metrics.jsonl"),
+    ],
+)
+def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, part, named):
+    """Whole by its own checksums, and of as many steps: the checkpoint and the lines do not fit each other."""
+    run(PIPELINE, run_dir=tmp_path / "other", seed=7)
+    (shutil.rmtree if (copied / part).is_dir() else Path.unlink)(copied / part)
+    (shutil.copytree if (tmp_path / "other" / part).is_dir() else shutil.copyfile)(
+        tmp_path / "other" / part, copied / part
+    )
+    with pytest.raises(DataError, match=rf"step-00000002 does not fit its run: .*line of step 2 than {named}"):
+        run(PIPELINE, run_dir=copied, resume=True)
+    said = [finding.text for finding in check_run(RunFolder.open(copied)) if not finding.ok]
+    assert any("step-00000002: it was written after another line of step 2" in text for text in said), said

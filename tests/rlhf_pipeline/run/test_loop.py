@@ -1,0 +1,361 @@
+"""The loop of every run: when it stops, what it saves, and what it tells, whatever its batches come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline import Pipeline
+from rlhf_pipeline.errors import RunStorageError, StopAskedError
+from rlhf_pipeline.run import loop as loops
+from rlhf_pipeline.run.build import build_models, build_parts
+from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.events import Event, EventHandler, Notice, RunStarted, StepDone, ignore_events
+from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.loop import Loop, Progress, Source, StepBatch
+from rlhf_pipeline.run.signals import StopRequest
+from rlhf_pipeline.run.sources import MadeHere
+from tests.rlhf_pipeline.small import tiny, weights
+
+PIPELINE = tiny(collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1")
+"""Five steps of a rollout each; checkpoints of steps 0, 2, 4 and the last."""
+
+
+class Told(Source):
+    """Rollouts made here, with what a test changes of a step's batch."""
+
+    def __init__(self, made: Source, change: Callable[[int, StepBatch], StepBatch | None]) -> None:
+        self._made = made
+        self._change = change
+
+    def next(self, step: int, stop: StopRequest) -> StepBatch | None:
+        found = self._made.next(step, stop)
+        assert found is not None
+        return self._change(step, found)
+
+    def begins(self, step: int) -> bool:
+        return self._made.begins(step)
+
+    def state(self) -> dict[str, Any]:
+        return self._made.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._made.load_state(state)
+
+
+class Looked:
+    """Evaluations that are due after every step; what they give is the test's."""
+
+    def __init__(
+        self, figures: Callable[[int], dict[str, float]], *, kept: tuple[int, ...] = (), ends: bool = True
+    ) -> None:
+        self._figures, self._kept, self._ends = figures, set(kept), ends
+
+    def after(self, step: int, stop: StopRequest) -> dict[str, float]:
+        return self._figures(step)
+
+    def kept(self, step: int) -> set[int]:
+        return self._kept
+
+    def wait(self, stop: StopRequest) -> bool:
+        return self._ends
+
+    def flush(self) -> None: ...
+
+
+@contextmanager
+def loop_in(
+    folder: Path,
+    pipeline: Pipeline = PIPELINE,
+    *,
+    change: Callable[[int, StepBatch], StepBatch | None] = lambda step, batch: batch,
+    last: int | None = None,
+    on_event: EventHandler = ignore_events,
+    **options: Any,
+) -> Iterator[Loop]:
+    """Yield the loop of a run that is begun, or gone on with."""
+    run, setup = RunFolder(folder), Setup(pipeline=pipeline)
+    run.path.mkdir(exist_ok=True)
+    if not run.is_recorded:
+        run.record(setup)
+    with build_parts(pipeline, build_models(pipeline, seed=0, device="cpu"), run=run, seed=0) as parts:
+        source = Told(MadeHere(pipeline, parts, on_event), change)
+        source.last = last
+        loop = Loop(setup, run, parts.learner, source, stop=StopRequest(), on_event=on_event, **options)
+        loop.restore()
+        yield loop
+
+
+def saved(folder: Path) -> list[int]:
+    """The steps whose checkpoints are there."""
+    return [step_of(path) for path in list_checkpoints(folder / "checkpoints")]
+
+
+def lines(folder: Path) -> list[int]:
+    """The steps that have a line of metrics; the ledger has the same."""
+    run = RunFolder(folder)
+    found = [row["step"] for row in run.metrics]
+    assert found == [row["step"] for row in run.ledger]
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """A run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    with loop_in(folder) as loop:
+        assert loop.run() == "steps"
+    return folder
+
+
+def test_each_step_is_told_once_with_the_line_that_is_on_disk(tmp_path):
+    """The start, then every step as soon as its line is written; `after` hears the number of steps, and the end."""
+    heard: list[Event] = []
+    said: list[tuple[int, str | None]] = []
+
+    def hear(event: Event) -> None:
+        heard.append(event)
+        if isinstance(event, StepDone):
+            written = RunFolder(tmp_path / "run").metrics[-1]
+            assert written == {"step": event.step, **{name: written[name] for name in event.metrics}}
+            assert event.metrics["loss"] == written["loss"]
+
+    with loop_in(tmp_path / "run", on_event=hear, after=lambda step, reason: said.append((step, reason))) as loop:
+        assert loop.run() == "steps"
+        finished = loop.finished("steps", 40)
+    assert isinstance(heard[0], RunStarted)
+    assert (heard[0].first_step, heard[0].total_steps) == (0, 5)
+    assert [event.step for event in heard if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
+    assert said == [(0, None), (1, None), (2, None), (3, None), (4, None), (5, None), (5, "steps")]
+    rewards = [row["task_reward"] for row in RunFolder(tmp_path / "run").metrics]
+    assert (finished.steps, finished.first_reward, finished.last_reward) == (5, rewards[0], rewards[-1])
+
+
+def test_a_signal_ends_after_the_step_with_a_checkpoint(straight, tmp_path):
+    """Step 3 is finished and saved though no checkpoint is due, and the run that goes on ends like the straight one."""
+    said: list[tuple[int, str | None]] = []
+
+    def ask(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            loop.stop.signal_number = 15
+
+    with loop_in(tmp_path / "run", on_event=ask, after=lambda *told: said.append(told)) as loop:
+        assert loop.run() == "interrupted"
+    assert said[-1] == (3, "interrupted")
+    assert lines(tmp_path / "run") == [1, 2, 3]
+    assert saved(tmp_path / "run")[-1] == 3
+    with loop_in(tmp_path / "run") as loop:
+        assert loop.progress.step == 3
+        assert loop.run() == "steps"
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert weights(tmp_path / "run") == weights(straight)
+
+
+def test_a_signal_while_there_is_no_batch_ends_before_the_step(tmp_path):
+    """A source that gives none takes no step, and what was learned so far is saved."""
+    with loop_in(tmp_path / "run", change=lambda step, batch: batch if step < 4 else None) as loop:
+        assert loop.run() == "interrupted"
+    assert lines(tmp_path / "run") == [1, 2, 3]
+    assert saved(tmp_path / "run")[-1] == 3
+
+
+def test_the_target_is_the_mean_of_the_last_rollouts_and_stops_between_them(tmp_path):
+    """0.5, 1.0, 0.8 reach 0.9 over two rollouts; of two steps a rollout the second is taken first."""
+    rewards = {1: 0.5, 3: 1.0, 5: 0.8}
+
+    def reward(step: int, batch: StepBatch) -> StepBatch:
+        assert (batch.task_reward is None) is (step not in rewards)
+        return StepBatch(task_reward=rewards.get(step), about=batch.about)
+
+    pipeline = tiny(learn__steps="9", learn__stop_at_reward="0.9", learn__stop_window="2")
+    with loop_in(tmp_path / "run", pipeline, change=reward) as loop:
+        assert loop.run() == "target"
+        assert loop.progress.recent_rewards == [1.0, 0.8]
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert saved(tmp_path / "run")[-1] == 6
+    with loop_in(tmp_path / "run", pipeline) as loop:
+        assert loop.run() == "target"  # it is still reached: no step more
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_source_that_ends_ends_the_run(tmp_path):
+    """Its last step is the run's, if that is less than `learn.steps`."""
+    with loop_in(tmp_path / "run", last=3) as loop:
+        assert loop.total_steps == 3
+        assert loop.run() == "steps"
+    assert lines(tmp_path / "run") == [1, 2, 3]
+
+
+def test_a_step_without_rows_counts_and_moves_nothing(tmp_path):
+    """It has a line in ledger and metrics, and the weights stay as they were, bit for bit."""
+    none = np.zeros(0, np.int64)
+
+    def empty(step: int, batch: StepBatch) -> StepBatch:
+        return batch if step < 3 else StepBatch(task_reward=batch.task_reward, row_ids=none, ages=none)
+
+    pipeline = tiny(
+        collect__prompts_per_rollout="2", learn__steps="4", learn__checkpoint_every="2", learn__epochs="1",
+        learn__keep_checkpoints="9",
+    )  # fmt: skip
+    with loop_in(tmp_path / "run", pipeline, change=empty) as loop:
+        assert loop.run() == "steps"
+    run = RunFolder(tmp_path / "run")
+    assert [len(row["row_ids"]) for row in run.ledger] == [8, 16, 0, 0]
+    assert lines(run.path) == [1, 2, 3, 4]
+    two, four = ((run.checkpoints / f"step-{step:08d}" / "model.safetensors").read_bytes() for step in (2, 4))
+    assert two == four
+
+
+def test_checkpoints_are_those_that_are_due_and_those_of_the_best_weights(tmp_path):
+    """Every second one and the last, of which two are kept; an evaluator keeps others beside them."""
+    figures = Looked(lambda step: {"evaluation/reward": step / 8}, kept=(1,))
+    pipeline = tiny(
+        collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1",
+        learn__keep_checkpoints="2",
+    )  # fmt: skip
+    with loop_in(tmp_path / "run", pipeline, evaluator=figures) as loop:
+        assert loop.run() == "steps"
+    assert saved(tmp_path / "run") == [1, 4, 5]
+    found = [row["evaluation/reward"] for row in RunFolder(tmp_path / "run").metrics]
+    assert found == [step / 8 for step in (1, 2, 3, 4, 5)]
+
+
+def test_a_signal_during_an_evaluation_leaves_its_step_without_a_line(straight, tmp_path):
+    """The step is taken again by the run that goes on, with the same weights, and has one line."""
+    heard: list[Event] = []
+
+    def given_up(step: int) -> dict[str, float]:
+        if step == 4:
+            raise StopAskedError("a signal")
+        return {}
+
+    with loop_in(tmp_path / "run", evaluator=Looked(given_up), on_event=heard.append) as loop:
+        assert loop.run() == "interrupted"
+    assert any("the evaluation is given up" in event.message for event in heard if isinstance(event, Notice))
+    assert [row["step"] for row in RunFolder(tmp_path / "run").metrics] == [1, 2, 3]
+    with loop_in(tmp_path / "run", evaluator=Looked(lambda step: {})) as loop:
+        assert loop.run() == "steps"
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert weights(tmp_path / "run") == weights(straight)
+
+
+def test_evaluations_that_a_signal_leaves_undone_leave_the_run_unfinished(tmp_path):
+    """All steps are taken, but the run was interrupted."""
+    with loop_in(tmp_path / "run", evaluator=Looked(lambda step: {}, ends=False)) as loop:
+        assert loop.run() == "interrupted"
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def test_a_used_up_budget_saves_the_last_step_first(tmp_path, monkeypatch):
+    """The error reaches the user, and the step before it is not lost."""
+    looks: list[int] = []
+
+    def look(_: object) -> None:
+        looks.append(1)
+        if len(looks) == 4:
+            raise RunStorageError("it takes more than it may")
+
+    monkeypatch.setattr(loops.DiskWatch, "look", look)
+    with loop_in(tmp_path / "run") as loop, pytest.raises(RunStorageError):
+        loop.run()
+    assert lines(tmp_path / "run") == [1, 2, 3]
+    assert saved(tmp_path / "run")[-1] == 3
+
+
+def test_steps_after_a_crash_are_taken_again_on_the_lines_that_are_there(straight, tmp_path):
+    """A failure in step 4 leaves the checkpoint of step 2: step 3 is taken again, and its line stays the first one."""
+
+    def fail(step: int, batch: StepBatch) -> StepBatch:
+        if step == 4:
+            raise OSError("gone")
+        return batch
+
+    with loop_in(tmp_path / "run", change=fail) as loop, pytest.raises(OSError, match="gone"):
+        loop.run()
+    before = RunFolder(tmp_path / "run").metrics[:]
+    assert saved(tmp_path / "run")[-1] == 2
+    with loop_in(tmp_path / "run") as loop:
+        assert loop.progress.step == 2
+        assert loop.run() == "steps"
+    assert RunFolder(tmp_path / "run").metrics[:3] == before
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert weights(tmp_path / "run") == weights(straight)
+
+
+def test_equal_warnings_of_many_steps_are_said_once(tmp_path):
+    """And again when there are ten of them."""
+    heard: list[Event] = []
+    none = np.zeros(0, np.int64)
+    pipeline = tiny(collect__prompts_per_rollout="2", collect__group_size="2", learn__steps="10", learn__epochs="1")
+
+    def empty(step: int, batch: StepBatch) -> StepBatch:
+        return StepBatch(task_reward=None, row_ids=none, ages=none)
+
+    with loop_in(tmp_path / "run", pipeline, change=empty, on_event=heard.append) as loop:
+        loop.run()
+    said = [event.message for event in heard if isinstance(event, Notice)]
+    assert len(said) == 2, said
+    assert said[1].endswith("(10 times so far)")
+
+
+def test_the_untrained_weights_are_saved_and_evaluated_before_the_first_step(tmp_path):
+    """So that a run killed in its first steps can go on; one that goes on does neither again."""
+    told: list[tuple[str, int]] = []
+
+    def looked(step: int) -> dict[str, float]:
+        told.append(("evaluated", step))
+        return {}
+
+    def chosen(step: int, batch: StepBatch) -> StepBatch | None:
+        told.append(("newest", max(saved(tmp_path / "run"))))
+        return batch if step < 3 else None
+
+    for _ in range(2):
+        with loop_in(tmp_path / "run", change=chosen, evaluator=Looked(looked)) as loop:
+            loop.run()
+    begun = [("evaluated", 0), ("newest", 0), ("evaluated", 1), ("newest", 0), ("evaluated", 2), ("newest", 2)]
+    assert told == [*begun, ("newest", 2)]
+
+
+def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatch):
+    """Store, metrics and ledger are synced, and only then the checkpoint is written that refers to them."""
+    order: list[str] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        order.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path / "run")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with loop_in(tmp_path / "run", last=2) as loop:
+        loop.run()
+    turns = [(of_one, list(names)) for of_one, names in groupby(order, lambda name: name.startswith("/checkpoints"))]
+    checkpoints = [place for place, (of_one, _) in enumerate(turns) if of_one]
+    assert len(checkpoints) == 2
+    rows = turns[checkpoints[1] - 1][1]
+    assert all(any(name.startswith(part) for name in rows) for part in ("/store/", "/metrics.jsonl", "/ledger.jsonl"))
+
+
+def test_the_progress_of_a_run():
+    """The first reward stays, the last is the newest, and the window has so many of the newest, or is not full yet."""
+    progress = Progress()
+    for reward in (0.5, 0.0, 1.0):
+        progress.note(reward, window=2)
+    assert (progress.first_reward, progress.last_reward, progress.recent_rewards) == (0.5, 1.0, [0.0, 1.0])
+    assert [progress.reached(target, 2) for target in (0.5, 0.6, None)] == [True, False, False]
+    assert not progress.reached(0.0, 3)
+
+
+def test_what_torch_has_drawn_before_a_run_is_none_of_its_matter(tmp_path):
+    """A run's random numbers begin with its seed."""
+    torch.manual_seed(99)
+    with loop_in(tmp_path / "run"):
+        assert torch.initial_seed() == 0

@@ -1,0 +1,55 @@
+"""What stands between the tree and a release is said by one command, and is what docs/release.md says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("pyproject.toml", "storage/pyproject.toml", "CITATION.cff", "CHANGELOG.md", ".ci/release_ready.py")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The files that a release fills in."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def points(tree: Path) -> list[str]:
+    """What the command says, and that it fails if it says something."""
+    done = subprocess.run([sys.executable, tree / FILES[-1]], capture_output=True, text=True, check=False)
+    assert done.returncode == bool(done.stderr)
+    return done.stderr.splitlines()[1:]
+
+
+def fill_in(tree: Path) -> None:
+    """Give the files an address and a date."""
+    for name in FILES[:2]:
+        with (tree / name).open("a") as file:
+            file.write('\n[project.urls]\nRepository = "https://example.org/repository"\n')
+    with (tree / "CITATION.cff").open("a") as file:
+        file.write("repository-code: https://example.org/repository\n")
+    changes = (tree / "CHANGELOG.md").read_text()
+    (tree / "CHANGELOG.md").write_text(changes.replace("not released yet", "2027-01-31"))
+
+
+def test_a_release_is_held_up_by_what_is_not_filled_in(tree: Path):
+    """Today by the address, which nobody knows, and the date; filled in, by nothing; and by versions that differ."""
+    said = points(tree)
+    assert not any("versions differ" in line for line in said)
+    if "\n[project.urls]\n" not in (ROOT / "pyproject.toml").read_text():
+        assert [line.split(" does not")[0] for line in said if "repository is" in line] == list(FILES[:3])
+        fill_in(tree)
+    assert points(tree) == []
+    citation = tree / "CITATION.cff"
+    citation.write_text(citation.read_text().replace("version: 0.1.0", "version: 0.2.0"))
+    assert points(tree) == [
+        "the versions differ: pyproject.toml says 0.1.0, storage/pyproject.toml says 0.1.0, CITATION.cff says 0.2.0."
+    ]
