@@ -205,6 +205,27 @@ def test_evaluations_of_slime_are_marked(tmp_path: Path):
     assert found == [(False, 3), (False, 3), (True, 3), (True, 3)]
 
 
+def test_agents_that_an_agent_called_are_compared_with_each_other(tmp_path: Path, jsonl: Write):
+    """Not with the one that called them, whose name in ATIF may be theirs, too."""
+
+    def agent(prompt: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
+        metrics = {"prompt_token_ids": prompt, "completion_token_ids": tokens}
+        steps = [{"step_id": 1, "source": "user", "message": "q"}]
+        steps.append({"step_id": 2, "source": "agent", "message": "a", "llm_call_count": 1, "metrics": metrics})
+        return {"schema_version": "ATIF-v1.8", "agent": {"name": "terminus", "version": "2"}, "steps": steps, **more}
+
+    rows = [
+        agent([1], [3], extra={"reward": reward, "group": 1}, subagent_trajectories=[agent([5], [6])])
+        for reward in (1.0, 0.0)
+    ]
+    import_files([jsonl(rows, "x.atif.jsonl")], tmp_path / "store")
+    found = columns(tmp_path / "store", "group_id", "task_reward")
+    assert [reward for _, reward in found] == [1.0, 1.0, 0.0, 0.0]
+    (first, other, same, again) = [group for group, _ in found]
+    assert (first, other) == (same, again)
+    assert first != other
+
+
 # -- OpenRLHF ----------------------------------------------------------------------------------------------------------
 
 
