@@ -27,9 +27,9 @@ _NOWHERE = -1
 _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
-LOOK_RARELY, LEAST_LOOK_S, MOST_LOOK_S = 1000, 0.5, 10.0
-"""How many times longer than a look at the files took checked reads go on without one, and within which bounds: where a
-batch in ten looked, that cost 3 % of sampling from a small store."""
+STAT_S, LOOK_RARELY, LEAST_LOOK_S = 3e-6, 600, 0.5
+"""What it takes to ask for the state of one file, how many times longer checked reads go on without asking, and how
+long at least: where a batch in ten asked, that cost 3 % of sampling from a small store."""
 
 _NAMED = 8
 """Most ids in the message of an error."""
@@ -347,17 +347,17 @@ class Catalog:
 
     def _look(self, ordinals: Collection[int]) -> None:
         """Ask whether the files of segments are still the same; the time until all are asked again is far longer."""
-        begin = time.perf_counter()
+        count = 0
         for ordinal in [*ordinals]:
             segment = self.segments.get(ordinal) or self.updates.get(ordinal)
             if segment is None:
                 self._looked_at.discard(ordinal)
                 continue
+            count += len(segment.specs)
             if segment.has_changed():
                 self._read_anew(segment)
         if self.look_is_due:
-            end = time.perf_counter()
-            self._look_at = end + min(max(LEAST_LOOK_S, LOOK_RARELY * (end - begin)), MOST_LOOK_S)
+            self._look_at = time.perf_counter() + max(LEAST_LOOK_S, LOOK_RARELY * STAT_S * count)
 
     @property
     def is_checked(self) -> bool:

@@ -74,12 +74,10 @@ def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
     has_changed = LocalSegment.has_changed
     monkeypatch.setattr(LocalSegment, "has_changed", lambda self: asked.append(1) or has_changed(self))
     monkeypatch.setattr(catalog, "LEAST_LOOK_S", 1000.0)
-    monkeypatch.setattr(catalog, "MOST_LOOK_S", 1000.0)
     for _ in range(30):
         store.read(ids, checked=True)
     assert len(asked) == 3, "segments, looked at once"
     monkeypatch.setattr(catalog, "LEAST_LOOK_S", 0.01)
-    monkeypatch.setattr(catalog, "MOST_LOOK_S", 0.01)
     store.refresh()
     store.read(ids, checked=True)
     time.sleep(0.02)
