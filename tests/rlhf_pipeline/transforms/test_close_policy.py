@@ -169,3 +169,11 @@ def test_through_a_buffer(tmp_path, make_rows, clock):
     assert rb.waiting() == [6]
     assert rb.read(rb.trajectories.row_ids())["group_id"].unique().tolist() == [0, 1, 3]
     rb.storage.close()
+
+
+def test_groups_are_kept_by_the_mean_of_all_their_members(make_rows):
+    """Strictly between the bounds; a member that failed has earned nothing, and counts."""
+    for rewards, kept in (([0.0, 0.0], 0), ([0.0, 0.25], 1), ([1.0, 1.0], 0), ([math.nan, 0.75], 1), ([0.5, 1.5], 0)):
+        transform = MCAdvantage(2, keep_return_bounds=(0.0, 0.5))
+        transform.inv(lazy_stack(make_rows([4, 4], group_size=2, rewards=rewards)))
+        assert transform.dropped_groups == 1 - kept, rewards
