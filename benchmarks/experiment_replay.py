@@ -112,7 +112,7 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
     name, arm, seed, rollouts = of
     import torch
 
-    from rlhf_pipeline import Sample, definitions
+    from rlhf_pipeline import Evaluate, Sample, definitions
     from rlhf_pipeline.run.rows import StepRows
     from rlhf_pipeline.run.start import run
     from trajectory_store import TrajectoryStore
@@ -120,9 +120,11 @@ def curve(of: tuple[str, str, int, int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     task, how, base = TASKS[name], ARMS[arm], definitions.find(name).pipeline()
     updates = how["updates"]
-    evaluate = base.evaluate and dataclasses.replace(
-        base.evaluate, every=task.every * updates, num_prompts=256, group_size=1, at_start=False, keep_best=False
-    )
+    evaluate = None
+    if isinstance(base.evaluate, Evaluate):
+        evaluate = dataclasses.replace(
+            base.evaluate, every=task.every * updates, num_prompts=256, group_size=1, at_start=False, keep_best=False
+        )
     pipeline = dataclasses.replace(
         base,
         collect=dataclasses.replace(base.collect, prompts_per_rollout=task.prompts or base.collect.prompts_per_rollout),

@@ -137,7 +137,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
     say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
-    for found in rerun.retake(pipeline, plan, seed=config.seed, device=device):
+    for found in rerun.rerun(pipeline, plan, seed=config.seed, device=device):
         bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
         losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
         say(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}")

@@ -38,7 +38,7 @@ from rlhf_pipeline.data.prompts import (
     through_template,
 )
 from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled, bind
-from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction
+from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction, environment_reward
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
 from rlhf_pipeline.environments.outcomes import BROKEN
@@ -284,7 +284,7 @@ class Collector:
             groups=names[drawn.prompt_index[places]],
             kinds=[item.kind for item in grades],
             values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
-            parts=part_values(self.grader.rewards, grades),
+            parts=self._parts(grades),
             turns=None if drawn.turns is None else drawn.turns[places],
         )
         if config.dynamic > 1:
@@ -387,9 +387,15 @@ class Collector:
 
     def _named(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
         """Return each named reward and component of trajectories, without weights; NaN where it does not apply."""
-        rewards = self.grader.rewards
         found = {name: [item.values[number] for item in grades] for number, name in enumerate(self._names)}
-        return found | part_values(rewards, grades)
+        return found | self._parts(grades)
+
+    def _parts(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
+        """Return the components of rewards, also those of an environment that only earlier conversations were given."""
+        rewards, schema = self.grader.rewards, self.buffer.store.schema
+        whole = any(one.function is environment_reward for one in rewards)
+        earlier = [column.name.removeprefix(_TURN) for column in schema if whole and column.name.startswith(_TURN)]
+        return part_values(rewards, grades, [name for name in earlier if name not in self._names])
 
     def _gain_columns(self, found: Mapping[Key, Flat | Text]) -> None:
         """Add the columns of components, whose names are known once a reward function has returned them.

@@ -16,12 +16,20 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
-from rlhf_pipeline.data.rewards import LARGEST, LeftOut, Reward, describe_error, part_name, weighted_sum
+from rlhf_pipeline.data.rewards import (
+    LARGEST,
+    LeftOut,
+    Reward,
+    describe_error,
+    environment_reward,
+    part_name,
+    weighted_sum,
+)
 from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
 from rlhf_pipeline.errors import RewardError, StopAskedError
@@ -410,10 +418,18 @@ def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None])
     return Grade(reward=given, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
 
 
-def part_values(rewards: Sequence[Reward], grades: Sequence[Grade]) -> dict[str, list[float]]:
+def part_values(
+    rewards: Sequence[Reward], grades: Sequence[Grade], of_environment: Iterable[str] = ()
+) -> dict[str, list[float]]:
     """Return the components of the results of reward functions by the name they are stored under, [n] each.
 
-    NaN where a result has none. They come in alphabetical order.
+    NaN where a result has none; but a reward that an environment did not give to a graded conversation is 0, as in the
+    sum of its rewards. They come in alphabetical order.
+
+    Args:
+        rewards: of the definition.
+        grades: [n].
+        of_environment: names of the environment's rewards that earlier conversations were given.
     """
     by_label = {one.label: one for one in rewards}
     each = [
@@ -425,8 +441,16 @@ def part_values(rewards: Sequence[Reward], grades: Sequence[Grade]) -> dict[str,
         }
         for grade in grades
     ]
-    names = sorted({name for parts in each for name in parts})
-    return {name: [parts.get(name, math.nan) for parts in each] for name in names}
+    known = set(of_environment)
+    for label in {label for grade in grades for label in grade.parts if by_label[label].function is environment_reward}:
+        given = {part for grade in grades for part in grade.parts.get(label, ())}
+        known |= {name for part in given if (name := part_name(rewards, by_label[label], part)) is not None}
+    names = sorted(known.union(*each))
+    absent = [dict.fromkeys(known, 0.0) if math.isfinite(grade.reward) else {} for grade in grades]
+    return {
+        name: [parts.get(name, other.get(name, math.nan)) for parts, other in zip(each, absent, strict=True)]
+        for name in names
+    }
 
 
 def _kind_of(error: BaseException) -> str:

@@ -124,7 +124,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     return RerunPlan(run=run, checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
-def retake(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
+def rerun(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
     """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
 
     Each is taken with the settings that the run had at that step.

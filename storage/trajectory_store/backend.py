@@ -327,7 +327,8 @@ class Segment(ABC):
 
     def is_accepted(self, gap: Gap) -> bool:
         """Return whether the owner of the store has accepted the loss of a commit's rows."""
-        return gap.first < gap.end and any(first <= gap.first and gap.end - 1 <= last for first, last in self.accepted)
+        end = max(gap.end, gap.first + 1)
+        return any(first <= gap.first and end - 1 <= last for first, last in self.accepted)
 
     def is_damage(self, gap: Gap) -> bool:
         """Return whether rows are missing that somebody was promised, and whose loss nobody has accepted."""

@@ -225,6 +225,7 @@ class ColumnReader:
         ids, runs = catalog.newest(most)
         return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs))
 
+    @contained
     def fetch(self, columns: Iterable[Column]) -> None:
         """If columns have to be fetched, request all of them together instead of one after another."""
         medium, catalog = self._catalog.medium, self._catalog
@@ -260,6 +261,12 @@ class ColumnReader:
             CorruptionError: some do not match; it names the rows and the segment.
         """
         catalog, places = self._catalog, [self._base]
+        lost = [column.name for column in columns if column.optional] if catalog.lost_updates else []
+        if lost and len(self.ids):
+            raise CorruptionError(
+                f"{catalog.medium.where}: the newest values of {', '.join(lost)} cannot be read: they may be in "
+                f"{catalog.lost_updates}, which cannot be opened. Run verify(), and put it back from a copy."
+            )
         if catalog.updates:
             updates = [u for u in catalog.updates.values() if any(c.name in u.schema for c in columns)]
             catalog.check([(update, slice(0, update.rows)) for update in updates])

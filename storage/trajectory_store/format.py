@@ -244,9 +244,14 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
     return cast("dict[str, Any]", attributes)
 
 
-def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str) -> dict[str, Any]:
-    """Return the attributes of the first copy that matches its checksum; raise for the first copy if none does."""
+def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str, salt: int | None = None) -> dict[str, Any]:
+    """Return the attributes of the first copy that matches its checksum, and the salt if that is known.
+
+    Raises:
+        StoreError: no copy matches its checksum; the error is that of the first.
+    """
     first: StoreError | None = None
+    other: dict[str, Any] | None = None
     for raw in copies:
         try:
             if raw is None:
@@ -254,9 +259,13 @@ def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str) -> 
             attributes = read_attributes(raw, where, role)
             if attributes != with_crc({k: v for k, v in attributes.items() if k != "crc"}):
                 raise CorruptionError(f"{where} is damaged: its attributes do not match their checksum.")
-            return attributes
+            if salt is None or attributes.get("salt") == salt:
+                return attributes
+            other = other or attributes
         except StoreError as error:
             first = first or error
+    if other is not None:
+        return other
     raise first or CorruptionError(f"{where} is missing.")
 
 

@@ -61,7 +61,7 @@ class LocalSegment(Segment):
 
     def __init__(self, folder: Path, entry: Entry, io: Io) -> None:
         fs.check_folder(folder)
-        meta = read_meta(folder)
+        meta = read_meta(folder, entry.salt)
         super().__init__(entry, meta)
         self.folder = folder
         self.meta_crc = crc32c(group_json(with_crc(meta.to_attributes())))
@@ -294,9 +294,9 @@ class LocalSegment(Segment):
     @property
     def is_checked(self) -> bool:
         """Whether no row is left to compare, and no update is damaged."""
-        return not self.rows or (
-            self._clean and len(self._sound) == self.rows and not (self.gaps and self.meta.kind == "update")
-        )
+        if self.meta.kind == "update" and self.gaps:
+            return False
+        return not self.rows or (self._clean and len(self._sound) == self.rows)
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
@@ -524,8 +524,8 @@ def _expected_metadata(segment: LocalSegment) -> list[tuple[Path, bytes]]:
     return out
 
 
-def read_meta(folder: Path) -> SegmentMeta:
-    """Read the metadata of a segment, or the copy of it beside the commits."""
+def read_meta(folder: Path, salt: int | None = None) -> SegmentMeta:
+    """Read the metadata of a segment, or the copy of it beside the commits: that with the salt, if that is known."""
     copies: list[bytes | None] = []
     for path in (folder / KEY, folder / COMMITS / KEY):
         try:
@@ -534,7 +534,7 @@ def read_meta(folder: Path) -> SegmentMeta:
             copies.append(None)
     if copies == [None, None]:
         raise FileNotFoundError(errno.ENOENT, "no such file", str(folder / KEY))
-    attributes = read_whole(copies, folder / KEY, "segment")
+    attributes = read_whole(copies, folder / KEY, "segment", salt)
     return SegmentMeta.from_attributes(attributes, str(folder))
 
 

@@ -314,7 +314,8 @@ class StoreReads:
             ids: `[B]` ids, in any order, repeated or not.
             columns: names; None for all.
             checked: compare the commits of these rows, and of their later values, with their checksums before. Each
-                is compared once per process and state of its files, so this costs next to nothing from then on.
+                is compared once per process and state of its files, so this costs next to nothing from then on; whether
+                files have changed is asked now and then, and by `refresh`.
 
         Returns:
             Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.

@@ -228,11 +228,14 @@ def _scores(rows: Sequence[Any], lengths: Int64s) -> npt.NDArray[np.float64] | N
     if not all(isinstance(row, list) for row in filled) or [len(row) for row in filled] != sizes:
         return None
     items = array("d")
-    try:
-        for row in filled:
-            items.fromlist(row if None not in row else [math.nan if item is None else item for item in row])
-    except TypeError:
-        return None
+    for row in filled:
+        try:
+            items.fromlist(row)
+        except TypeError:  # and nothing of the row was taken
+            try:
+                items.fromlist([math.nan if item is None else item for item in row])
+            except TypeError:
+                return None
     return np.array(items, np.float64)
 
 

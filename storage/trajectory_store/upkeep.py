@@ -306,8 +306,8 @@ def accept_losses(catalog: Catalog, ids: Int64Array | None = None) -> int:
     for segment in (*catalog.segments.values(), *catalog.updates.values()):
         for gap in segment.gaps:
             named = ids is None or np.isin(segment.gap_ids(gap), ids).any()
-            if named and segment.is_damage(gap) and gap.end > gap.first:
-                lost.setdefault(segment.ordinal, set()).add((gap.first, gap.end - 1))
+            if named and segment.is_damage(gap):  # of a commit whose rows are not known, the row that it begins with
+                lost.setdefault(segment.ordinal, set()).add((gap.first, max(gap.first, gap.end - 1)))
 
     def step(state: State) -> State | None:
         entries = tuple(

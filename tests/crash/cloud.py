@@ -37,7 +37,7 @@ from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from tests.crash._s3 import serve
 from tests.crash.kills import tiny
 from tests.rlhf_pipeline.small import collect, learn
@@ -204,7 +204,7 @@ def problems(world: World, straight: Path | None) -> Iterator[str]:
             yield "the weights differ from those of the undisturbed run"
         return
     plan = plan_rerun(world.place, from_step=1)
-    for step in retake(pipeline, plan, seed=0, device="cpu"):
+    for step in rerun(pipeline, plan, seed=0, device="cpu"):
         if not step.ok:
             yield f"step {step.step}, taken again as the ledger says: {step}"
 

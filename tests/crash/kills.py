@@ -55,7 +55,7 @@ from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.events import Event, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
@@ -579,7 +579,7 @@ def one_of_several(run_dir: Path) -> Iterator[str]:
             yield f"step {row['step']} learned from {row['row_ids']}"
     first = min(int(path.name[5:]) for path in folder.checkpoints.iterdir() if path.name.startswith("step-"))
     if first < steps:
-        for one in retake(SWEPT, plan_rerun(run_dir, from_step=first + 1), seed=0, device="cpu"):
+        for one in rerun(SWEPT, plan_rerun(run_dir, from_step=first + 1), seed=0, device="cpu"):
             if not (one.ok and one.same_bits):
                 yield f"step {one.step}, taken again: {one}"
 

@@ -36,6 +36,7 @@ from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
+from tests.damage import damage, used
 from tests.rlhf_pipeline.small import changed, collect, learn, offline, tiny, weights
 from trajectory_store import StoreError
 
@@ -89,7 +90,7 @@ def several(_: Path) -> Pipeline:
 def replay(folder: Path) -> Pipeline:
     """A run over the store of another one."""
     if not (folder / "source").exists():
-        run(tiny(learn__steps="3"), run_dir=folder / "source")
+        assert not lived(lambda: go("source", tiny(), folder / "source", 3), folder / "said")
     return offline(folder / "source" / "store", learn__checkpoint_every="2")
 
 
@@ -150,6 +151,7 @@ def lived(act: Callable[[], None], said: Path) -> int:
         os.dup2(out, 2)
         sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 - a test runner has put its own there
         warnings.simplefilter("ignore")
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler would wait for Python, which may hang
         signal.alarm(_PATIENCE_S)
         code = 1
         try:
@@ -186,24 +188,6 @@ def files_of(folder: Path) -> list[Path]:
         and not path.name.endswith(_LEFT_OUT)
         and "processes" not in path.parts
     ]
-
-
-def damage(path: Path, kind: str, rng: random.Random, other: Path) -> bool:
-    """Damage a file; return False if there is no such damage."""
-    raw = path.read_bytes()
-    end = len(raw.rstrip(b"\0")) or len(raw)  # sparse files hold nothing after that
-    if kind == "flip":
-        at = rng.randrange(end)
-        path.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :])
-    elif kind == "cut":
-        path.write_bytes(raw[: rng.randrange(end)])
-    elif kind == "missing":
-        path.unlink()
-    else:
-        if not other.is_file() or other.read_bytes() == raw:
-            return False
-        shutil.copyfile(other, path)
-    return True
 
 
 def figures(folder: Path) -> list[dict[str, object]]:
@@ -249,7 +233,7 @@ def sweep(name: str, *, count: int | None, kinds: tuple[str, ...] = KINDS, seed:
             run_dir = folder / "run"
             shutil.rmtree(run_dir, ignore_errors=True)
             shutil.copytree(base, run_dir)
-            if not damage(run_dir / path, kind, rng, other / path):
+            if not damage(run_dir / path, kind, rng, other / path, within=used(run_dir / path)):
                 continue
             code = lived(functools.partial(go, name, pipeline, run_dir, STEPS), folder / "said")
             said = (folder / "said").read_text(errors="replace")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.crash._play import play
 
 
 @pytest.mark.crash
@@ -21,17 +16,5 @@ def test_forty_seconds_of_trouble(tmp_path, effects):
 
     Of conversations with effects outside, on frozen lakes, none that was stored is begun again.
     """
-    shown = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "tests" / "crash" / "soak.py")),
-            *("--minutes", "0.9", "--seed", "7", "--quiet-steps", "0", "--no-goal", "--out", str(tmp_path / "run")),
-            *(["--effects"] if effects else []),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "all met" in shown.stdout
+    quick = ["--minutes", "0.9", "--seed", "7", "--quiet-steps", "0", "--no-goal", "--out", str(tmp_path / "run")]
+    assert "all met" in play("soak", *quick, *(["--effects"] if effects else []))

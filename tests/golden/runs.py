@@ -38,7 +38,7 @@ from rlhf_pipeline import (
     override,
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import collect, learn, sums_collector, talker
@@ -332,7 +332,7 @@ def two_collectors(folder: Path) -> Digest:
     learn(pipeline, run_dir=run_dir)
     for process in collectors:
         process.join(120)
-    taken = list(retake(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
+    taken = list(rerun(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
     names = {"prompt", "group_id", "num_prompt_tokens", "trajectory_id"}
     learned = {i for row in rows_of(run_dir / "ledger.jsonl") for i in row["trajectory_ids"]}
     with TrajectoryStore.open(run_dir / "store") as store:

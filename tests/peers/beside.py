@@ -5,7 +5,7 @@
     python tests/peers/beside.py openrlhf==0.11.2 --without flash-attn
 
 The environment is of the Python that runs this; `--without` leaves out what has no wheel for this machine, and what
-follows `--` is given to pip. The table stands in docs/release.md.
+follows `--pip` is for pip, such as another build of torch. The table stands in docs/release.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer")
     parser.add_argument("--without")
-    parser.add_argument("pip", nargs="*")
+    parser.add_argument("--pip", nargs=argparse.REMAINDER, default=[])
     given = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
@@ -66,6 +66,7 @@ def main() -> None:
         venv.create(folder / "env", with_pip=True)
         python, store = str(folder / "env" / "bin" / "python"), str(folder / "store")
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-q", "-U", "pip"], check=True)  # an old one resolves for half an hour
         if given.without is None:
             subprocess.run([*pip, "install", "-q", str(STORAGE), given.peer, *given.pip], check=True)
         else:

@@ -307,16 +307,17 @@ def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_pat
     two.update(ids, priority=1.0)
     with TrajectoryStore.open(path) as reader:
         assert reader.read_scalars("priority").tolist() == [1.0]
-        look, late = Catalog._read_commits, [TrajectoryStore.open(path, "a")]
+        medium = Memmap if backend == "memmap" else ObjectMedium
+        look, late = medium.refresh, [TrajectoryStore.open(path, "a")]
 
-        def look_later(self, segments=None):
-            if self is reader._catalog and late:
+        def look_later(self, segments):
+            if late:
                 ids.extend(late.pop().append(rows([1])))
                 two.refresh()
                 two.update(ids[-1:], priority=77.0)
             look(self, segments)
 
-        monkeypatch.setattr(Catalog, "_read_commits", look_later)
+        monkeypatch.setattr(medium, "refresh", look_later)
         reader.refresh()
         assert not late
         assert reader.read_scalars("priority").tolist()[0] == 1.0

@@ -167,6 +167,27 @@ def test_calls_of_nemo_gym(tmp_path: Path):
     assert np.array_equal(found["task_reward"], [0.5, NAN], equal_nan=True)
 
 
+def test_calls_of_nemo_gym_are_looked_at_once(tmp_path: Path):
+    """What a call costs does not grow with the calls before, and two processes see each other's."""
+
+    class Counted(set[int]):
+        asked = 0
+
+        def __contains__(self, row: object) -> bool:
+            Counted.asked += 1
+            return super().__contains__(row)
+
+    one, other = (nemo_gym.StoreCapture(tmp_path / "store", durability="process") for _ in range(2))
+    one._seen = Counted()
+    for number in range(40):
+        for sink, rollout in ((one, "r"), (other, "s")):
+            asyncio.run(sink.put(peers.Entry(rollout, str(number), [1], [2], [-1.0])))
+    assert Counted.asked <= 40 * 3
+    for sink in (one, other):
+        assert [len(sink._of(rollout)) for rollout in ("r", "s")] == [40, 40]
+        asyncio.run(sink.close())
+
+
 def test_the_queue_of_async_grpo(recorder: TrajectoryRecorder):
     """What the trainer takes is recorded with its group, version and advantage; its reward is not known."""
     inner: SimpleQueue[Any] = SimpleQueue()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zarr
 
+from tests.damage import flip
 from trajectory_store import TrajectoryStore
 
 from ._folders import everything, files, in_memory, make, outcome
@@ -73,10 +74,10 @@ def differs(before, after):
 def test_a_flipped_bit_is_reported_or_changes_nothing(backend):
     """Rows, updates, what upkeep made of them, and every file beside: our readers and plain zarr-python."""
     with tempfile.TemporaryDirectory(prefix="flips-", dir=in_memory()) as folder:
-        flip(Path(folder), backend)
+        sweep(Path(folder), backend)
 
 
-def flip(tmp_path, backend):
+def sweep(tmp_path, backend):
     """Flip bits, one at a time, each in a copy."""
     path = make(tmp_path / "s", backend, sessions=7, compact_after=4)
     with TrajectoryStore.open(path) as store:
@@ -96,9 +97,7 @@ def flip(tmp_path, backend):
         bit = rng.randrange(8)
         what = f"{file}: byte {at} of {len(data)}, bit {bit}"
         copy = shutil.copytree(path, tmp_path / "copy")
-        with open(copy / file, "r+b") as opened:
-            opened.seek(at)
-            opened.write(bytes([data[at] ^ (1 << bit)]))
+        flip(copy / file, at, bit)
         answer = outcome(copy, wanted, what)
         said[answer] += 1
         if answer == "intact":

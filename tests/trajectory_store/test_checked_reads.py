@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, CorruptionError, TrajectoryStore
+from tests.damage import flip
+from trajectory_store import Column, CorruptionError, TrajectoryStore, catalog
+from trajectory_store.local_segment import LocalSegment
 
 SCHEMA = [Column("tag", "int64"), Column("x", "int32", ragged=True), Column("score", "float32", mutable=True)]
 FILES = {  # of a store of memmap, by what the bit is flipped in
@@ -36,14 +38,6 @@ def make(path: Path, length: int = 4, backend: str = "memmap", *, merged: bool =
     return ids
 
 
-def flip(file: Path, at: int = 20) -> bytes:
-    """Flip a bit of a file in place; return what was there. Times of files have a resolution of some milliseconds."""
-    raw = file.read_bytes()
-    time.sleep(0.02)
-    file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
-    return raw
-
-
 @LOADED
 @pytest.mark.parametrize("where", list(FILES))
 def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, length):
@@ -55,7 +49,9 @@ def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, 
         warnings.simplefilter("ignore")
         before = TrajectoryStore.open(tmp_path / "s")
         right = before.read(every, checked=True)
-        raw = flip(file)
+        time.sleep(0.02)  # times of files have a resolution of some milliseconds
+        raw = flip(file, 20)
+        before.refresh()  # by itself it looks at the files now and then
         name = file.relative_to(tmp_path / "s").parts[0]
         for store in (before, TrajectoryStore.open(tmp_path / "s")):
             for read in (store.read, store.read_padded, store.read_batch):
@@ -68,6 +64,26 @@ def test_a_flipped_bit_is_an_error_that_names_rows_and_segment(tmp_path, where, 
         after = before.read(every, checked=True)
     for name in right:
         np.testing.assert_array_equal(np.stack(after[name]), np.stack(right[name]))
+
+
+def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
+    """A file that changes under an open reader is compared again without a refresh, and few reads ask."""
+    ids = np.concatenate(make(tmp_path / "s"))
+    time.sleep(0.06)
+    store, asked = TrajectoryStore.open(tmp_path / "s"), []
+    has_changed = LocalSegment.has_changed
+    monkeypatch.setattr(LocalSegment, "has_changed", lambda self: asked.append(1) or has_changed(self))
+    monkeypatch.setattr(catalog, "LEAST_LOOK_S", 1000.0)
+    for _ in range(30):
+        store.read(ids, checked=True)
+    assert len(asked) == 3, "segments, looked at once"
+    monkeypatch.setattr(catalog, "LEAST_LOOK_S", 0.01)
+    store.refresh()
+    store.read(ids, checked=True)
+    time.sleep(0.02)
+    flip(next((tmp_path / "s").glob(FILES["scalar"])), 20)
+    with pytest.raises(CorruptionError):
+        store.read(ids, checked=True)
 
 
 def test_each_commit_is_compared_once(tmp_path):
@@ -104,6 +120,7 @@ def test_a_damaged_update_in_an_object_is_an_error_where_it_matters(tmp_path, me
     """Without `checked` an update that is damaged does not count, and the row's own value does."""
     ids = make(tmp_path / "s", backend="zarr", merged=merged)
     (file,) = (tmp_path / "s").glob("seg-00000004-merged/score/c/0" if merged else "seg-00000002/00000000.zip")
+    time.sleep(0.02)
     flip(file, 70)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from trajectory_store import Column, TrajectoryStore
-from trajectory_store.local_backend import LocalWriter
+from trajectory_store import Column, TrajectoryStore, fs
+from trajectory_store.format import RECORD_SIZE
 
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
@@ -55,16 +55,18 @@ def test_a_commit_at_the_moment_of_the_end_counts_once(tmp_path, monkeypatch, mo
     """The other process ends the segment right before, or right after, a record is written: the rows are there once."""
     store = TrajectoryStore.create(tmp_path / "s", [Column("tag", "int64")])
     ids = store.append({"tag": [1]})
-    put = LocalWriter._put_record
+    pwrite = fs.pwrite
 
-    def put_record(self, *arguments):
-        monkeypatch.setattr(LocalWriter, "_put_record", put)
-        calls = [lambda: other.fence(int(ids[0]) >> 32), lambda: put(self, *arguments)]
-        for call in calls if moment == "before" else reversed(calls):
+    def with_the_other(descriptor, content, offset):
+        calls = [lambda: pwrite(descriptor, content, offset)]
+        if len(content) == RECORD_SIZE:
+            monkeypatch.setattr(fs, "pwrite", pwrite)
+            calls.insert(0 if moment == "before" else 1, lambda: other.fence(int(ids[0]) >> 32))
+        for call in calls:
             call()
 
     with TrajectoryStore.open(tmp_path / "s", "a") as other:
-        monkeypatch.setattr(LocalWriter, "_put_record", put_record)
+        monkeypatch.setattr(fs, "pwrite", with_the_other)
         late = store.append({"tag": [2]})
         assert (int(late[0]) >> 32 == int(ids[0]) >> 32) == (moment == "after")
         store.append({"tag": [3]})

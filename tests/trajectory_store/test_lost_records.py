@@ -163,6 +163,104 @@ def test_a_damaged_array_costs_the_rows_that_it_holds(tmp_path, backend, array, 
 
 
 @BACKENDS
+@pytest.mark.parametrize("array", ["row_time", "row_id", "later", "target"])
+@pytest.mark.parametrize("how", ["flipped", "missing"])
+def test_a_damaged_array_of_updates_costs_later_values_only(tmp_path, backend, array, how):
+    """Other columns are read, and so are rows without such a value; read checked, those with one are refused."""
+    path = tmp_path / "s"
+    make(path, backend)
+    segment = next(path.glob("seg-*-merged/target")).parent
+    file = segment / array / "c/0"
+    raw = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(raw[:5] + bytes([raw[5] ^ 64]) + raw[6:])
+    with TrajectoryStore.open(path) as store:
+        ids = store.ids()
+        assert store.read(ids, ["tag", "x"], checked=True)["tag"].tolist() == [k for k in range(4) for _ in range(25)]
+        later, others = ids[::25], np.setdiff1d(ids, ids[::25])
+        assert store.read(others)["tag"].tolist() == [k for k in range(4) for _ in range(24)]
+        if array != "target":  # of which it is not known whose values they were
+            assert store.read(others, checked=True)["later"].tolist() == [0] * len(others)
+        for row in later:
+            with pytest.raises(CorruptionError, match=segment.name):
+                store.read([row], ["later"], checked=True)
+        file.write_bytes(raw)
+        store.refresh()
+        assert store.read(ids, checked=True)["later"].tolist() == [9, *[0] * 24] * 4
+
+
+@BACKENDS
+def test_checked_reads_know_of_updates_that_cannot_be_opened(tmp_path, backend):
+    """They may be for any row, so no later value is taken for the newest; one of two copies of metadata is enough."""
+    for name in ("s", "other"):
+        make(tmp_path / name, backend)
+    segment = next((tmp_path / "s").glob("seg-*-merged/target")).parent
+    file = segment / "zarr.json"
+    copy = next(path for path in (segment / "commits/zarr.json", segment / "zarr.copy") if path.exists())
+    kept = {path: path.read_bytes() for path in (file, copy)}
+    shutil.copyfile(tmp_path / "other" / file.relative_to(tmp_path / "s"), file)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        assert store.read(store.ids()[:1], ["later"], checked=True)["later"].tolist() == [9]
+        assert not store.verify().ok
+    for path in kept:
+        path.write_bytes(b"?")
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        ids = store.ids()
+        assert store.read(ids, ["tag"], checked=True)["tag"].tolist() == [k for k in range(4) for _ in range(25)]
+        with pytest.raises(CorruptionError, match=f"{segment.name}, which cannot be opened"):
+            store.read(ids[1:2], ["later"], checked=True)
+        for path, raw in kept.items():
+            path.write_bytes(raw)
+        store.refresh()
+        assert store.read(ids, checked=True)["later"].tolist() == [9, *[0] * 24] * 4
+
+
+@BACKENDS
+def test_the_last_commits_of_a_killed_writer_are_no_loss_by_a_guess(tmp_path, backend):
+    """Their records are damaged: a writer that opens does not end the segment in their place."""
+    path = tmp_path / "s"
+    TrajectoryStore.create(path, SCHEMA, backend=backend).close()
+    pid = os.fork()
+    if not pid:
+        store = TrajectoryStore.open(path, "a")
+        ids = np.concatenate([store.append({"tag": [k], "x": [[k]]}) for k in range(3)])
+        for k in range(3):
+            store.update(ids, later=k + 1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    kept = {}
+    for segment in path.glob("seg-*"):
+        file = segment / ("commits/c/0/0" if backend == "memmap" else "00000002.zip")
+        at = 2 * 64 + 40 if backend == "memmap" else len(file.read_bytes()) // 2
+        raw = kept[file] = file.read_bytes()
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    for mode in ("r", "a", "a", "r"):
+        with TrajectoryStore.open(path, mode) as store:
+            if mode == "a":
+                store.compact()
+            assert store.ids().tolist() == [0, 1]
+            report = store.verify()
+            assert not report.ok
+            assert len({segment.name for segment in path.glob("seg-*") if segment.name in str(report)}) == 2, report
+            with pytest.raises(CorruptionError, match="seg-"):
+                store.read([0], ["later"], checked=True)
+    for file, raw in kept.items():
+        file.write_bytes(raw)
+    with TrajectoryStore.open(path) as store:
+        assert store.verify().ok
+        assert store.read(store.ids(), checked=True)["later"].tolist() == [3, 3, 3]
+    for file, raw in kept.items():
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    with TrajectoryStore.open(path, "a") as store:
+        assert store.accept_losses() == 2
+        assert store.verify().ok
+        assert store.ids().tolist() == [0, 1]
+        assert store.read(store.ids(), ["later"], checked=True)["later"].tolist() == [2, 2]
+
+
+@BACKENDS
 def test_a_closed_segment_that_was_rolled_back_is_named(tmp_path, backend):
     """The catalog knows how many rows it had."""
     path = tmp_path / "s"
@@ -188,6 +286,28 @@ def test_the_column_of_another_store_under_closed_rows_is_named_by_a_checked_rea
     shutil.copyfile(tmp_path / "other/seg-00000000/tag/c/0", tmp_path / "s/seg-00000000/tag/c/0")
     with TrajectoryStore.open(tmp_path / "s") as store, pytest.raises(CorruptionError, match="seg-00000000"):
         store.read(np.asarray(ids), ["tag"], checked=True)
+
+
+def test_the_commit_of_another_store_is_never_read(tmp_path):
+    """Within a block of commits that the last of them records, too; and its targets are not those of an update."""
+    stores = [tmp_path / "s", tmp_path / "other"]
+    for at, path in enumerate(stores):
+        TrajectoryStore.create(path, SCHEMA, backend="zarr").close()
+        with TrajectoryStore.open(path, "a") as store:
+            ids = np.concatenate([store.append({"tag": [k + 100 * at], "x": [[k]]}) for k in range(70)])
+            for k in range(2):
+                store.update(ids[10 * at :][:2], later=k + 1)
+    files = [f"{name}/0000000{seq}.zip" for name, seq in (("seg-00000000", 5), ("seg-00000002", 1))]
+    for file in files:
+        shutil.copyfile(stores[1] / file, stores[0] / file)
+    with TrajectoryStore.open(stores[0]) as store:
+        with pytest.raises(CorruptionError, match="another commit"):
+            store.read([ids[5]], ["tag"])
+        for checked in (False, True):
+            assert store.read(ids[20:30], ["tag"], checked=checked)["tag"].tolist() == list(range(20, 30))
+        with pytest.raises(CorruptionError, match="another commit"):
+            store.read([ids[0]], ["later"], checked=True)
+        assert len(store.ids()) == 69
 
 
 @BACKENDS

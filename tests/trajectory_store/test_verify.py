@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.damage import flip
 from trajectory_store import (
     Column,
     CorruptionError,
@@ -28,15 +29,6 @@ def store_path(tmp_path):
         for i in range(6):
             store.append(example_rows(8, seed=i))
     return path
-
-
-def flip(file, byte, bit=0):
-    """Flip one bit of a file."""
-    with open(file, "r+b") as f:
-        f.seek(byte)
-        value = f.read(1)[0]
-        f.seek(byte)
-        f.write(bytes([value ^ (1 << bit)]))
 
 
 def used_bytes(path, segment, name):

@@ -360,14 +360,17 @@ def results(row: Fields) -> RawRollouts:
     """Verifiers 0.1 to 0.3: `results.jsonl` of `vf-eval --save-results`.
 
     Writer: `states_to_outputs` and `save_outputs` in `verifiers/utils/save_utils.py`. `example_id` names the prompt;
-    `prompt` and `completion` are messages; `error` is there where a rollout failed, whose `reward` is then 0;
-    `is_truncated`, `stop_condition`, `answer`, `metrics`.
+    `prompt` and `completion` are messages, null or an empty list where a rollout had none; `error` is there where it
+    failed, whose `reward` is then 0; `is_truncated`, `stop_condition`, `answer`, `metrics`.
     """
     values = row.row
     row.used |= {"example_id"}
+    if not values["prompt"]:
+        yield None  # it failed before there was one
+        return
     yield row.record(
         prompt="prompt",
-        completion="completion",
+        completion="completion" if values["completion"] != [] else Made("completion", ""),
         reward="reward",
         answer=Made("answer", values.get("answer")),
         finish_reason=Made("is_truncated", CUT if values.get("is_truncated") else None),

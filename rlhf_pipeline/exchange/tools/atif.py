@@ -35,7 +35,7 @@ def atif(row: Fields) -> RawRollouts:
     yield from _documents(row, row.row, _trial_of(row.path), {})
 
 
-def _documents(row: Fields, document: Row, trial: Row, parent: Row) -> RawRollouts:
+def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int = 0) -> RawRollouts:
     said = {**parent, **part_of(document, "extra"), **part_of(part_of(document, "extra"), "rl")}
     parts = _parts(as_list(document["steps"], "steps"))
     if parts and parts[-1]["one_turn"] and (after := as_ids(said.get("token_ids_after") or [], "token_ids_after")):
@@ -45,14 +45,16 @@ def _documents(row: Fields, document: Row, trial: Row, parent: Row) -> RawRollou
         if "log_probs" in made:
             made["log_probs"] = Made(made["log_probs"].how, [*made["log_probs"].value, *[None] * len(after)])
     for place, found in enumerate(parts):
-        yield _record(row, document, found, said, trial, place)
+        yield _record(row, document, found, said, trial, (place, depth))
     for other in document.get("subagent_trajectories") or ():
-        yield from _documents(row, other, trial, said)
+        yield from _documents(row, other, trial, said, depth + 1)
 
 
-def _record(row: Fields, document: Row, found: Row, said: Row, trial: Row, place: int) -> RawRollout:
+def _record(row: Fields, document: Row, found: Row, said: Row, trial: Row, where: tuple[int, int]) -> RawRollout:
     agent, failed = part_of(document, "agent"), part_of(trial, "exception_info").get("exception_type")
     task = said.get("group", said.get("group_id", trial.get("task_name")))
+    place, depth = where
+    compared = (task, agent.get("name"), *([depth] if depth else []))  # an agent that another called has another task
     if said.get("completion"):
         found["made"]["completion"] = Made("extra.completion", said["completion"])
     known = {"reward", "group", "version", "temperature", "advantage", "answer", "finish_reason", "failure_reason"}
@@ -67,7 +69,7 @@ def _record(row: Fields, document: Row, found: Row, said: Row, trial: Row, place
         policy_version=Made("extra.version", or_unknown(said.get("version", said.get("policy_version")))),
         finish_reason=Made("extra.finish_reason", said.get("finish_reason")),
         failure=Made("extra.failure_reason", as_failure(said.get("failure_reason", failed), "failure_reason")),
-        group=None if task is None else Made("extra.group or the trial's task", (task, agent.get("name"))),
+        group=None if task is None else Made("extra.group or the trial's task", compared),
         one_turn=found["one_turn"],
         meta={key: value for key, value in said.items() if key not in known}
         | {"agent": agent.get("name"), "session": document.get("session_id"), "part": place},

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -135,12 +136,16 @@ class StoreCapture:
     def _of(self, rollout: str) -> list[tuple[str, str, int]]:
         """Return the events of a rollout, those of other processes too."""
         self.store.refresh()
-        new = np.array([row for row in self.store.ids().tolist() if row not in self._seen], np.int64)
-        if len(new):
-            found = self.store.read(new, ["capture_kind", "rollout_id", "call_id"])
-            for row, kind, of, call in zip(new.tolist(), *found.values(), strict=True):
+        ids = self.store.ids()
+        new = list(itertools.takewhile(lambda row: row not in self._seen, map(int, ids[::-1])))[::-1]
+        if len(self._seen) + len(new) != len(ids):  # some are not the newest, or are evicted
+            self._seen.intersection_update(ids.tolist())
+            new = [row for row in ids.tolist() if row not in self._seen]
+        if new:
+            found = self.store.read(np.array(new), ["capture_kind", "rollout_id", "call_id"])
+            for row, kind, of, call in zip(new, *found.values(), strict=True):
                 self._events[of].append((kind, call, row))
-            self._seen.update(new.tolist())
+            self._seen.update(new)
         return list(self._events[rollout])
 
     def _payload(self, row: int) -> str:

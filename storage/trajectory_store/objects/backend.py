@@ -133,13 +133,15 @@ class ObjectMedium(Medium):
         return segment
 
     def _open(self, entry: Entry, raw: bytes | None) -> ObjectSegment:
-        meta, sealed = self._read_meta(entry.name, raw)
+        meta, sealed = self._read_meta(entry.name, raw, entry.salt)
         return ObjectSegment(self.bucket, self._cache, entry, meta, sealed)
 
-    def _read_meta(self, name: str, raw: bytes | None) -> tuple[SegmentMeta, Mapping[str, Any] | None]:
+    def _read_meta(
+        self, name: str, raw: bytes | None, salt: int | None = None
+    ) -> tuple[SegmentMeta, Mapping[str, Any] | None]:
         """Return the metadata of a segment from its zarr.json, or else from the copy of it."""
         copies = (self.bucket.get(key) if key else raw for key in (None, f"{name}/{COPY}"))
-        attributes = read_whole(copies, f"{name}/{KEY}", "segment")
+        attributes = read_whole(copies, f"{name}/{KEY}", "segment", salt)
         meta = SegmentMeta.from_attributes(attributes, name)
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:

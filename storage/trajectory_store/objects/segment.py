@@ -259,7 +259,7 @@ class ObjectSegment(Segment):
         key = self.key(seq)
         try:
             commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
-            if commit is None or (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt):
+            if commit is None or self._is_named(commit, seq):
                 return commit
             self.leave_out(seq, f"object {key} is another commit than its name says")
         except StoreError as error:
@@ -267,6 +267,10 @@ class ObjectSegment(Segment):
                 raise
             self.leave_out(seq, str(error).rstrip("."))
         return None
+
+    def _is_named(self, commit: Commit, seq: int) -> bool:
+        """Return whether an object holds the commit that its name says."""
+        return (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt)
 
     def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
         """Read something from the end of an object; request more of it where that is needed."""
@@ -316,8 +320,11 @@ class ObjectSegment(Segment):
         """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
         before = len(self.gaps)
         if self.meta.kind == "update" and self._compared < self.rows:
-            for name in self.specs:
-                self.raw(name)
+            try:
+                for name in self.specs:
+                    self.raw(name)
+            except CorruptionError:
+                self.find_damage(slice(0, self.rows), self.specs)
             self._compared = self.rows
         return len(self.gaps) > before
 
@@ -451,10 +458,10 @@ class ObjectSegment(Segment):
         try:
             self._file(name)
             missing = self._missing(name, rows)
-            if self.sealed is not None:
-                self._fetch_chunks(name, missing, self.sealed)
-            else:
+            if self.sealed is None:
                 self._fetch_commits(name, missing.tolist())
+            elif len(missing):
+                self._fetch_chunks(name, missing, self.sealed)
         except FileNotFoundError as error:
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
@@ -596,7 +603,10 @@ class ObjectSegment(Segment):
         key = self.key(seq)
 
         def read(tail: bytes, size: int) -> tuple[Places, Mapping[str, int]]:
-            return directory(tail, size, key), read_commit(tail, size, key, self.meta).crc
+            commit = read_commit(tail, size, key, self.meta)
+            if not self._is_named(commit, seq):
+                raise CorruptionError(f"object {key} is another commit than its name says.")
+            return directory(tail, size, key), commit.crc
 
         if raw is not None:
             return read(raw, len(raw))
@@ -618,7 +628,9 @@ class ObjectSegment(Segment):
         """Return the rows that a damaged update was for, or None if they are not known."""
         try:
             if self.sealed is not None:
-                return self.array(TARGET)[gap.first : gap.end]
+                chunks = range(gap.first // CHUNK, -(-gap.end // CHUNK))
+                found = [values for _, values in self.chunks(TARGET, chunks, self.sealed)]
+                return np.concatenate(found)[gap.first - chunks[0] * CHUNK :][: gap.end - gap.first]
             return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
         except (StoreError, FileNotFoundError, IndexError):
             return None

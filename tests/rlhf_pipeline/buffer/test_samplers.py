@@ -141,6 +141,17 @@ def test_recency_prefers_the_new(storage):
     assert (np.abs(draws - expected) < 5 * np.sqrt(expected) + 1).all()
 
 
+def test_weights_are_those_of_the_rows_that_may_be_drawn(storage):
+    """A limit takes rows out of the middle: the age of each that stays is its own."""
+    uses = np.arange(12) % 3 == 1
+    seen = view(storage, version=6, uses=uses.astype(np.int64))
+    sampler = RecencySampler(tau=2.0, max_uses=1)
+    allowed = sampler.eligible(seen)
+    assert allowed.tolist() == [0, 2, 3, 5, 6, 8, 9, 11]
+    ages = 6 - allowed // 2
+    np.testing.assert_allclose(sampler.log_weights(seen, allowed), -ages / 2.0)
+
+
 def test_groups_are_whole(storage, make_rows):
     """Never half a group; ragged groups count by their size."""
     storage.set(torch.tensor([12]), lazy_stack(make_rows([4], first_group=99)))
@@ -154,6 +165,17 @@ def test_groups_are_whole(storage, make_rows):
     assert pick(GroupSampler(order="fresh", group_size=1), storage, 4) == [12]
     assert pick(GroupSampler(group_size=7), storage, 4) == []
     assert len(pick(GroupSampler(), storage, 1, step=1)) >= 1
+
+
+def test_fresh_groups_come_in_the_order_in_which_they_were_completed(tmp_path, make_rows):
+    """One that began first and whose last member came last is the second."""
+    made = TrajectoryStorage(tmp_path / "mixed")
+    rows = make_rows([4] * 4)
+    for row, group in zip(rows, (7, 8, 8, 7), strict=True):
+        row["group_id"] = torch.tensor(group)
+    made.set(torch.arange(4), lazy_stack(rows))
+    assert pick(GroupSampler(order="fresh"), made, 4) == [1, 2, 0, 3]
+    made.close()
 
 
 @pytest.fixture

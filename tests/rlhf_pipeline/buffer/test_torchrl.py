@@ -462,19 +462,21 @@ def make_plain(folder):
     return folder / "plain"
 
 
-def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, noted, caplog, monkeypatch):
+def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, make_rows, caplog):
     """Once per key, with the argument that keeps it; parts of the tokens can be derived and are not reported."""
-    monkeypatch.setattr("rlhf_pipeline.buffer.storage._reported", set())
-    for row in noted:
+    rows = make_rows([4, 5])
+    for row in rows:  # keys of no other test: each is said once in a process
         row["tokens", "response"] = row["tokens", "full"][2:]
-        row["weights"] = torch.ones(len(row["tokens", "full"]))
+        row["next", "lost_score"], row["lost_note"] = torch.tensor(0.5), "a note"
+        row["lost_weights"] = torch.ones(len(row["tokens", "full"]))
     rb = TrajectoryReplayBuffer(storage=tmp_path / "store")
     with caplog.at_level("WARNING", "rlhf_pipeline"):
-        rb.extend(lazy_stack(noted))
+        for _ in range(2):
+            rb.extend(lazy_stack(rows))
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "extra={('next', 'score'): 'float32'}" in said
-    assert "extra={'note': 'str'}" in said
-    assert "extra=[Column('weights', 'float32', ragged=True)]" in said
+    assert said.count("extra={('next', 'lost_score'): 'float32'}") == 1
+    assert said.count("extra={'lost_note': 'str'}") == 1
+    assert said.count("extra=[Column('lost_weights', 'float32', ragged=True)]") == 1
     assert "response" not in said
     rb.storage.close()
 

@@ -177,6 +177,21 @@ def test_limits_of_a_trace_cut_it_off(tmp_path: Path, jsonl: Write, limit: str):
     assert columns(tmp_path / "store", "finish_reason") == [("stop",), ("turns" if limit == "max_turns" else "length",)]
 
 
+def test_results_of_verifiers_without_a_completion(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """Before 0.4: a prompt that was too long has an empty list and counts; what failed has none, maybe no prompt."""
+    row = {"example_id": 0, "prompt": [{"role": "user", "content": "2+2?"}], "answer": "4", "is_truncated": False}
+    rows = [row | {"completion": [{"role": "assistant", "content": "4"}], "reward": 1.0}]
+    rows.append(row | {"completion": [], "reward": 0.0, "is_truncated": True, "stop_condition": "prompt_too_long"})
+    failed = {"completion": None, "reward": 0.0, "error": {"error": "ModelError"}, "stop_condition": "has_error"}
+    rows += [row | failed, row | failed | {"prompt": None}]
+    for name, written in (("as_written", rows), ("backwards", rows[::-1])):
+        file = jsonl(written, f"{name}.jsonl")
+        report = import_files([file], tmp_path / name, tokenizer=chat_tokenizer)
+        assert (report.num_imported, report.files[0].num_left_out, report.num_groups) == (3, 1, 1)
+        found = sorted(columns(tmp_path / name, "failure_reason", "finish_reason", "reward_trusted"))
+        assert found == [("", "", True), ("", "length", True), ("tool_error", "", False)]
+
+
 def test_evaluations_of_slime_are_marked(tmp_path: Path):
     """Their file is `eval_N.pt` beside those of the training."""
     import torch
@@ -188,6 +203,27 @@ def test_evaluations_of_slime_are_marked(tmp_path: Path):
     import_files([tmp_path / "dump"], tmp_path / "store")
     found = columns(tmp_path / "store", "evaluation", "policy_version")
     assert found == [(False, 3), (False, 3), (True, 3), (True, 3)]
+
+
+def test_agents_that_an_agent_called_are_compared_with_each_other(tmp_path: Path, jsonl: Write):
+    """Not with the one that called them, whose name in ATIF may be theirs, too."""
+
+    def agent(prompt: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
+        metrics = {"prompt_token_ids": prompt, "completion_token_ids": tokens}
+        steps = [{"step_id": 1, "source": "user", "message": "q"}]
+        steps.append({"step_id": 2, "source": "agent", "message": "a", "llm_call_count": 1, "metrics": metrics})
+        return {"schema_version": "ATIF-v1.8", "agent": {"name": "terminus", "version": "2"}, "steps": steps, **more}
+
+    rows = [
+        agent([1], [3], extra={"reward": reward, "group": 1}, subagent_trajectories=[agent([5], [6])])
+        for reward in (1.0, 0.0)
+    ]
+    import_files([jsonl(rows, "x.atif.jsonl")], tmp_path / "store")
+    found = columns(tmp_path / "store", "group_id", "task_reward")
+    assert [reward for _, reward in found] == [1.0, 1.0, 0.0, 0.0]
+    (first, other, same, again) = [group for group, _ in found]
+    assert (first, other) == (same, again)
+    assert first != other
 
 
 # -- OpenRLHF ----------------------------------------------------------------------------------------------------------

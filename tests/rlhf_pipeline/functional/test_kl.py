@@ -51,3 +51,12 @@ def test_the_weighted_loss_has_the_gradient_of_the_kl_off_policy(estimator):
         assert bool((found - want).norm() > 0.05 * want.norm()) is far
         if not far:
             torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+def test_a_token_without_the_other_log_prob_has_no_term(estimator):
+    """Neither has one that the policy bans as well."""
+    log_probs, other = torch.tensor([-1.0, -math.inf, -1.0]), torch.tensor([math.nan, math.nan, -2.0])
+    term = kl_loss(log_probs, other, estimator)
+    assert term[:2].tolist() == [0.0, 0.0]
+    assert term[2] > 0

@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import UseCounts, sampler_of
 from rlhf_pipeline.run.ledger import Ledger
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import tiny, trajectory
@@ -152,7 +152,7 @@ def test_a_run_with_replay_resumes_and_is_taken_again_bit_for_bit(tmp_path, samp
     ]
     assert weights[0] == weights[1]
     plan = plan_rerun(straight, from_step=3)
-    assert all(one.ok for one in retake(pipeline, plan, seed=0, device="cpu"))
+    assert all(one.ok for one in rerun(pipeline, plan, seed=0, device="cpu"))
 
 
 @pytest.mark.parametrize(

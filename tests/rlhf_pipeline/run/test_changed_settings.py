@@ -23,7 +23,7 @@ from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.config_diff import carries_over, is_allowed
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder, Setup
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
 from rlhf_pipeline.settings import paths_of
 from tests.rlhf_pipeline.small import changed, newest, tiny, weights
@@ -375,7 +375,7 @@ def test_steps_of_a_changed_run_come_out_bit_for_bit(finished, tmp_path):
     copy = shutil.copytree(finished, tmp_path / "run")
     after = changed(BEFORE, learn__steps="4", learn__lr="3e-3", learn__weight_decay="0", loss__entropy_coeff="0")
     run(after, run_dir=copy, resume=True)
-    found = list(retake(after, plan_rerun(copy, from_step=1), seed=0, device="cpu"))
+    found = list(rerun(after, plan_rerun(copy, from_step=1), seed=0, device="cpu"))
     assert [one.same_bits for one in found] == [True] * 4
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from tests.damage import flip
 
 
 class Counter:
@@ -29,13 +30,6 @@ class Counter:
 
 def saved(folder: Path, *steps: int, keep: int = 9) -> list[Path]:
     return [save_checkpoint(folder, step, Counter(step), state={"note": step}, keep=keep) for step in steps]
-
-
-def flip(file: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
 
 
 def test_what_was_saved_comes_back_with_its_state(tmp_path):

@@ -15,15 +15,19 @@ from tensordict import TensorDict
 
 from rlhf_pipeline import (
     Collect,
+    Evaluate,
     Learn,
     MCAdvantage,
     Pipeline,
+    Prompt,
     Prompts,
     Replay,
     Reward,
     Sample,
+    Step,
     TinyPolicy,
     TrajectoryReplayBuffer,
+    Turn,
 )
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import TURN_REWARDS, TURNS, named_reward
@@ -179,3 +183,41 @@ def test_figures_of_a_stored_rollout_are_those_of_its_sampling(tmp_path: Path) -
     assert {f"{kind}_{name}" for name in names for kind in ("reward", "turn_reward")} <= {*storage.store.schema.names}
     assert names
     assert again.figures == pytest.approx(first.figures)
+
+
+class Lottery:
+    """Names its reward only where it is won, and its consolation only in later rollouts."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        self.number = int(prompt.meta["number"])
+        return "a="
+
+    def step(self, turn: Turn) -> Step:
+        won = turn.text[:1] in "0123456"
+        return Step(done=True, rewards={"right": 1.0} if won and self.number < 2 else {})
+
+
+def test_a_reward_that_a_conversation_was_not_given_is_zero(tmp_path: Path) -> None:
+    """Names that nobody declared: the mean is over all conversations, and 0 where nobody was given what others were."""
+
+    def source(begin: str) -> Prompts:
+        rows = [{"question": f"{begin}{n}=", "number": n} for n in range(4)]
+        return Prompts(rows=rows, answer_field=None, as_chat=False, shuffle=False)
+
+    asked = pipeline(
+        reward=None,
+        environment=Lottery,
+        prompts=source("a"),
+        collect=Collect(prompts_per_rollout=2, group_size=8, max_new_tokens=1),
+        evaluate=Evaluate(prompts=source("b"), num_prompts=4, group_size=4, every=2),
+    )
+    run(asked, run_dir=tmp_path / "run")
+    found = stored(tmp_path / "run")
+    assert found["reward_right"].tolist() == found["task_reward"].tolist()
+    assert 0 < found["task_reward"][:16].mean() < 1
+    assert found["task_reward"][16:].max() == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/right"] for line in lines] == [line["task_reward"] for line in lines]
+    evaluated = [line for line in lines if line.get("evaluation/reward") is not None]
+    assert evaluated
+    assert all(line["evaluation/reward/right"] == line["evaluation/reward"] for line in evaluated)

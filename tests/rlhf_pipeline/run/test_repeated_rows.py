@@ -5,7 +5,6 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rlhf_pipeline.errors import DataError
@@ -13,6 +12,7 @@ from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.damage import flip_value
 from tests.rlhf_pipeline.small import changed, tiny, weights
 from trajectory_store import TrajectoryStore
 
@@ -35,24 +35,10 @@ def copied(finished, tmp_path) -> Path:
     return folder
 
 
-def flip(store: Path, column: str, row: int) -> None:
-    """Flip a bit of a row's value, or of its last one if it has several."""
-    with TrajectoryStore.open(store) as opened:
-        ids = opened.ids()
-        before = int(opened.lengths(column, ids[: row + 1]).sum()) - 1 if opened.schema[column].ragged else row
-        dtype = np.dtype(opened.schema[column].dtype)
-    (file,) = store.glob(f"seg-*/{column}/c/0")
-    with file.open("r+b") as stream:
-        stream.seek(before * dtype.itemsize)
-        byte = stream.read(1)[0]
-        stream.seek(-1, 1)
-        stream.write(bytes([byte ^ 1]))
-
-
 @pytest.mark.parametrize("column", ["input_ids", "assistant_mask", "advantage", "policy_version", "trajectory_id"])
 def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column):
     """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
-    flip(copied / "store", column, 20)
+    flip_value(copied / "store", column, 20)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
     with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectories 16, .*seg-") as e:
         run(PIPELINE, run_dir=copied, resume=True)
@@ -63,7 +49,7 @@ def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column)
 
 def test_damage_in_rows_that_no_step_uses_again_stops_nothing(copied, finished):
     """A flip in the rows of step 1 does not reach the weights, which end as they were."""
-    flip(copied / "store", "input_ids", 4)
+    flip_value(copied / "store", "input_ids", 4)
     run(PIPELINE, run_dir=copied, resume=True)
     same = [(folder / "checkpoints/step-00000004/model.safetensors").read_bytes() for folder in (copied, finished)]
     assert same[0] == same[1]
@@ -102,7 +88,7 @@ def drawn(tmp_path_factory) -> Path:
 def test_a_row_of_before_the_checkpoint_is_not_drawn_unchecked(drawn, tmp_path, column):
     """Steps after a checkpoint draw older rows for the first time: a flip in one of them stops the resume by name."""
     folder = shutil.copytree(drawn, tmp_path / "run")
-    flip(folder / "store", column, 3)
+    flip_value(folder / "store", column, 3)
     longer = changed(DRAWN, learn__steps="6")
     with pytest.raises(DataError, match=r"step 5 would learn from .*trajectories 0, 1, .* cannot be read: seg-"):
         run(longer, run_dir=folder, resume=True)

@@ -20,9 +20,10 @@ from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.rerun import plan_rerun, retake
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
+from tests.damage import flip_value
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
 from tests.rlhf_pipeline.typed import begun, ended
 from trajectory_store import TrajectoryStore, copy_rows
@@ -89,7 +90,7 @@ def test_a_replay_scores_at_the_temperature_of_sampling(tmp_path):
     assert any("sampled at temperature 0.5, and are scored at it" in e.message for e in events if isinstance(e, Notice))
     assert weights(tmp_path / "again") == weights(tmp_path / "cold")
     plan = plan_rerun(tmp_path / "again", from_step=1)
-    assert all(step.ok and step.same_bits for step in retake(same, plan, seed=3, device="cpu"))
+    assert all(step.ok and step.same_bits for step in rerun(same, plan, seed=3, device="cpu"))
     mixed = dataclasses.replace(hot, replay=Replay(stores=stores))
     with pytest.raises(DataError, match=r"temperatures 0.5 and 1, .*--set replay.filters='temperature==1'"):
         run(mixed, run_dir=tmp_path / "mixed", seed=3)
@@ -385,24 +386,13 @@ def test_mistakes_are_answered(small_run, capsys, typed, words):
     assert not Path("runs/small-replay").exists()
 
 
-def flipped(store: Path, column: str, row: int) -> None:
-    """Flip a bit of a row's value, or of the first of several."""
-    with TrajectoryStore.open(store) as opened:
-        known = opened.schema[column]
-        at = int(opened.lengths(column, opened.ids()[:row]).sum()) if known.ragged else row
-    (file,) = store.glob(f"seg-*/{column}/c/0")
-    raw = bytearray(file.read_bytes())
-    raw[at * np.dtype(known.dtype).itemsize] ^= 1
-    file.write_bytes(raw)
-
-
 @pytest.mark.parametrize("column", ["advantage", "input_ids", "task_reward", "assistant_mask"])
 def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp_path, monkeypatch, capsys, column):
     """Replay, export and copy refuse it by name; with `--skip-damaged` its commit is left out, and counted."""
     monkeypatch.chdir(tmp_path)
     make_store(Path("whole"), groups=(4, 4, 4), seed=3)
     make_store(Path("store"), groups=(4, 4, 4), seed=3)
-    flipped(Path("store"), column, 5)  # of the second commit
+    flip_value(Path("store"), column, 5)  # of the second commit
     small = ["--set", "policy.hidden_size=16", "--set", "sample.batch_size=4", "--steps", "2"]
     commands = {
         "replay": ["replay", "store", "--definition", "copy_digits", *small, "--out"],

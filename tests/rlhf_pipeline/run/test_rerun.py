@@ -11,7 +11,7 @@ from rlhf_pipeline import Pipeline
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, MissingPathError
 from rlhf_pipeline.run.checkpoint import list_checkpoints
-from rlhf_pipeline.run.rerun import RepeatedSteps, plan_rerun, retake
+from rlhf_pipeline.run.rerun import RepeatedSteps, plan_rerun, rerun
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline import small
@@ -24,7 +24,7 @@ tiny = functools.partial(
 
 def again(pipeline: Pipeline, run_dir: Path, *, from_step: int, num_steps: int | None = None) -> list[RepeatedSteps]:
     plan = plan_rerun(run_dir, from_step=from_step, num_steps=num_steps)
-    return list(retake(pipeline, plan, seed=0, device="cpu"))
+    return list(rerun(pipeline, plan, seed=0, device="cpu"))
 
 
 @pytest.fixture(scope="module")
