@@ -597,6 +597,9 @@ class RunFolder:
             with TrajectoryStore.open(below(self.address, name)) as store:
                 if store.watermark < counted:
                     yield f"{name} has seen {store.watermark} {what}, and the run had stored {counted}"
+                elif name == filenames.ROLLOUTS and len(store.ids()) < store.watermark:  # which keeps every row
+                    for problem in store.verify().problems[:1]:  # none if a power loss took them
+                        yield f"{name} is damaged: {problem.rstrip('.')}"
         except StoreError as error:
             yield f"{name} cannot be read ({error})" if self._has(name) else f"there is no {name}"
 

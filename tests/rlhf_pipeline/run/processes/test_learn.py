@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -303,3 +304,13 @@ def test_trajectories_that_a_power_loss_took_are_missed(run):
     (said,) = [event.message for event in events if isinstance(event, Notice)]
     assert "rollout 2 had 12 trajectories, and 5 of them are not in the store" in said
     assert [len(row["row_ids"]) for row in run.ledger] == [12, 12, 7]
+
+
+def test_rollouts_that_their_store_does_not_serve_any_more_are_missed(run):
+    """A column of the rollouts is gone: one that waits would be passed over, so the learner stops by name."""
+    (file,) = run.rollouts.glob("seg-*/task_reward/c/0")
+    file.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the store says on opening which rows it does not serve
+        with pytest.raises(DataError, match=r"rollouts is damaged: seg-00000000: 3 rows are not served"):
+            learn(PIPELINE, run_dir=run.path)
