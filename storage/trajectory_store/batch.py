@@ -174,8 +174,9 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
     values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
     for name, given in data.items():
-        column, values[name] = schema.find(name), given
-        if column is None or not isinstance(given, (list, tuple)):
+        values[name] = given
+        column = schema.find(name) if isinstance(given, (list, tuple)) else None
+        if column is None:
             continue
         rows = cast("Sequence[Any]", given)
         if type(None) not in set(map(type, rows)):

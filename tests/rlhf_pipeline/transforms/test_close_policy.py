@@ -11,6 +11,7 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.config import WritePath
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.transforms.groups import MOST_LATE
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from tests.rlhf_pipeline.small import Clock
 
@@ -97,6 +98,19 @@ def test_stragglers_are_counted_and_left_out(make_rows, clock):
     assert transform.late_trajectories == 1
     assert transform.inv(lazy_stack(rows[3:])) is None
     assert transform.queued_groups == 1  # all four are accounted for: this one belongs to a new group of that name
+
+
+def test_of_many_early_groups_the_newest_are_remembered(make_rows, clock):
+    """Stragglers of the newest `MOST_LATE` groups are left out; the group that closed before them may begin again."""
+    rows = make_rows([4] * (MOST_LATE + 1), group_size=1)
+    transform = MCAdvantage(2, min_group_size=1, group_timeout_s=10.0, clock=clock)
+    assert transform.inv(lazy_stack(rows)) is None
+    clock.now += 10
+    assert transform.close_overdue() is not None
+    assert transform.inv(lazy_stack(rows[-1:])) is None
+    assert (transform.queued_groups, transform.late_trajectories) == (0, 1)
+    assert transform.inv(lazy_stack(rows[:1])) is None
+    assert (transform.queued_groups, transform.late_trajectories) == (1, 1)
 
 
 def test_prompts_as_identity_have_no_stragglers(make_rows, clock):

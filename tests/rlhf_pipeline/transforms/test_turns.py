@@ -28,6 +28,7 @@ from rlhf_pipeline.buffer.trajectory_schema import TURN_FIGURES, TURNS, trajecto
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError
 from rlhf_pipeline.run.start import run
+from rlhf_pipeline.transforms.groups import MemberScores, graded_groups
 from tests.rlhf_pipeline.functional.test_advantage import turns_by_the_formula
 from tests.rlhf_pipeline.small import sums_collector, talker
 from trajectory_store import TrajectoryStore
@@ -81,6 +82,21 @@ def test_hand_computed_turns_in_memory():
     for row, want in zip(out.unbind(0), WANT, strict=True):
         assert row["turn_advantages"].tolist() == pytest.approx(want, abs=1e-6)
         assert float(row["advantage"].reshape(-1)[-1]) == pytest.approx(max(want, key=abs), abs=1e-6)
+
+
+def test_a_member_that_failed_is_compared_up_to_its_last_turn():
+    """What an environment gave for the turn in which it failed counts for nobody, and nothing is learned from it."""
+    returns, none = torch.tensor([1.0, 1.0, math.nan], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    scores = MemberScores(returns, torch.full((3,), 4), returns, none)
+    graded = graded_groups(
+        scores, torch.zeros(3, dtype=torch.int64), "turn_grpo", None, turns=[[1.0, 0.0], [0.0, 1.0], [0.0, 9.0]]
+    )
+    first, second = math.sqrt(1 / 3), math.sqrt(1 / 2)  # 1, 0, 0 in the first turn; 0, 1 in the second, of two members
+    want = [[2 * first - second, -second], [second - first, second], [0.0, 0.0]]
+    assert graded.turns is not None
+    for turns, expected in zip(graded.turns, want, strict=True):
+        assert turns.tolist() == pytest.approx(expected, abs=1e-6)
+    assert graded.degenerate.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("apart", [False, True])
