@@ -25,18 +25,11 @@ _MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@as_ours()
-def encode_prompt(
-    tokenizer: Any | None,
-    prompt: str | Sequence[Message],
-    *,
-    as_chat: bool = True,
-    tools: Sequence[Any] | None = None,
-    template: Mapping[str, Any] | None = None,
-    whole: bool = False,
-) -> list[int]:
-    """Return the token ids that a completion continues."""
-    return text_codec.encode_prompt(tokenizer, prompt, as_chat=as_chat, tools=tools, template=template, whole=whole)
+# The store's package has the tokens, and errors of its own.
+encode_prompt = as_ours()(text_codec.encode_prompt)
+encode_text = as_ours()(text_codec.encode_text)
+decode_completion = as_ours()(text_codec.decode)
+_need_tokenizer = as_ours()(text_codec.need_tokenizer)
 
 
 def encode_any(
@@ -45,12 +38,6 @@ def encode_any(
     """Return the token ids of a prompt, of text or of messages; see `encode_prompt`."""
     what = prompt.text if prompt.messages is None else prompt.messages
     return encode_prompt(tokenizer, what, as_chat=as_chat, template=template)
-
-
-@as_ours()
-def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the token ids of a text, as they are."""
-    return text_codec.encode_text(tokenizer, text, **options)
 
 
 def known_text(tokenizer: Any, text: str) -> str:
@@ -77,19 +64,6 @@ def cut_text(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
         if num <= most:  # a text may have more tokens than its parts
             return cut, num
     return "", 0
-
-
-@as_ours()
-def decode_completion(
-    tokenizer: Any | None, token_ids: Sequence[int], *, keep_special: bool = False, end_token_ids: Collection[int] = ()
-) -> str:
-    """Return the text of a completion."""
-    return text_codec.decode(tokenizer, token_ids, keep_special=keep_special, end_token_ids=end_token_ids)
-
-
-@as_ours()
-def _need_tokenizer(tokenizer: Any | None) -> Any:
-    return text_codec.need_tokenizer(tokenizer)
 
 
 def decode_prompt(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
