@@ -80,7 +80,7 @@ def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "LEAST_LOOK_S", 0.01)
     store.refresh()
     store.read(ids, checked=True)
-    time.sleep(0.02)
+    time.sleep(0.2)  # three segments of some ten files are not asked again within 0.06 s
     flip(next((tmp_path / "s").glob(FILES["scalar"])), 20)
     with pytest.raises(CorruptionError):
         store.read(ids, checked=True)
