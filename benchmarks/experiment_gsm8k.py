@@ -2,7 +2,7 @@
 
     python benchmarks/experiment_gsm8k.py --runs FOLDER              # 100 steps; started again, it goes on where it was
     python benchmarks/experiment_gsm8k.py --runs FOLDER --steps 10
-    python benchmarks/experiment_gsm8k.py --runs FOLDER --only-read --save   # what there is so far, in results/
+    python benchmarks/experiment_gsm8k.py --runs FOLDER --only-read --save   # saves the figures so far in results/
 
 GRPO with the model's own chat template and two rewards: that the final number is right, and, at a tenth of it, that the
 answer ends with `####` and a number, as it was asked for. The last 200 questions of `train.jsonl` are held out and
