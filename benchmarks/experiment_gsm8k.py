@@ -3,6 +3,7 @@
     python benchmarks/experiment_gsm8k.py --runs FOLDER              # 100 steps; started again, it goes on where it was
     python benchmarks/experiment_gsm8k.py --runs FOLDER --steps 10
     python benchmarks/experiment_gsm8k.py --runs FOLDER --only-read --save   # saves the figures so far in results/
+    python benchmarks/experiment_gsm8k.py --markdown                 # the table of the committed results, and no more
 
 GRPO with the model's own chat template and two rewards: that the final number is right, and, at a tenth of it, that the
 answer ends with `####` and a number, as it was asked for. The last 200 questions of `train.jsonl` are held out and
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -39,7 +41,7 @@ from rlhf_pipeline import (
 
 DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "gsm8k"
 RESULTS = Path(__file__).with_name("results") / "experiment_gsm8k.json"
-HELD_OUT = 200
+HELD_OUT, SEED = 200, 0
 ASKED = "Solve the problem step by step. End with #### and the number."
 
 
@@ -81,7 +83,8 @@ def command_of(runs: Path, steps: int) -> list[str]:
             file.write_text("".join(part), encoding="utf-8")
         sets += ["--set", f"{field}prompts.path={file.resolve()}"]
     resume = ["--resume"] if (run / "config.json").exists() else []
-    words = ["run", f"{Path(__file__).resolve()}:gsm8k_smollm2", "--out", str(run), "--steps", str(steps), *sets]
+    words = ["run", f"{Path(__file__).resolve()}:gsm8k_smollm2", "--out", str(run), "--seed", str(SEED)]
+    words += ["--steps", str(steps), *sets]
     return [sys.executable, "-m", "rlhf_pipeline", *words, *resume]
 
 
@@ -95,7 +98,9 @@ def found_by(run: Path) -> dict[str, Any]:
     names = ("evaluation/reward/answer", "evaluation/reward/format", "evaluation/cut_off")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "load": round(os.getloadavg()[0], 1),
+        "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
+        "seed": SEED,
+        "held-out questions": HELD_OUT,
         "steps": rows[-1]["step"],
         "median seconds of a rollout": round(statistics.median(row["rollout_s"] for row in rows), 1),
         "median seconds of an update": round(statistics.median(row["update_s"] for row in rows), 1),
@@ -107,14 +112,27 @@ def found_by(run: Path) -> dict[str, Any]:
     }
 
 
+def markdown(found: dict[str, Any]) -> list[str]:
+    """Return the table that benchmarks/README.md prints: what is right of the held-out questions, by step."""
+    lines = ["| step | final number right | form as asked | cut off |", "|---|---|---|---|"]
+    for step, values in found["held out"].items():
+        cells = (values["reward/answer"], values["reward/format"], values["cut_off"])
+        lines.append(f"| {step} | {' | '.join(f'{value:.3f}' for value in cells)} |")
+    return lines
+
+
 def main() -> None:
     """Run to the last step, and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where the run is")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only-read", action="store_true", help="run nothing")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the committed results")
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
     args = parser.parse_args()
+    if args.markdown:
+        print("\n".join(markdown(json.loads(RESULTS.read_text(encoding="utf-8")))))
+        return
     args.runs.mkdir(parents=True, exist_ok=True)
     if not args.only_read:
         subprocess.run(command_of(args.runs, args.steps), check=True)

@@ -10,23 +10,28 @@ held-out questions. The margin of a question that has both is
 of the completion's tokens given the question, per token or summed over the completion. The change of the margin is
 paired by question, with its standard error over questions; and `rising` is the share of questions whose margin rose.
 
-    python benchmarks/experiment_offline_gsm8k.py            five seeds: model, split and batches; some minutes
-    python benchmarks/experiment_offline_gsm8k.py --quick    one seed
+    python benchmarks/experiment_offline_gsm8k.py --keep FOLDER    # five seeds: model, split and batches; some minutes
+    python benchmarks/experiment_offline_gsm8k.py --keep FOLDER --save    # and writes results/
+    python benchmarks/experiment_offline_gsm8k.py --markdown    # the table of the committed results, and no more
+    python benchmarks/experiment_offline_gsm8k.py --quick       # one seed
     python benchmarks/experiment_offline_gsm8k.py --set loss.aggregation=sequence_mean --steps 100
 
-A control with the rewards of each question permuted among its solutions shows what the procedure gives by itself.
+A control with the rewards of each question permuted among its solutions shows what the procedure gives by itself. What
+is finished is a file in the folder of --keep, and is not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import logging
 import os
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+from experiment_replay import interval
 
 from rlhf_pipeline import CausalLMPolicy, TrajectoryStorage, definitions
 from rlhf_pipeline.exchange import import_files
@@ -43,6 +49,7 @@ from rlhf_pipeline.run.checkpoint import list_checkpoints
 from rlhf_pipeline.run.start import run
 
 DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "gsm8k"
+RESULTS = Path(__file__).with_name("results") / "experiment_offline_gsm8k.json"
 SETTINGS = (
     ("learn.lr", "3e-3"),
     ("learn.steps", "50"),
@@ -193,6 +200,52 @@ def experiment(folder: Path, *, seed: int, permute: bool, settings: tuple[tuple[
     return changes
 
 
+def kept(folder: Path | None, *, seed: int, permute: bool, settings: tuple[tuple[str, str], ...]) -> dict[str, Change]:
+    """Return what is in the folder of those that are finished; else find it out, and keep it there."""
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    file = folder and folder / f"seed{seed}-{'permuted' if permute else 'true'}-{digest}.json"
+    if file is not None and file.exists():
+        return {name: Change(**one) for name, one in json.loads(file.read_text(encoding="utf-8")).items()}
+    with tempfile.TemporaryDirectory() as work:
+        found = experiment(Path(work), seed=seed, permute=permute, settings=settings)
+    if file is not None:
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({name: dataclasses.asdict(one) for name, one in found.items()}) + "\n")
+        partial.replace(file)
+    return found
+
+
+def markdown(results: dict[str, Any]) -> list[str]:
+    """Return the table that benchmarks/README.md prints: means over the seeds with 95 % intervals."""
+    runs: dict[str, list[dict[str, Change]]] = {
+        grades: [{name: Change(**one) for name, one in seed.items()} for seed in seeds]
+        for grades, seeds in results["runs"].items()
+    }
+    lines = [
+        "| questions | grades | margin per token, nats | margin per sequence, nats | margin per token rose of |",
+        "|---|---|---|---|---|",
+    ]
+    for questions in ("held-out", "learned"):
+        changes = {
+            (grades, per): [seed[f"{questions}, per {per}"].change for seed in seeds]
+            for grades, seeds in runs.items()
+            for per in ("token", "sequence")
+        }
+        rows = {grades: [changes[grades, per] for per in ("token", "sequence")] for grades in runs}
+        if questions == "held-out":  # the learned ones have other grades
+            rows["true less permuted"] = [
+                [true - other for true, other in zip(changes["true", per], changes["permuted", per], strict=True)]
+                for per in ("token", "sequence")
+            ]
+        for grades, (token, sequence) in rows.items():
+            rising = ""
+            if grades in runs:
+                rising = f"{statistics.fmean(seed[f'{questions}, per token'].rising for seed in runs[grades]):.0%}"
+            cells = ("{:+.4f} ± {:.4f}".format(*interval(token)), "{:+.1f} ± {:.1f}".format(*interval(sequence)))
+            lines.append(f"| {questions} | {grades} | {cells[0]} | {cells[1]} | {rising} |")
+    return lines
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,7 +254,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", dest="more", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what is finished here, and use what is there")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the committed results")
+    parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
     args = parser.parse_args()
+    if args.markdown:
+        print("\n".join(markdown(json.loads(RESULTS.read_text(encoding="utf-8")))))
+        return
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     typed = [tuple(text.split("=", 1)) for text in args.more]
@@ -209,15 +270,14 @@ def main() -> None:
     print(", ".join(f"{name}={value}" for name, value in settings))
     names = f"{'seed':>4}  {'grades':<9} {'questions':<22} {'before':>9} {'after':>9} {'change':>9}"
     print(f"{names} {'s.e.':>7} {'t':>6} {'rising':>7}")
-    collected: dict[tuple[str, str], list[Change]] = {}
+    collected: dict[str, list[dict[str, Change]]] = {}
     for seed in range(1 if args.quick else args.seeds):
         for permute in (False,) if args.quick else (False, True):
             started = time.perf_counter()
-            with tempfile.TemporaryDirectory() as folder:
-                found = experiment(Path(folder), seed=seed, permute=permute, settings=settings)
+            found = kept(args.keep, seed=seed, permute=permute, settings=settings)
             grades = "permuted" if permute else "true"
+            collected.setdefault(grades, []).append(found)
             for name, item in found.items():
-                collected.setdefault((grades, name), []).append(item)
                 print(
                     f"{seed:>4}  {grades:<9} {name:<22} {item.before:>9.4f} {item.after:>9.4f} {item.change:>+9.4f} "
                     f"{item.error:>7.4f} {item.t:>+6.1f} {item.rising:>7.0%}",
@@ -225,19 +285,20 @@ def main() -> None:
                 )
             both = ", ".join(f"{found[f'{name}, per token'].questions} {name}" for name in ("held-out", "learned"))
             print(f"      questions with both kinds: {both}; {time.perf_counter() - started:.0f} s", flush=True)
-    if not args.quick:
-        print("over the seeds: mean change, its standard error, seeds in which it rose")
-        for (grades, name), items in collected.items():
-            _say(grades, name, [item.change for item in items])
-        for name in ("held-out, per token", "held-out, per sequence"):  # the learned ones have other grades
-            pairs = zip(collected["true", name], collected["permuted", name], strict=True)
-            _say("true - permuted", name, [true.change - permuted.change for true, permuted in pairs])
-
-
-def _say(grades: str, name: str, changes: Sequence[float]) -> None:
-    moved = np.asarray(changes)
-    error = moved.std(ddof=1) / np.sqrt(len(moved)) if len(moved) > 1 else float("nan")
-    print(f"      {grades:<15} {name:<22} {moved.mean():>+9.4f} {error:>7.4f}  {(moved > 0).sum()} of {len(moved)}")
+    if args.quick:
+        return
+    results = {
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": dict(settings),
+        "seeds": args.seeds,
+        "runs": {
+            grades: [{name: dataclasses.asdict(one) for name, one in seed.items()} for seed in seeds]
+            for grades, seeds in collected.items()
+        },
+    }
+    print("\n".join(markdown(results)))
+    if args.save:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ measured is the policy itself, which replay cannot flatter:
 Prints a table with 95 % intervals over the seeds (Student's t): of each arm, and of its paired differences to `fresh
 x3` at the end and to `fresh` over the whole budget; of the tokens to the target the median, and the second lowest and
 second highest seed (with 8 seeds a 93 % interval of the median). Writes `results/experiment_replay.{json,svg}` with
---save; of another pipeline, with its name. A finished run is a file in the folder of --keep, and is not repeated.
+--save; of another pipeline, with its name. A finished run is a file in the folder of --keep, and is not repeated;
+all that are in the folder are in the tables.
 """
 
 from __future__ import annotations
@@ -332,6 +333,10 @@ def main() -> None:
             print(
                 f"  {len(runs)}/{len(tasks)} {run['arm']} seed {run['seed']}: {run['reward'][-1]:.2f}", file=sys.stderr
             )
+    if args.keep is not None:  # of other seeds, too: an arm may have more of them than were asked for
+        files = sorted(args.keep.glob(f"{args.pipeline}-*-of-{rollouts}.json"))
+        runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        seeds = max(run["seed"] for run in runs) + 1
     print(f"{rollouts} rollouts, {runs[0]['tokens'][-1]:,} sampled tokens or so per run, {seeds} seeds")
     print("\n".join(table(runs, task)))
     if args.save:
@@ -339,9 +344,9 @@ def main() -> None:
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
         found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered}
         file = results_of(args.pipeline)
-        file.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(found) + "\n", encoding="utf-8")
         file.with_suffix(".svg").write_text(picture(runs, args.pipeline), encoding="utf-8")
-        print(f"written: {file}.json and .svg")
+        print(f"written: {file} and .svg")
 
 
 if __name__ == "__main__":

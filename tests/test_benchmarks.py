@@ -83,6 +83,28 @@ def test_the_table_of_stores_is_that_of_the_committed_run(monkeypatch):
     assert f"{found['rows']} trajectories, {found['payload_mb']:.0f} MB" in " ".join(page.split())
 
 
+def test_what_the_readme_says_of_the_chat_model_is_what_its_runs_showed(sums):
+    """Its tables are those of the committed runs, and these show what they must; `--markdown` prints them again."""
+    found = json.loads(sums.RESULTS.read_text(encoding="utf-8"))
+    assert "\n".join(sums.markdown(found)) in (HERE.parent / "README.md").read_text(encoding="utf-8")
+    assert {"0", "1", "2"} <= found["seeds"].keys()
+    for one in found["seeds"].values():
+        assert one["steps"] <= 40
+        assert one["accuracy"][str(one["steps"])] - one["accuracy"]["0"] >= 0.35
+    assert len(found["seed 0 killed"]["after steps"]) == 5
+    assert found["seed 0 killed"]["weights"] == found["seeds"]["0"]["weights"]
+
+
+def test_the_table_of_gsm8k_is_that_of_the_committed_run(monkeypatch):
+    """benchmarks/README.md prints what `experiment_gsm8k.py --markdown` makes of its results."""
+    monkeypatch.syspath_prepend(str(HERE))
+    experiment = importlib.import_module("experiment_gsm8k")
+    found = json.loads(experiment.RESULTS.read_text(encoding="utf-8"))
+    page = " ".join((HERE / "README.md").read_text(encoding="utf-8").split())
+    assert " ".join(" ".join(experiment.markdown(found)).split()) in page
+    assert f"{found['steps']} steps" in page
+
+
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
     """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree."""
     monkeypatch.syspath_prepend(str(HERE))

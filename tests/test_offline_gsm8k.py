@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import experiment_offline_gsm8k as experiment
 from rlhf_pipeline.run.rows import StepRows
 from trajectory_store import TrajectoryStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SETTINGS = (
     ("learn.lr", "3e-3"),
     ("learn.steps", "50"),
@@ -21,7 +21,16 @@ SETTINGS = (
 )
 
 
-def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(tmp_path, gsm8k_dir):
+@pytest.fixture
+def experiment(monkeypatch):
+    """Return the module of the experiment."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("experiment_offline_gsm8k")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(experiment, tmp_path, gsm8k_dir):
     """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 3 standard errors."""
     del gsm8k_dir  # it skips where the files are not
     experiment.prepare(tmp_path, seed=0, questions=600)
@@ -47,3 +56,11 @@ def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_s
     assert per_token.rising > 0.58
     assert per_sequence.change > 0
     assert per_sequence.rising > 0.55
+
+
+def test_the_table_of_graded_solutions_is_that_of_the_committed_runs(experiment):
+    """benchmarks/README.md prints what the results say; if not, the experiment's `--markdown` prints it again."""
+    found = json.loads(experiment.RESULTS.read_text(encoding="utf-8"))
+    assert "\n".join(experiment.markdown(found)) in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert {len(seeds) for seeds in found["runs"].values()} == {found["seeds"]}
+    assert found["seeds"] >= 5
