@@ -156,6 +156,8 @@ def markdown(found: dict[str, Any]) -> list[str]:
     lines = [f"| held-out accuracy | {' | '.join(f'step {step}' for step in steps)} |", "|---" * (len(steps) + 1) + "|"]
     for seed, one in found["seeds"].items():
         lines.append(f"| seed {seed} | {' | '.join(f'{value:.2f}' for value in one['accuracy'].values())} |")
+    if "completions of seed 0" not in found:
+        return lines
     lines += ["", "| held-out question | before | after |", "|---|---|---|"]
     for one in found["completions of seed 0"]:
         lines.append("| " + " | ".join(_in_a_cell(one[name]) for name in ("question", "before", "after")) + " |")
