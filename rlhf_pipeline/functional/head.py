@@ -14,6 +14,9 @@ free there: the product `(softmax - onehot) @ weight`, which the gradient needs 
   [chunk, H] side of both matmuls, so no pass over [chunk, V] is spent on scaling.
 
 A soft cap (`c * tanh(z / c)`, Gemma 2) costs a second buffer of [chunk, V], which holds its derivative.
+
+Names of tensors end with their axes where those are not the arguments': C rows of a chunk, R rows of a block, V tokens
+of the vocabulary, H hidden size. `x_CV` holds logits, log-probs or gradients in turn, as it is overwritten.
 """
 
 from __future__ import annotations
@@ -203,30 +206,30 @@ class HeadPass:
 
     def logits(self, start: int, end: int) -> torch.Tensor:
         """Return the tempered logits [end - start, V] of a chunk, in the buffer that the next call reuses."""
-        x = self._buffer[: end - start]
-        h = self.hidden[start:end].to(self.operand)
+        x_CV = self._buffer[: end - start]
+        h_CH = self.hidden[start:end].to(self.operand)
         if self.operand == self.result:
-            torch.mm(h if self.inverse == 1.0 else h * self.inverse, self.weight.t(), out=x)
+            torch.mm(h_CH if self.inverse == 1.0 else h_CH * self.inverse, self.weight.t(), out=x_CV)
         else:
-            torch.ops.aten.mm.dtype_out(h, self.weight.t(), self.result, out=x)
+            torch.ops.aten.mm.dtype_out(h_CH, self.weight.t(), self.result, out=x_CV)
             if self.inverse != 1.0:
-                x.mul_(self.inverse)
+                x_CV.mul_(self.inverse)
         if self.bias is not None:
-            x.add_(self.bias)
-        return x if self.cap is None else self._capped_(x, self.cap)
+            x_CV.add_(self.bias)
+        return x_CV if self.cap is None else self._capped_(x_CV, self.cap)
 
-    def _capped_(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+    def _capped_(self, x_CV: torch.Tensor, cap: float) -> torch.Tensor:
         """Cap tempered logits in place, and keep the derivative of the cap if a gradient is needed."""
-        x.div_(cap).tanh_()
+        x_CV.div_(cap).tanh_()
         if self._slope is not None:
-            torch.square(x, out=self._slope[: x.shape[0]]).neg_().add_(1.0)
-        return x.mul_(cap)
+            torch.square(x_CV, out=self._slope[: x_CV.shape[0]]).neg_().add_(1.0)
+        return x_CV.mul_(cap)
 
-    def blocks(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield blocks of the rows of `x` that fit in a cache, as slices and views."""
-        for start in range(0, x.shape[0], self.block):
-            part = slice(start, min(start + self.block, x.shape[0]))
-            yield part, x[part]
+    def blocks(self, x_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield blocks of the rows of `x_CV` that fit in a cache, as slices and views."""
+        for start in range(0, x_CV.shape[0], self.block):
+            part = slice(start, min(start + self.block, x_CV.shape[0]))
+            yield part, x_CV[part]
 
     def scratch(self, like: torch.Tensor) -> torch.Tensor:
         """Return a second block-sized buffer, made on first use."""
@@ -236,42 +239,42 @@ class HeadPass:
 
     def log_softmax_(
         self,
-        x: torch.Tensor,
+        x_CV: torch.Tensor,
         targets: torch.Tensor,
         log_probs: torch.Tensor,
         entropy: torch.Tensor | None = None,
     ) -> None:
         """Turn logits into log-probabilities in place; write those of the targets and, if given, the entropy."""
-        for part, y in self.blocks(x):
-            torch.log_softmax(y, -1, out=y)
-            log_probs[part] = y.gather(1, targets[part, None])[:, 0]
+        for part, y_RV in self.blocks(x_CV):
+            torch.log_softmax(y_RV, -1, out=y_RV)
+            log_probs[part] = y_RV.gather(1, targets[part, None])[:, 0]
             if entropy is not None:
                 if self.bias is not None:
-                    y.clamp_(min=_LEAST)  # a bias of -inf bans a token; 0 times its log-prob is 0
-                p = torch.exp(y, out=self.scratch(y))
-                entropy[part] = torch.linalg.vecdot(p, y).neg_()
+                    y_RV.clamp_(min=_LEAST)  # a bias of -inf bans a token; 0 times its log-prob is 0
+                p_RV = torch.exp(y_RV, out=self.scratch(y_RV))
+                entropy[part] = torch.linalg.vecdot(p_RV, y_RV).neg_()
 
     def softmax_minus_onehot_(
-        self, x: torch.Tensor, targets: torch.Tensor, log_probs: torch.Tensor | None = None
+        self, x_CV: torch.Tensor, targets: torch.Tensor, log_probs: torch.Tensor | None = None
     ) -> None:
         """Turn logits into `softmax - onehot` in place, and write the targets' log-probs if given.
 
         The log-prob is `x_t - max + log(max p)`: one exponential per element, and exact even if `p_t`
         underflows.
         """
-        for part, y in self.blocks(x):
+        for part, y_RV in self.blocks(x_CV):
             index = targets[part, None]
             if log_probs is None:
-                torch.softmax(y, -1, out=y)
+                torch.softmax(y_RV, -1, out=y_RV)
             else:
-                lead = y.gather(1, index)[:, 0].sub_(y.amax(-1))
-                torch.softmax(y, -1, out=y)
-                log_probs[part] = lead.add_(y.amax(-1).log_())
-            y.scatter_add_(1, index, y.new_full((), -1.0).expand(index.shape))
+                lead = y_RV.gather(1, index)[:, 0].sub_(y_RV.amax(-1))
+                torch.softmax(y_RV, -1, out=y_RV)
+                log_probs[part] = lead.add_(y_RV.amax(-1).log_())
+            y_RV.scatter_add_(1, index, y_RV.new_full((), -1.0).expand(index.shape))
 
     def entropy_gradient_(
         self,
-        x: torch.Tensor,
+        x_CV: torch.Tensor,
         targets: torch.Tensor,
         grad_log_prob: torch.Tensor,
         grad_entropy: torch.Tensor,
@@ -283,39 +286,41 @@ class HeadPass:
         log-prob and of the entropy `H`.
         """
         offset = (grad_log_prob + grad_entropy * entropy)[:, None]
-        for part, y in self.blocks(x):
-            p = torch.exp(y, out=self.scratch(y))
-            y.mul_(grad_entropy[part, None]).add_(offset[part]).mul_(p)
-            y.scatter_add_(1, targets[part, None], -grad_log_prob[part, None])
+        for part, y_RV in self.blocks(x_CV):
+            p_RV = torch.exp(y_RV, out=self.scratch(y_RV))
+            y_RV.mul_(grad_entropy[part, None]).add_(offset[part]).mul_(p_RV)
+            y_RV.scatter_add_(1, targets[part, None], -grad_log_prob[part, None])
 
-    def accumulate(self, x: torch.Tensor, start: int, end: int, row_scale: torch.Tensor | None) -> torch.Tensor | None:
-        """Add the gradients of a chunk. `x` holds minus the logits' gradient before `row_scale`."""
+    def accumulate(
+        self, x_CV: torch.Tensor, start: int, end: int, row_scale: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Add the gradients of a chunk. `x_CV` holds minus the logits' gradient before `row_scale`."""
         if self._slope is not None:
-            x.mul_(self._slope[: x.shape[0]])
-        d = x.to(self.operand)
-        product = None
+            x_CV.mul_(self._slope[: x_CV.shape[0]])
+        d_CV = x_CV.to(self.operand)
+        product_CH = None
         if self.grad_hidden is not None:
             if self.operand == self.result:
-                product = torch.mm(d, self.weight)
+                product_CH = torch.mm(d_CV, self.weight)
             else:
-                product = torch.empty(d.shape[0], self.weight.shape[1], device=d.device)
-                torch.ops.aten.mm.dtype_out(d, self.weight, self.result, out=product)
+                product_CH = torch.empty(d_CV.shape[0], self.weight.shape[1], device=d_CV.device)
+                torch.ops.aten.mm.dtype_out(d_CV, self.weight, self.result, out=product_CH)
             factor = -self.inverse if row_scale is None else (row_scale * -self.inverse)[:, None]
-            self.grad_hidden[start:end] = product * factor
+            self.grad_hidden[start:end] = product_CH * factor
         if self.grad_weight is not None:
-            h = self.hidden[start:end].to(self.operand)
+            h_CH = self.hidden[start:end].to(self.operand)
             if row_scale is not None:
-                h = (h * row_scale[:, None]).to(self.operand)
+                h_CH = (h_CH * row_scale[:, None]).to(self.operand)
             beta, alpha = (0.0 if start == 0 else 1.0), -self.inverse
             acc = self.grad_weight
             if self.operand == self.result:
-                torch.addmm(acc, d.t(), h, beta=beta, alpha=alpha, out=acc)
+                torch.addmm(acc, d_CV.t(), h_CH, beta=beta, alpha=alpha, out=acc)
             else:
-                torch.ops.aten.addmm.dtype_out(acc, d.t(), h, self.result, beta=beta, alpha=alpha, out=acc)
+                torch.ops.aten.addmm.dtype_out(acc, d_CV.t(), h_CH, self.result, beta=beta, alpha=alpha, out=acc)
         if self.grad_bias is not None:
-            scale = x.new_ones(x.shape[0]) if row_scale is None else row_scale.to(x.dtype)
-            self.grad_bias.addmv_(x.t(), scale, alpha=-self.inverse)
-        return product
+            scale = x_CV.new_ones(x_CV.shape[0]) if row_scale is None else row_scale.to(x_CV.dtype)
+            self.grad_bias.addmv_(x_CV.t(), scale, alpha=-self.inverse)
+        return product_CH
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of (hidden, weight, bias) in the dtypes of the inputs, and free the chunk buffers."""
@@ -364,17 +369,17 @@ def head_backward(
         return None, None, None
     rows = HeadPass(hidden, head, targets, chunk_size, needs)
     for start, end in rows.chunks:
-        x, t = rows.logits(start, end), rows.targets[start:end]
-        g = None if grad_log_probs is None else grad_log_probs[start:end].to(x.dtype)
+        x_CV, targets_C = rows.logits(start, end), rows.targets[start:end]
+        grad_C = None if grad_log_probs is None else grad_log_probs[start:end].to(x_CV.dtype)
         if grad_entropy is None:
-            rows.softmax_minus_onehot_(x, t)
-            rows.accumulate(x, start, end, g)
+            rows.softmax_minus_onehot_(x_CV, targets_C)
+            rows.accumulate(x_CV, start, end, grad_C)
             continue
-        log_probs, entropy = x.new_empty(end - start), x.new_empty(end - start)
-        rows.log_softmax_(x, t, log_probs, entropy)
-        g = torch.zeros_like(log_probs) if g is None else g
-        rows.entropy_gradient_(x, t, g, grad_entropy[start:end].to(x.dtype), entropy)
-        rows.accumulate(x, start, end, None)
+        log_probs, entropy = x_CV.new_empty(end - start), x_CV.new_empty(end - start)
+        rows.log_softmax_(x_CV, targets_C, log_probs, entropy)
+        grad_C = torch.zeros_like(log_probs) if grad_C is None else grad_C
+        rows.entropy_gradient_(x_CV, targets_C, grad_C, grad_entropy[start:end].to(x_CV.dtype), entropy)
+        rows.accumulate(x_CV, start, end, None)
     return rows.gradients()
 
 
@@ -402,8 +407,8 @@ class _TokenLogProbs(torch.autograd.Function):
             entropy = torch.empty(hidden.shape[0], **make) if return_entropy else None
             for start, end in head.chunks:
                 part = None if entropy is None else entropy[start:end]
-                x = head.logits(start, end)
-                head.log_softmax_(x, head.targets[start:end], log_probs[start:end], part)
+                x_CV = head.logits(start, end)
+                head.log_softmax_(x_CV, head.targets[start:end], log_probs[start:end], part)
         return log_probs, entropy
 
     @staticmethod
@@ -557,30 +562,36 @@ class _FusedTokenLoss(torch.autograd.Function):
             losses = [torch.zeros((), **make) for _ in range(terms)]
             for start, end in head.chunks:
                 part = slice(start, end)
-                ent = entropy[part]
-                x, t = head.logits(start, end), head.targets[part]
+                entropy_C = entropy[part]
+                x_CV, targets_C = head.logits(start, end), head.targets[part]
                 # Without a hidden gradient, or with a cap, which is not linear, no product gives the entropy.
                 keep_log = entropy_gradient or not needs[0] or head.cap is not None
                 if keep_log:
-                    head.log_softmax_(x, t, log_probs[part], ent)
+                    head.log_softmax_(x_CV, targets_C, log_probs[part], entropy_C)
                 else:
-                    head.softmax_minus_onehot_(x, t, log_probs[part])
-                lp, given = _leaf(log_probs[part]), _leaf(ent) if entropy_gradient else None
+                    head.softmax_minus_onehot_(x_CV, targets_C, log_probs[part])
+                log_probs_C, given = _leaf(log_probs[part]), _leaf(entropy_C) if entropy_gradient else None
                 with torch.set_grad_enabled(any(needs)):
-                    sums = [term.sum() for term in objective(lp, given, *(row[part] for row in rows))]
+                    sums = [term.sum() for term in objective(log_probs_C, given, *(row[part] for row in rows))]
                 for total, value in zip(losses, sums, strict=True):
                     total += value.detach()
                 if not any(needs):
                     continue
-                g, e = _gradients(sums, lp, given)
-                zeros = torch.zeros_like(ent)
-                g = zeros if g is None else g.to(x.dtype)
+                grad_C, grad_entropy_C = _gradients(sums, log_probs_C, given)
+                zeros = torch.zeros_like(entropy_C)
+                grad_C = zeros if grad_C is None else grad_C.to(x_CV.dtype)
                 if keep_log:
-                    head.entropy_gradient_(x, t, g, zeros if e is None else e.to(x.dtype), ent)
-                    head.accumulate(x, start, end, None)
+                    head.entropy_gradient_(
+                        x_CV,
+                        targets_C,
+                        grad_C,
+                        zeros if grad_entropy_C is None else grad_entropy_C.to(x_CV.dtype),
+                        entropy_C,
+                    )
+                    head.accumulate(x_CV, start, end, None)
                 else:
-                    product = head.accumulate(x, start, end, g)
-                    _entropy_from_product(head, x, part, product, log_probs[part], ent)
+                    product_CH = head.accumulate(x_CV, start, end, grad_C)
+                    _entropy_from_product(head, x_CV, part, product_CH, log_probs[part], entropy_C)
             collected = head.gradients()
         ctx.collected = collected if any(needs) else None
         ctx.settings, ctx.objective = settings, objective
@@ -625,18 +636,18 @@ class _FusedTokenLoss(torch.autograd.Function):
 
 def _entropy_from_product(
     head: HeadPass,
-    x: torch.Tensor,
+    x_CV: torch.Tensor,
     part: slice,
-    product: torch.Tensor | None,
+    product_CH: torch.Tensor | None,
     log_probs: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """Write `H = -log p_t - (E[z] - z_t)`, with `E[z] - z_t` read from `(softmax - onehot) @ weight`."""
-    if product is None:
+    if product_CH is None:
         return
-    gap = torch.linalg.vecdot(product, head.hidden[part].to(product.dtype)).mul_(head.inverse)
+    gap = torch.linalg.vecdot(product_CH, head.hidden[part].to(product_CH.dtype)).mul_(head.inverse)
     if head.bias is not None:
-        gap = gap + x @ head.bias.clamp(min=_LEAST)
+        gap = gap + x_CV @ head.bias.clamp(min=_LEAST)
     torch.add(log_probs, gap, out=out).neg_().clamp_(min=0)
 
 
