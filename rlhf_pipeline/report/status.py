@@ -12,6 +12,8 @@ from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import disk_usage
+from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.disk import Room
 from rlhf_pipeline.run.folder import RunFolder
 
@@ -52,7 +54,7 @@ def status(view: View, now: float) -> Answer:
     state = "running" if begun is not None or at_work else "ended" if done else "stopped"
     starts = [one["started"] for one in at_work if one.get("started")] + ([begun] if begun else [])
     seen = [one["seen"] for one in about["processes"] if one["seen"]] + [about["updated"] or 0.0]
-    size = disk_usage(run.address)
+    size, kept = disk_usage(run.address), disk_usage(below(run.address, filenames.CHECKPOINTS))
     found = {
         **about,
         "state": state,
@@ -60,7 +62,7 @@ def status(view: View, now: float) -> Answer:
         "seen": max(seen) or None,
         "waits_for": [f"{one['name']}: {one['state']}" for one in at_work if str(one.get("state")).startswith("wait")],
         "bytes": size,
-        "bytes_per_hour": _growth(rows, size, about["stored"]) if state == "running" else None,
+        "bytes_per_hour": _growth(rows, size - kept, about["stored"]) if state == "running" else None,
         "bytes_allowed": run.config.pipeline.get("buffer", {}).get("max_bytes"),
     }
     return {**found, "alarms": list(_alarms(found, rows, run, now))}
@@ -79,7 +81,10 @@ def _reached(run: RunFolder, rows: list[Answer]) -> bool:
 
 
 def _growth(rows: list[Answer], size: int, stored: int) -> float | None:
-    """Return bytes per hour: what a trajectory takes, times how many the newest steps added."""
+    """Return bytes per hour: what a trajectory takes, times how many the newest steps added.
+
+    `size` is without checkpoints, of which a run keeps a few: they do not grow with it.
+    """
     known = [(row["time"], row["watermark"]) for row in rows if row.get("time") and row.get("watermark") is not None]
     if len(known) < 2 or known[-1][0] - known[0][0] < _YOUNG_S or not stored:
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from rlhf_pipeline.errors import RunStorageError, typed
+from rlhf_pipeline.run import filenames
 from trajectory_store.fs import disk_bytes
 
 _LEAST_FREE: Final = 10**9
@@ -61,6 +62,8 @@ class Room:
 class DiskWatch:
     """Looks now and then at the room of a run; says once that a day is left, and stops it where its budget is used up.
 
+    The rate is that of all but the checkpoints, as in `report.status`.
+
     Args:
         folder: the run folder.
         allowed: see `Room`.
@@ -101,7 +104,8 @@ class DiskWatch:
                 f"saved. Go on with more: rlhf-pipeline run --resume --out {typed(self._folder)} "
                 f"--set buffer.max_bytes={2 * room.used}"
             )
-        self._seen.append((now, room.used))
+        # Checkpoints do not grow: `learn.keep_checkpoints` of them stay, and those of the first minutes are no rate.
+        self._seen.append((now, room.used - disk_bytes(self._folder / filenames.CHECKPOINTS)))
         (first, before), (last, after) = self._seen[0], self._seen[-1]
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
         warning = room.warning(rate)

@@ -24,6 +24,19 @@ def test_it_says_once_that_a_day_is_left(tmp_path):
         assert len(said) == expected
 
 
+def test_the_first_checkpoints_of_a_large_model_are_no_rate(tmp_path):
+    """Two checkpoints of 8 MB in the first minutes, of which a run keeps two: it takes no more a day later."""
+    said, clock = [], Clock()
+    watch = DiskWatch(tmp_path, 500_000_000, said.append, clock=clock)
+    for look in range(10):
+        if look < 2:
+            (tmp_path / "checkpoints" / f"step-{look}").mkdir(parents=True)
+            (tmp_path / "checkpoints" / f"step-{look}" / "model.safetensors").write_bytes(bytes(1 << 23))
+        clock.now += 120
+        watch.look()
+    assert said == []
+
+
 def test_a_budget_that_is_used_up_stops_the_run_saved_and_more_goes_on(tmp_path):
     """The message names both sizes and the setting with which it goes on, which gives the weights of a straight run."""
     small = tiny(buffer__max_bytes="1000")
