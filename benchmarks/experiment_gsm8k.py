@@ -1,6 +1,6 @@
 """GSM8K with a real chat model on a CPU, as far as it goes: `SmolLM2-135M-Instruct`, an experiment.
 
-    python benchmarks/experiment_gsm8k.py --runs FOLDER              # 100 steps; started again, it goes on where it was
+    python benchmarks/experiment_gsm8k.py --runs FOLDER              # 40 steps; started again , it goes on where it was
     python benchmarks/experiment_gsm8k.py --runs FOLDER --steps 10
     python benchmarks/experiment_gsm8k.py --runs FOLDER --only-read --save   # saves the figures so far in results/
     python benchmarks/experiment_gsm8k.py --markdown                 # the table of the committed results, and no more
@@ -58,7 +58,7 @@ def gsm8k_smollm2() -> Pipeline:
             Reward(final_number_match, name="answer"),
             Reward(Matches(pattern=r"####\s*-?\$?[\d,.]+\s*\Z"), weight=0.1, name="format"),
         ),
-        collect=Collect(prompts_per_rollout=8, group_size=8, max_new_tokens=192, num_slots=64),
+        collect=Collect(prompts_per_rollout=4, group_size=8, max_new_tokens=128, num_slots=64),
         write=WritePath(estimator="grpo"),
         loss=GRPO(clip_low=0.2, clip_high=0.28),
         evaluate=Evaluate(
@@ -69,7 +69,7 @@ def gsm8k_smollm2() -> Pipeline:
             temperature=0.01,
             success="answer",
         ),
-        learn=Learn(steps=100, lr=1e-5, warmup_steps=5, token_budget=8192, checkpoint_every=2),
+        learn=Learn(steps=40, lr=2e-5, warmup_steps=2, token_budget=8192, checkpoint_every=2),
     )
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     """Run to the last step, and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where the run is")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only-read", action="store_true", help="run nothing")
     parser.add_argument("--markdown", action="store_true", help="print the table of the committed results")
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULTS.name}")
