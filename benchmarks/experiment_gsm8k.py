@@ -1,6 +1,6 @@
 """GSM8K with a real chat model on a CPU, as far as it goes: `SmolLM2-135M-Instruct`, an experiment.
 
-    python benchmarks/experiment_gsm8k.py --runs FOLDER              # 40 steps; started again , it goes on where it was
+    python benchmarks/experiment_gsm8k.py --runs FOLDER              # 40 steps; started again, it goes on where it was
     python benchmarks/experiment_gsm8k.py --runs FOLDER --steps 10
     python benchmarks/experiment_gsm8k.py --runs FOLDER --only-read --save   # saves the figures so far in results/
     python benchmarks/experiment_gsm8k.py --markdown                 # the table of the committed results, and no more
