@@ -475,6 +475,36 @@ def test_an_ordinal_is_never_given_twice():
         assert view.read(ids)["n"].tolist() == [100]
 
 
+def test_a_record_of_a_writer_that_slept_does_not_count_where_its_number_was_used_and_removed():
+    """Stopped right before a put, while another writer puts so many records that the old ones go: its rows are there."""
+    memory = MemoryStore()
+
+    def meanwhile():
+        with TrajectoryStore.open(memory, "a") as store:
+            for n in range(160):
+                store.append({"n": [n]})
+
+    class Stopped(WrapperStore):
+        asleep: str | None = None
+
+        async def set_if_not_exists(self, key, value):
+            if self.asleep == "" and key.endswith(".rec"):
+                self.asleep = key
+                await asyncio.to_thread(meanwhile)
+                assert not await self._store.exists(key)
+            await self._store.set_if_not_exists(key, value)
+
+    stopped = Stopped(memory)
+    late = TrajectoryStore.create(stopped, Schema([Column("n", "int64")]), backend="zarr", segment_rows=1)
+    stopped.asleep = ""
+    ids = late.append({"n": [1000]})
+    assert stopped.asleep
+    for view in (late, TrajectoryStore.open(memory)):
+        view.refresh()
+        assert sorted(view.read_scalars("n").tolist()) == [*range(160), 1000]
+        assert view.read(ids)["n"].tolist() == [1000]
+
+
 @NAMED
 def test_damaged_and_missing_objects_are_named(tmp_path):
     """Verify names the object; a read of it is an error; other columns and commits stay readable."""
