@@ -476,7 +476,7 @@ def test_an_ordinal_is_never_given_twice():
 
 
 def test_a_record_of_a_writer_that_slept_does_not_count_where_its_number_was_used_and_removed():
-    """Stopped right before a put, while another writer puts so many records that the old ones go: its rows are there."""
+    """Stopped right before a put while others put so many that the old records go: its rows are there all the same."""
     memory = MemoryStore()
 
     def meanwhile():
@@ -503,6 +503,37 @@ def test_a_record_of_a_writer_that_slept_does_not_count_where_its_number_was_use
         view.refresh()
         assert sorted(view.read_scalars("n").tolist()) == [*range(160), 1000]
         assert view.read(ids)["n"].tolist() == [1000]
+
+
+def test_of_what_one_writer_appended_a_reader_has_no_later_row_without_the_earlier_ones():
+    """Between its looks at the commits and at the catalog, a segment gets its last row, and the next one its first."""
+    memory, schema = MemoryStore(), Schema([Column("n", "int64")])
+    writer = TrajectoryStore.create(memory, schema, backend="zarr", segment_rows=2)
+    writer.append({"n": [0]})
+
+    class Between(WrapperStore):
+        done: asyncio.Event | None = None
+
+        async def get(self, key, prototype, byte_range=None):
+            found = await self._store.get(key, prototype, byte_range)
+            if self.done and not self.done.is_set() and key.startswith("seg-"):
+                for n in (1, 2):
+                    await asyncio.to_thread(writer.append, {"n": [n]})
+                self.done.set()
+            return found
+
+        async def list_prefix(self, prefix):
+            if self.done and prefix.startswith("catalog"):
+                await self.done.wait()
+            async for key in self._store.list_prefix(prefix):
+                yield key
+
+    between = Between(memory)
+    reader = TrajectoryStore.open(between)
+    between.done = asyncio.Event()
+    reader.refresh()
+    assert between.done.is_set()
+    assert reader.read_scalars("n").tolist() == [0, 1, 2]
 
 
 @NAMED
