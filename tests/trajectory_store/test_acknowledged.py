@@ -563,6 +563,43 @@ def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, cl
         assert fresh.read_scalars("priority", ids[5:]).tolist() == [200.0] * 5
 
 
+def test_rows_of_one_moment_have_one_order_for_all(tmp_path, backend, monkeypatch):
+    """A reader that met the row of the later segment first has the ids in the order of one that opens now."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as one, TrajectoryStore.open(path, "a") as two:
+        begun = [*one.append(rows([0])), *two.append(rows([1]))]
+        moment, later = time.time_ns() + 10**12, []
+
+        def stopped():  # `one` looks at the clock, and `two` commits right then
+            if not later:
+                later.append(-1)
+                later[:] = two.append(rows([2]))
+                reader.refresh()
+                assert reader.ids().tolist() == [*begun, *later]
+            return moment
+
+        with TrajectoryStore.open(path) as reader:
+            monkeypatch.setattr(time, "time_ns", stopped)
+            earlier = one.append(rows([3]))
+            reader.refresh()
+            with TrajectoryStore.open(path) as fresh:
+                assert reader.ids().tolist() == fresh.ids().tolist() == [*begun, *earlier, *later]
+
+
+def test_a_record_is_later_than_the_one_before_it_whatever_the_clock_says(tmp_path, backend, clock):
+    """Its writer had not looked since another one, whose clock is two hours ahead, put a record."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as ahead, TrajectoryStore.open(path, "a") as behind:
+        clock(7200)
+        ahead.append(rows([0]))
+        clock(0)
+        behind.append(rows([1]))
+    records = [file.read_bytes()[9:] for file in sorted((path / "catalog").glob("*.rec"))]
+    times = [json.loads(record)["time_ns"] for record in records]
+    assert len(times) >= 3
+    assert times == sorted(set(times))
+
+
 def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backend, monkeypatch):
     """Two writers that saw nothing of each other, with clocks that stand still."""
     path = create(tmp_path / "s", backend)
