@@ -166,9 +166,9 @@ class StepRows(Sequence[Row]):
     def problems(self) -> Iterator[str]:
         """Yield the problems: every line is read and compared with its checksum."""
         self.refresh()
-        start, sealed = 0, False
+        start, place, sealed = 0, 0, False
         with _opened(self.path) as file:
-            for place in range(len(self)):
+            while start < self._end:
                 line = file.readline()
                 sealed |= _SEAL.search(line) is not None
                 if not _holds(line, start, sealed=sealed):
@@ -180,7 +180,7 @@ class StepRows(Sequence[Row]):
                         "repeated or moved"
                     )
                     return
-                start += len(line)
+                start, place = start + len(line), place + 1
 
     def recheck(self) -> None:
         """Compare the newest rows with their checksums; `problems` looks at all."""
@@ -291,7 +291,7 @@ class NewRows:
         self.rows.refresh()
         if self.rows.last_step == self._last and self.rows._last_line == before:
             return []
-        kept = min(self._last, self.rows.last_step)
+        kept = self._last
         while kept in self._seen and self.rows.checksum_of(kept) != self._seen[kept]:
             kept -= 1
         return [self.rows._row(line) for line in self._take(kept + 1)]

@@ -46,7 +46,7 @@ SCHEMA = Schema(
         Column("tag", "int64"),
         Column("x", "int32", ragged=True),
         Column("text", "str", mutable=True),
-        Column("ref", "float32", ragged=True, fill=-1.0),
+        Column("ref", "float32", ragged=True, mutable=True, fill=-1.0),
         Column("priority", "float64", mutable=True),
     ]
 )
@@ -496,7 +496,7 @@ def test_a_writer_that_was_silent_for_hours_loses_nothing(tmp_path, backend, clo
 
 
 ALONE = Column("x", "int64", ragged=True)
-JOINS = Column("y", "int64", ragged=True, fill=0)
+JOINS = Column("y", "int64", ragged=True, mutable=True, fill=0)
 
 
 def test_an_open_store_gains_columns(tmp_path, backend):
@@ -518,18 +518,16 @@ def test_an_open_store_gains_columns(tmp_path, backend):
 
 def test_no_column_joins_an_axis_whose_lengths_may_change(tmp_path, backend):
     """A column that is alone on its axis may get other lengths later if it is mutable; else another may join it."""
-    for mutable in (False, True):
-        path = tmp_path / str(mutable)
-        with TrajectoryStore.create(
-            path, [Column("x", "int64", ragged=True, mutable=mutable)], backend=backend
-        ) as store:
+    for mutable, fill in ((False, None), (False, 0), (True, None), (True, 0)):
+        path, alone = tmp_path / f"{mutable}{fill}", Column("x", "int64", ragged=True, mutable=mutable, fill=fill)
+        with TrajectoryStore.create(path, [alone], backend=backend) as store:
             ids = store.append({"x": [[1, 2], [5]]})
             if mutable:
                 store.update(ids[:1], x=[[7, 8, 9]])
                 with pytest.raises(SchemaError, match="'x' is alone on it and may have changed lengths"):
                     TrajectoryStore.open(path, "a", add_columns=[JOINS])
                 continue
-            with pytest.raises(BatchError, match="column 'x' is not mutable"):
+            with pytest.raises(BatchError, match=r"column 'x' of .* cannot be updated"):
                 store.update(ids[:1], x=[[7, 8, 9]])
             TrajectoryStore.open(path, "a", add_columns=[JOINS]).close()
             store.update(ids[:1], y=[[3, 4]])
@@ -563,6 +561,43 @@ def test_a_clock_that_is_behind_hides_no_row_and_no_update(tmp_path, backend, cl
     assert tags_of(path) == list(range(2, 12))
     with TrajectoryStore.open(path) as fresh:
         assert fresh.read_scalars("priority", ids[5:]).tolist() == [200.0] * 5
+
+
+def test_rows_of_one_moment_have_one_order_for_all(tmp_path, backend, monkeypatch):
+    """A reader that met the row of the later segment first has the ids in the order of one that opens now."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as one, TrajectoryStore.open(path, "a") as two:
+        begun = [*one.append(rows([0])), *two.append(rows([1]))]
+        moment, later = time.time_ns() + 10**12, []
+
+        def stopped():  # `one` looks at the clock, and `two` commits right then
+            if not later:
+                later.append(-1)
+                later[:] = two.append(rows([2]))
+                reader.refresh()
+                assert reader.ids().tolist() == [*begun, *later]
+            return moment
+
+        with TrajectoryStore.open(path) as reader:
+            monkeypatch.setattr(time, "time_ns", stopped)
+            earlier = one.append(rows([3]))
+            reader.refresh()
+            with TrajectoryStore.open(path) as fresh:
+                assert reader.ids().tolist() == fresh.ids().tolist() == [*begun, *earlier, *later]
+
+
+def test_a_record_is_later_than_the_one_before_it_whatever_the_clock_says(tmp_path, backend, clock):
+    """Its writer had not looked since another one, whose clock is two hours ahead, put a record."""
+    path = create(tmp_path / "s", backend)
+    with TrajectoryStore.open(path, "a") as ahead, TrajectoryStore.open(path, "a") as behind:
+        clock(7200)
+        ahead.append(rows([0]))
+        clock(0)
+        behind.append(rows([1]))
+    records = [file.read_bytes()[9:] for file in sorted((path / "catalog").glob("*.rec"))]
+    times = [json.loads(record)["time_ns"] for record in records]
+    assert len(times) >= 3
+    assert times == sorted(set(times))
 
 
 def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backend, monkeypatch):

@@ -137,6 +137,28 @@ def test_a_killed_removal_is_finished_later(tmp_path):
     assert not (tmp_path / "s" / "seg-00000000").exists()
 
 
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_what_was_evicted_is_known_however_much_is_evicted_after_it(tmp_path, backend):
+    """Folders of the first segments that come back from a backup are not served, and the next writer removes them."""
+    path, kept = tmp_path / "s", tmp_path / "kept"
+    with TrajectoryStore.create(path, SCHEMA, backend=backend, max_trajectories=20, segment_rows=10) as store:
+        for i in range(0, 20, 10):
+            store.append(rows(i, 10))
+        shutil.copytree(path, kept, ignore=shutil.ignore_patterns("catalog"))
+        for i in range(20, 80, 10):
+            store.append(rows(i, 10))
+    first = [folder.name for folder in kept.glob("seg-*")]
+    assert len(first) >= 2
+    before = {name: sorted((path / name).rglob("*")) for name in first}
+    for name in first:
+        shutil.copytree(kept / name, path / name, dirs_exist_ok=True)
+    for _ in range(2):
+        with TrajectoryStore.open(path, "a") as store:
+            assert store.read_scalars("n").tolist() == list(range(60, 80))
+            assert store.watermark == 80
+    assert {name: sorted((path / name).rglob("*")) for name in first} == before
+
+
 def test_compaction_keeps_ids_order_values_and_room(tmp_path):
     """Many small segments become one, updates of the same columns too; readers follow; the disk is given back."""
     with TrajectoryStore.create(tmp_path / "s", example_schema(), segment_rows=6) as store:

@@ -475,6 +475,67 @@ def test_an_ordinal_is_never_given_twice():
         assert view.read(ids)["n"].tolist() == [100]
 
 
+def test_a_record_of_a_writer_that_slept_does_not_count_where_its_number_was_used_and_removed():
+    """Stopped right before a put while others put so many that the old records go: its rows are there all the same."""
+    memory = MemoryStore()
+
+    def meanwhile():
+        with TrajectoryStore.open(memory, "a") as store:
+            for n in range(160):
+                store.append({"n": [n]})
+
+    class Stopped(WrapperStore):
+        asleep: str | None = None
+
+        async def set_if_not_exists(self, key, value):
+            if self.asleep == "" and key.endswith(".rec"):
+                self.asleep = key
+                await asyncio.to_thread(meanwhile)
+                assert not await self._store.exists(key)
+            await self._store.set_if_not_exists(key, value)
+
+    stopped = Stopped(memory)
+    late = TrajectoryStore.create(stopped, Schema([Column("n", "int64")]), backend="zarr", segment_rows=1)
+    stopped.asleep = ""
+    ids = late.append({"n": [1000]})
+    assert stopped.asleep
+    for view in (late, TrajectoryStore.open(memory)):
+        view.refresh()
+        assert sorted(view.read_scalars("n").tolist()) == [*range(160), 1000]
+        assert view.read(ids)["n"].tolist() == [1000]
+
+
+def test_of_what_one_writer_appended_a_reader_has_no_later_row_without_the_earlier_ones():
+    """Between its looks at the commits and at the catalog, a segment gets its last row, and the next one its first."""
+    memory, schema = MemoryStore(), Schema([Column("n", "int64")])
+    writer = TrajectoryStore.create(memory, schema, backend="zarr", segment_rows=2)
+    writer.append({"n": [0]})
+
+    class Between(WrapperStore):
+        done: asyncio.Event | None = None
+
+        async def get(self, key, prototype, byte_range=None):
+            found = await self._store.get(key, prototype, byte_range)
+            if self.done and not self.done.is_set() and key.startswith("seg-"):
+                for n in (1, 2):
+                    await asyncio.to_thread(writer.append, {"n": [n]})
+                self.done.set()
+            return found
+
+        async def list_prefix(self, prefix):
+            if self.done and prefix.startswith("catalog"):
+                await self.done.wait()
+            async for key in self._store.list_prefix(prefix):
+                yield key
+
+    between = Between(memory)
+    reader = TrajectoryStore.open(between)
+    between.done = asyncio.Event()
+    reader.refresh()
+    assert between.done.is_set()
+    assert reader.read_scalars("n").tolist() == [0, 1, 2]
+
+
 @NAMED
 def test_damaged_and_missing_objects_are_named(tmp_path):
     """Verify names the object; a read of it is an error; other columns and commits stay readable."""
@@ -572,7 +633,7 @@ def test_a_batch_fetches_no_more_than_its_rows(tmp_path):
 
 def test_a_cache_that_somebody_tidied_away_is_fetched_again(tmp_path):
     """Temporary files go when a machine cleans up: never are they read as zeros, or is their loss another error."""
-    schema = Schema([Column("n", "int64"), Column("a", "int64", fill=0), Column("b", "int64", fill=0)])
+    schema = Schema([Column("n", "int64"), Column("a", "int64", mutable=True), Column("b", "int64", mutable=True)])
     with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as store:
         store.update(store.append({"n": range(50)}), a=range(50), b=range(50))
     with TrajectoryStore.open(tmp_path / "s", cache_dir=tmp_path / "cache") as store:

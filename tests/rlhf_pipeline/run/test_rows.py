@@ -119,8 +119,9 @@ def test_rows_are_taken_off_from_a_step_on(written):
         lambda lines: [*lines[:1], lines[1].replace(b"0.01", b"0.02"), *lines[2:]],
         lambda lines: [*lines[:2], lines[2][:8], *lines[3:]],
         lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: [*lines, lines[2]],
     ],
-    ids=["taken-out", "changed", "cut", "moved"],
+    ids=["taken-out", "changed", "cut", "moved", "repeated"],
 )
 def test_damage_in_the_middle_is_seen_and_never_made_permanent(written, damage):
     """Each kind of change to what was written is named, and no row is added behind it."""
@@ -131,6 +132,18 @@ def test_damage_in_the_middle_is_seen_and_never_made_permanent(written, damage):
     except DataError as error:
         found = [str(error)]
     assert len(found) > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [([1, 3], "line 2 is step 3"), ([1, 1], "line 2 is step 1"), ([2], "line 1")]
+)
+def test_lines_without_checksums_are_followed_by_their_steps(tmp_path, found, said):
+    """Where no checksum says it, the steps say that lines are missing or repeated."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in found))
+    (problem,) = StepRows(path).problems()
+    assert problem.startswith(said)
+    assert "lines are missing, repeated or moved" in problem
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path):

@@ -96,6 +96,21 @@ def test_log_probs_that_are_not_finite_have_no_penalty(make_rows, to_form, form)
     assert transform.stats["tokens"] == 2
 
 
+def test_tokens_of_others_have_no_penalty(make_rows, to_form, form):
+    """Whoever samples may give log-probs of all tokens: those of the prompt, of tools and of the user do not count."""
+    rows = make_rows([4, 6], rewards=[1.0, 0.0])
+    masks = [[0, 0, 1, 1], [0, 1, 1, 0, 0, 1]]
+    for row, mask in zip(rows, masks, strict=True):
+        row["masks", "all_assistant_mask"] = torch.tensor(mask, dtype=torch.bool)
+        row["log_probs", "full"] = torch.full((len(mask),), -0.25)
+        row["next", "ref_log_probs", "full"] = torch.full((len(mask),), -0.75)
+    transform = KLRewardTransform(coef=1.0)
+    out = transform.inv(to_form(rows, form))
+    assert flat(out, keys.KL_PENALTY).tolist() == [0.5 * one for mask in masks for one in mask]
+    assert flat(out, keys.REWARD).tolist() == [0, 0, -0.5, 0.5, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert (transform.stats["tokens"], transform.stats["kl"]) == (5, 1.25)
+
+
 @pytest.mark.parametrize("shape", ["per token", "trailing one", "scalar", "scalar one"])
 def test_reward_as_input(make_rows, to_form, form, shape):
     """`("next", "reward")` may be per token or one per trajectory; it wins over `task_reward`."""
