@@ -378,7 +378,7 @@ def test_the_untrained_weights_are_saved_and_evaluated_before_the_first_step(tmp
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatch):
-    """Store, metrics and ledger and the names of new files are synced, and only then the checkpoint is written."""
+    """Stores, metrics, ledger and the names of new files are synced, and only then the checkpoint is written."""
     order: list[str] = []
     sync = os.fsync
 
@@ -386,15 +386,19 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatc
         order.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path / "run")))
         sync(descriptor)
 
+    class Kept(Looked):
+        def flush(self) -> None:
+            order.append("its store")
+
     monkeypatch.setattr(os, "fsync", noted)
-    with loop_in(tmp_path / "run", last=2) as loop:
+    with loop_in(tmp_path / "run", last=2, evaluator=Kept(lambda step: {})) as loop:
         loop.run()
     turns = [(of_one, list(names)) for of_one, names in groupby(order, lambda name: name.startswith("/checkpoints"))]
     checkpoints = [place for place, (of_one, _) in enumerate(turns) if of_one]
     assert len(checkpoints) == 2
     rows = turns[checkpoints[1] - 1][1]
     assert any(name.startswith("/store/") for name in rows)
-    assert {"/metrics.jsonl", "/ledger.jsonl", ""} <= set(rows)
+    assert {"/metrics.jsonl", "/ledger.jsonl", "", "its store"} <= set(rows)
 
 
 def test_the_progress_of_a_run():
