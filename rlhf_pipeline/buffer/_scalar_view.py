@@ -115,7 +115,8 @@ class ScalarView(TensorDict):
         columns: dict[str, Any] = {}
         for key, value in values.items():
             if keys is None or key in keys:
-                columns[self._column(storage, key)] = _one_each(key, value, len(rows))
+                name = self._column(storage, key)
+                columns[name] = _one_each(key, value, len(rows))
         storage.update(rows, **columns)
 
     def _column(self, storage: Any, key: Key) -> str:
@@ -128,7 +129,7 @@ class ScalarView(TensorDict):
                 f"{key!r} is not a column of the store at {storage.store.path}, so it cannot be set. Columns with one "
                 f"value per trajectory: {', '.join(known)}."
             )
-        if schema[name].ragged:
+        if schema[name].ragged and schema[name].mutable:  # one that is not is refused by the store
             raise DataError(
                 f"{key!r} has one value per token; give later values with storage.update(row_ids, {name}=[...]), one "
                 "array per trajectory."

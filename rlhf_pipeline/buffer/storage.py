@@ -362,8 +362,7 @@ class TrajectoryStorage(Storage):
         """
         arrays = {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         self.store.update(np.asarray(row_ids, dtype=np.int64).reshape(-1), **arrays)
-        if not all(self.store.schema[name].mutable for name in arrays):
-            self._bump_mutation_revision()
+        self._bump_mutation_revision()
 
     def set_priority(self, index: Any, priority: Any) -> None:
         """Set the priorities of the trajectories in slots `index`, one number each or one for all.

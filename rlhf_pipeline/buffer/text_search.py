@@ -21,8 +21,10 @@ def stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
     """Return a text or bytes column as it is stored, without decoding."""
     column = store.schema[name]
     batch = store.read_batch(ids, Schema([column]))
-    flat = batch.values.get(name, np.zeros(0, np.uint8)).view(np.uint8)
-    return RaggedArray(flat, batch.lengths.get(column.axis or "", np.zeros(len(ids), np.int64)))
+    if name not in batch.values:  # given to none of the rows
+        fill = np.frombuffer(column.fill_bytes, np.uint8)
+        return RaggedArray(np.tile(fill, len(ids)), np.full(len(ids), len(fill)))
+    return RaggedArray(batch.values[name].view(np.uint8), batch.lengths[column.axis or ""])
 
 
 def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:

@@ -52,7 +52,8 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     """Return the columns of further keys.
 
     Args:
-        extra: columns, or a dtype per key (`"int64"`, `"float32"`, `"bool"`, `"str"`), one value per trajectory.
+        extra: columns, or a dtype per key (`"int64"`, `"float32"`, `"bool"`, `"str"`), one value per trajectory, which
+            can be updated, as any key of a batch can.
 
     >>> [column.name for column in extra_columns({("next", "step_count"): "int64"})]
     ['next__step_count']
@@ -63,7 +64,7 @@ def extra_columns(extra: Mapping[Key, str] | Iterable[Column]) -> list[Column]:
     out = []
     dtypes: Any = extra
     for key, dtype in dtypes.items():
-        out.append(Column(column_name(key), dtype, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
+        out.append(Column(column_name(key), dtype, mutable=True, fill=fills.get(dtype, fills.get(dtype[:1], 0))))
     return out
 
 
@@ -96,8 +97,8 @@ def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token
     """Return the standard columns and more: see `trajectory_store.standard.standard_schema`.
 
     Args:
-        extra: more columns: a dtype per TensorDict key, one value per trajectory; or columns, per token
-            (`ragged=True`) or per trajectory, whose key is their name.
+        extra: more columns: a dtype per TensorDict key, one value per trajectory, which can be updated; or columns, per
+            token (`ragged=True`) or per trajectory, whose key is their name.
         token_rewards: store `("next", "reward")` per token, for environments that reward single tokens or turns.
 
     >>> "ref_log_probs" in trajectory_schema(), "top_k" in trajectory_schema([Column("top_k", "int32", ragged=True)])

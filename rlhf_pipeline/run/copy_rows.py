@@ -102,7 +102,7 @@ def gather_schema(choice: Choice) -> Schema:
                 if known.axis != column.axis:
                     raise DataError(f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(known)}.")
                 if name not in given and (name not in columns or known.dtype != column.dtype):
-                    columns[name] = _optional(column)
+                    columns[name] = _optional(column, mutable=known.mutable)
                 given.setdefault(name, path)
     return Schema([*columns.values(), *_OWN])
 
@@ -111,11 +111,11 @@ def _kind(column: Column) -> str:
     return "text" if column.is_text else f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
 
 
-def _optional(column: Column) -> Column:
-    """Return a column that rows of stores without it can leave out."""
-    if column.optional or column.name == "input_ids":
+def _optional(column: Column, *, mutable: bool) -> Column:
+    """Return a column that rows of stores without it can leave out, and that the run may update if `mutable`."""
+    if column.name == "input_ids":
         return column
-    return dataclasses.replace(column, fill=column.fill_value)
+    return dataclasses.replace(column, fill=column.fill_value, mutable=mutable)
 
 
 class Gatherer:

@@ -525,9 +525,11 @@ class MCAdvantage(Transform):
         """Make incomplete groups wait as rows of a store; called by `TrajectoryReplayBuffer`.
 
         Raises:
-            DefinitionError: trajectories are waiting in memory.
+            DefinitionError: trajectories are waiting in memory, or a column that rows get later cannot be updated.
         """
         with self._lock:
+            if rows is not None:
+                rows.check(self.advantage_key)
             if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
                     f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, or "

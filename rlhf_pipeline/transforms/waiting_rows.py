@@ -17,8 +17,10 @@ import torch
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     CREATED_AT,
+    DEGENERATE,
     FAILED_MEMBERS,
     LEFT_OUT,
+    PRIORITY,
     RETURN,
     REWARD,
     TASK_REWARD,
@@ -31,7 +33,7 @@ from rlhf_pipeline.data.keys import (
     reward_column,
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.groups import Closed, Graded, GroupQueue, GroupRules, Ints, Member, shaped, with_penalty
 from trajectory_store import TrajectoryStore
 
@@ -75,6 +77,16 @@ class WaitingRows:
         self.one_each = self.by_turn = False
         self.by_reward: tuple[str, ...] = ()
         """The named rewards that the estimator takes one by one."""
+
+    def check(self, advantage_key: Key) -> None:
+        """Check that the columns which rows get when their group is complete can be updated."""
+        later = (WAITING, FAILED_MEMBERS, RETURN, DEGENERATE, PRIORITY, TURN_ADVANTAGES, advantage_key)
+        held = (self.store.schema.find(column_name(key)) for key in later)
+        if fixed := [column.name for column in held if column is not None and not column.mutable]:
+            raise DefinitionError(
+                f"rows of {self.store.path} that wait for their group get {', '.join(fixed)} when it is complete: make "
+                "such columns with mutable=True."
+            )
 
     def lock(self, until: ExitStack) -> None:
         """Lock out other processes that complete groups, until the stack is closed; only if the store is a folder."""

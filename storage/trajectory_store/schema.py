@@ -36,8 +36,8 @@ class Column:
         name: letters, digits, `_` and `-`, starting with a letter.
         dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
         ragged: one array of any length per trajectory instead of one value.
-        mutable: the value is expected to change (`TrajectoryStore.update`), so `append` may leave it out: it begins as
-            0 unless a fill is given. A column with a fill may be given later as well; one without keeps its values.
+        mutable: `TrajectoryStore.update` may change the values, as it can of no other column. `append` may leave the
+            column out: a value begins as 0 unless a fill is given.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
             offsets array. Default `"tokens"`; text and bytes have an axis of their own.
         fill: the value of rows that were appended without the column, or that are older than the column. A column

@@ -20,10 +20,10 @@ NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
 """Column of the digest of the published weights that sampled the first token; 0 where none were published."""
 
-WAITING = Column("waiting", "int64", fill=-1)
+WAITING = Column("waiting", "int64", mutable=True, fill=-1)
 """Column with the state of a row that waits or waited for its group; see `rlhf_pipeline.data.keys.WAITING`."""
 
-FAILED_MEMBERS = Column("failed_members", "int32", fill=0)
+FAILED_MEMBERS = Column("failed_members", "int32", mutable=True, fill=0)
 """Column of the number of members reported failed, on one row of each waiting group."""
 
 INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
@@ -43,8 +43,8 @@ SAMPLED_BY: tuple[Column, ...] = (
 the slots in its own process, or weights are replaced during sampling."""
 
 FAILURES: tuple[Column, ...] = (
-    Column("failure_reason", "str", fill=""),
-    Column("reward_trusted", "bool", fill=True),
+    Column("failure_reason", "str", mutable=True, fill=""),
+    Column("reward_trusted", "bool", mutable=True, fill=True),
 )
 """Why a trajectory has no reward to learn from. Every run that collects has these columns."""
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
@@ -56,7 +56,7 @@ TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fil
 TURN_REWARDS = Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan)
 """See `keys.TURN_REWARDS`; only a run with an environment has it."""
 
-TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, axis="policy_turns", fill=math.nan)
+TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, mutable=True, axis="policy_turns", fill=math.nan)
 """See `keys.TURN_ADVANTAGES`; only a run whose estimator compares turns has it."""
 
 TURN_FIGURES = (TURN_REWARDS, TURN_ADVANTAGES)
@@ -111,10 +111,10 @@ def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False
         Column("input_ids", "int32", ragged=True),
         Column("assistant_mask", "bool", ragged=True, fill=False),
         Column("log_probs", "float32", ragged=True, fill=nan),
-        Column("ref_log_probs", "float32", ragged=True, fill=nan),
-        Column("advantage", "float32", fill=nan),
-        Column("task_reward", "float32", fill=nan),
-        Column("return", "float64", fill=nan),
+        Column("ref_log_probs", "float32", ragged=True, mutable=True, fill=nan),
+        Column("advantage", "float32", mutable=True, fill=nan),
+        Column("task_reward", "float32", mutable=True, fill=nan),
+        Column("return", "float64", mutable=True, fill=nan),
         Column("kl_coef", "float32", fill=0.0),
         Column("group_id", "int64", fill=-1),
         Column("policy_version", "int64", fill=0),
@@ -122,7 +122,7 @@ def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False
         POLICY_DIGEST,
         Column("num_prompt_tokens", "int32", fill=0),
         Column("done", "bool", fill=True),
-        Column("degenerate", "bool", fill=False),
+        Column("degenerate", "bool", mutable=True, fill=False),
         Column("created_at", "float64", fill=nan),
         Column("trajectory_id", "int64", fill=-1),
         Column(SLOT, "int64", fill=-1),

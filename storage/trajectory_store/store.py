@@ -366,6 +366,7 @@ class TrajectoryStore(StoreTable):
     def update(self, ids: Ids, **values: Any) -> None:
         """Give trajectories that exist later values of columns.
 
+        Only a column made with `mutable=True` can be updated; any other keeps what `append` gave it.
         The values are appended by one atomic commit, with the durability and the checksum of an append; nothing is
         overwritten. This process reads them at once, others after their next `refresh`. The last update of a value
         wins, whatever the writers' clocks say.
@@ -376,7 +377,7 @@ class TrajectoryStore(StoreTable):
                 value for all rows. A ragged column that shares its axis keeps the length of its row.
 
         Raises:
-            BatchError: a length or a dtype does not fit; nothing was written.
+            BatchError: a column is not mutable, or a length or a dtype does not fit; nothing was written.
             MissingRowError: an id is not in the store.
             UnsyncedError: the values are in the store, but their sync failed.
             WriteFailedError: the disk refused; nothing of this update is visible.
@@ -387,10 +388,10 @@ class TrajectoryStore(StoreTable):
         wanted = as_ids(ids)
         self._catalog.refresh()
         for name in values:
-            if not self.schema[name].optional:
+            if not self.schema[name].mutable:
                 raise BatchError(
-                    f"column '{name}' is not mutable: append gave every row its value, which stays. Make a column that "
-                    "is to change with mutable=True, and one whose values come later with a fill."
+                    f"column '{name}' of {self.path} cannot be updated: only one made with mutable=True can, any other "
+                    "keeps what append gave it. For later values add one: add_columns([Column(..., mutable=True)])."
                 )
         names = tuple(c.name for c in self.schema if c.name in values)
         schema = self.schema.only(names)
@@ -620,7 +621,7 @@ def _if_still(after: State, state: State) -> State | None:
 def _fits(column: Column, schema: Schema) -> Column:
     """Refuse a column on an axis whose only column may have been given in other lengths later, else return it."""
     others = schema.axes.get(column.axis or "", ())
-    if len(others) == 1 and others[0].optional:
+    if len(others) == 1 and others[0].mutable:
         raise _cannot_join(others[0])
     return column
 

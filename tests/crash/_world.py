@@ -23,10 +23,10 @@ SCHEMA = Schema(
         Column("key", "int64"),
         Column("x", "int32", ragged=True),
         Column("text", "str"),
-        Column("score", "float64", fill=0.0),
+        Column("score", "float64", mutable=True, fill=0.0),
         Column("uses", "int64", mutable=True),
-        Column("ref", "float32", ragged=True, fill=-1.0),
-        Column("note", "str", fill="-"),
+        Column("ref", "float32", ragged=True, mutable=True, fill=-1.0),
+        Column("note", "str", mutable=True, fill="-"),
     ]
 )
 UPDATED = ("score", "uses", "ref", "note")

@@ -42,7 +42,7 @@ from trajectory_store.format import TARGET
 
 COLUMNS: Final = [
     *(Column("tag", "int64"), Column("tokens", "int32", ragged=True), Column("text", "str")),
-    *(Column("later", "int64", mutable=True), Column("score", "float32", ragged=True, fill=0.0)),
+    *(Column("later", "int64", mutable=True), Column("score", "float32", ragged=True, mutable=True, fill=0.0)),
 ]
 WRITERS: Final = ("closed", "killed", "merged")
 COMMIT_ROWS: Final = 3

@@ -16,7 +16,7 @@ SCHEMA = Schema(
         Column("tag", "int64"),
         Column("x", "int32", ragged=True),
         Column("mask", "bool", ragged=True),
-        Column("ref", "float32", ragged=True, fill=-1.0),
+        Column("ref", "float32", ragged=True, mutable=True, fill=-1.0),
         Column("text", "str", mutable=True),
         Column("priority", "float64", mutable=True, fill=1.0),
     ]

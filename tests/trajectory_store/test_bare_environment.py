@@ -18,7 +18,7 @@ import sys
 from trajectory_store import Column, Schema, TrajectoryStore, copy_rows
 
 folder, backend = sys.argv[1:]
-schema = [Column("input_ids", "int32", ragged=True), Column("reward", "float32"), Column("prompt", "str", fill="")]
+schema = [Column("input_ids", "int32", ragged=True), Column("reward", "float32"), Column("prompt", "str", mutable=True)]
 with TrajectoryStore.create(folder, schema, backend=backend) as store:
     for part in range(3):
         store.append({"input_ids": [[1, 2, 3], [part]], "reward": [0.5, part]})

@@ -121,7 +121,7 @@ def test_conditions_on_texts(store, condition, rows):
 
 def test_a_search_does_not_cross_rows(tmp_path):
     """The end of one text and the beginning of the next are no match; later values count."""
-    with TrajectoryStore.create(tmp_path / "store", [Column("text", "str", fill="")]) as store:
+    with TrajectoryStore.create(tmp_path / "store", [Column("text", "str", mutable=True, fill="")]) as store:
         ids = store.append({"text": ["ab", "ca", "b", "", "aab"]})
         assert store.where("'ab' in text").tolist() == ids[[0, 4]].tolist()
         store.update(ids[[0, 3]], text=["x", "cab"])
@@ -227,12 +227,23 @@ def test_sample_and_count(store):
 
 
 def test_a_column_that_is_not_mutable_keeps_its_values(store):
-    """What append gave every row is final; what has a fill, or is mutable, may be given later."""
+    """With a fill or without, given or not: the update is refused as a whole, and says what to do instead."""
     ids = store.ids()
-    with pytest.raises(BatchError, match=r"column 'reward' is not mutable.*mutable=True"):
-        store.update(ids[:1], reward=9.0, later=1)
-    store.update(ids[:1], later=2, half=0.5)
-    assert store.read(ids[:1], ["reward", "later", "half"]) == {"reward": [0.0], "later": [2], "half": [0.5]}
+    before, names = store.read(ids), {"reward": 9.0, "half": 0.5, "text": "more", "tokens": [[9]]}
+    for name, value in names.items():
+        with pytest.raises(
+            BatchError, match=f"'{name}' of {store.path} cannot be updated: only one made with mutable="
+        ):
+            store.update(ids[:1], later=1, **{name: value})
+    with TrajectoryStore.open(store.path) as reader:
+        for one in (store, reader):
+            found = one.read(ids)
+            assert {name: list(map(str, values)) for name, values in found.items()} == {
+                name: list(map(str, values)) for name, values in before.items()
+            }
+            assert not np.concatenate([one.present("half"), one.present("later")]).any()
+    store.update(ids[:1], later=2)
+    assert store.read(ids[:1], ["reward", "later", "half"]) == {"reward": [0.0], "later": [2], "half": [0.0]}
 
 
 def test_an_open_writer_and_reader_see_columns_that_another_adds(tmp_path):
@@ -245,7 +256,7 @@ def test_an_open_writer_and_reader_see_columns_that_another_adds(tmp_path):
         assert reader.where("more is None").tolist() == one.ids().tolist()
         one.append({"x": [2], "more": [5]})
         assert one.read(one.ids(), "more")["more"].tolist() == [0, 5]
-        with TrajectoryStore.open(tmp_path / "store", "a", add_columns=[Column("last", "str", fill="")]):
+        with TrajectoryStore.open(tmp_path / "store", "a", add_columns=[Column("last", "str", mutable=True, fill="")]):
             pass
         one.update(one.ids()[:1], last="later")
         assert one.where("last == later").tolist() == one.ids()[:1].tolist()

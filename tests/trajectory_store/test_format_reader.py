@@ -18,22 +18,22 @@ SCHEMA = Schema(
         Column("right", "bool"),
         Column("x", "int32", ragged=True, mutable=True),
         Column("experts", "uint16", ragged=True, shape=(2,), mutable=True),
-        Column("ref", "float32", ragged=True, fill=float("nan")),
+        Column("ref", "float32", ragged=True, mutable=True, fill=float("nan")),
         Column("frames", "float64", ragged=True, axis="frames", shape=(2, 3), mutable=True),
-        Column("solo", "float16", ragged=True, axis="solo", fill=1.5),
+        Column("solo", "float16", ragged=True, axis="solo", mutable=True, fill=1.5),
         Column("prompt", "str", mutable=True),
         Column("image", "bytes", mutable=True),
-        Column("note", "str", fill="\u00e9\u2013"),
-        Column("trace", "bytes", fill=""),
-        Column("advantage", "float32", fill=float("-inf")),
+        Column("note", "str", mutable=True, fill="\u00e9\u2013"),
+        Column("trace", "bytes", mutable=True, fill=""),
+        Column("advantage", "float32", mutable=True, fill=float("-inf")),
         Column("uses", "int32", mutable=True),
         Column("weight", "float64", ragged=True, mutable=True),
     ]
 )
 LATER = [
-    Column("late", "int8", ragged=True, fill=9),
+    Column("late", "int8", ragged=True, mutable=True, fill=9),
     Column("flag", "bool", mutable=True, fill=True),
-    Column("remark", "str", fill="none"),
+    Column("remark", "str", mutable=True, fill="none"),
 ]
 NEEDED = ["tag", "right", "x", "experts", "frames", "prompt", "image"]
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])

@@ -23,15 +23,15 @@ from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 SCHEMA = Schema(
     [
         Column("x", "int32", ragged=True, mutable=True),
-        Column("ref", "float32", ragged=True, fill=-1.0),
+        Column("ref", "float32", ragged=True, mutable=True, fill=-1.0),
         Column("n", "int64", mutable=True),
-        Column("adv", "float32", fill=0.5),
+        Column("adv", "float32", mutable=True, fill=0.5),
         Column("text", "str", mutable=True),
-        Column("note", "str", fill="-"),
+        Column("note", "str", mutable=True, fill="-"),
         Column("uses", "int32", mutable=True),
     ]
 )
-EXTRA = [Column("late", "int16", ragged=True, fill=9), Column("flag", "int8", mutable=True, fill=3)]
+EXTRA = [Column("late", "int16", ragged=True, mutable=True, fill=9), Column("flag", "int8", mutable=True, fill=3)]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -183,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.evolved)
     @rule()
     def add_columns(self):
-        """Two columns more, one of them mutable."""
+        """Two columns more, one of them per token."""
         self.evolved = True
         for name in ("store", "other", "reader"):
             getattr(self, name).close()

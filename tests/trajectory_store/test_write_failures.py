@@ -340,7 +340,9 @@ def test_a_forked_child_writes_its_own_segment(tmp_path, backend):
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_forked_child_takes_nothing_from_its_parent(tmp_path, backend, ends):
     """What the child reads, drops from its cache and closes is its own: the parent reads on as before."""
-    schema = Schema([Column("n", "int64"), Column("a", "int64", fill=0), Column("b", "int64", fill=0)])
+    schema = Schema(
+        [Column("n", "int64"), Column("a", "int64", mutable=True, fill=0), Column("b", "int64", mutable=True, fill=0)]
+    )
     with TrajectoryStore.create(tmp_path / "s", schema, backend=backend) as store:
         store.update(store.append({"n": range(50)}), a=range(50), b=range(50))
     store = TrajectoryStore.open(tmp_path / "s", cache_bytes=1300)

@@ -633,7 +633,7 @@ def test_a_batch_fetches_no_more_than_its_rows(tmp_path):
 
 def test_a_cache_that_somebody_tidied_away_is_fetched_again(tmp_path):
     """Temporary files go when a machine cleans up: never are they read as zeros, or is their loss another error."""
-    schema = Schema([Column("n", "int64"), Column("a", "int64", fill=0), Column("b", "int64", fill=0)])
+    schema = Schema([Column("n", "int64"), Column("a", "int64", mutable=True), Column("b", "int64", mutable=True)])
     with TrajectoryStore.create(tmp_path / "s", schema, backend="zarr") as store:
         store.update(store.append({"n": range(50)}), a=range(50), b=range(50))
     with TrajectoryStore.open(tmp_path / "s", cache_dir=tmp_path / "cache") as store:

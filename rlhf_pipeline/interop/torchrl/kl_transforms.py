@@ -155,7 +155,8 @@ class KLRewardTransform(KLReward):
         if not isinstance(log_probs, str) or not is_flat(td, log_probs):
             return super()._fill(td, writing=writing)
         whole = super()._fill(whole_rows(td, log_probs, (keys.reward, keys.ref_log_probs)), writing=writing)
-        return with_responses(td, whole, log_probs, (keys.shaped, keys.penalty, keys.scored))
+        computed = [keys.penalty, keys.scored, *([keys.shaped] if self.add_to_reward else [])]
+        return with_responses(td, whole, log_probs, computed)
 
     @property
     def action_key(self) -> Key | None:

@@ -26,6 +26,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from tests.rlhf_pipeline.typed import FORKED
+from trajectory_store import BatchError
 
 KINDS = [ReplayBuffer, TensorDictReplayBuffer, TrajectoryReplayBuffer]
 
@@ -362,7 +363,7 @@ def test_data_loader_with_workers(make, make_rows, method):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_place_writes_reach_the_store(make, kind, tmp_path):
-    """`set_`, `set_at_` and `update_` are seen by another reader of the store, mutable column or not."""
+    """`set_`, `set_at_` and `update_` are seen by another reader of the store."""
     rb = make(kind)
     rb.set_("priority", torch.arange(8.0))
     rb.set_at_("priority", torch.tensor([20.0, 30.0]), [2, 3])
@@ -392,8 +393,11 @@ def test_what_no_column_holds_cannot_be_set(make, key):
     rb = make()
     with pytest.raises(KeyError, match="not a column"):
         rb.set_(key, torch.zeros(8))
-    with pytest.raises(DataError, match=r"storage\.update\(row_ids, log_probs="):
-        rb.set_(keys.LOG_PROBS, torch.zeros(8))
+    with pytest.raises(DataError, match=r"storage\.update\(row_ids, ref_log_probs="):
+        rb.set_(keys.REF_LOG_PROBS, torch.zeros(8))
+    for key in (keys.LOG_PROBS, keys.GROUP_ID):
+        with pytest.raises(BatchError, match=r"cannot be updated: only one made with mutable=True can"):
+            rb.set_(key, torch.zeros(8))
     with pytest.raises(DataError, match="3 values for 8"):
         rb.set_("priority", torch.zeros(3))
     assert rb[:]["priority"].tolist() == [1.0] * 8

@@ -14,8 +14,10 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
     NamedRewards,
+    checked_estimator,
     group_advantage,
     penalty_rounding,
+    takes_rewards,
     turn_advantage,
     whitened_step_rewards,
 )
@@ -295,6 +297,48 @@ def test_an_estimator_of_ones_own_sees_named_rewards():
     found = group_advantage(torch.tensor([2.0, 2.0]), torch.tensor([0, 0]), right_alone, named=named)
     assert found.advantages.tolist() == [-0.5, 0.5]
     assert not found.degenerate.any()
+
+
+def test_rewards_one_by_one_change_nothing_for_an_estimator_of_their_sum():
+    """It sees the returns alone, so a tie of them is one, whatever the rewards are."""
+    named = NamedRewards(torch.tensor([[0.0, 2.0], [1.0, 1.0], [2.0, 0.0]]), ("a", "b"), (1.0, 1.0))
+    for returns in (torch.full((3,), 2.0), torch.tensor([1.0, 2.0, 4.0])):
+        with_them = group_advantage(returns, torch.zeros(3).long(), named=named)
+        without = group_advantage(returns, torch.zeros(3).long())
+        assert torch.equal(with_them.advantages, without.advantages)
+        assert torch.equal(with_them.degenerate, without.degenerate)
+    some = named.take(torch.tensor([2, 0]))
+    assert (some.rewards.tolist(), some.names, some.weights) == ([[2.0, 0.0], [0.0, 2.0]], ("a", "b"), (1.0, 1.0))
+
+
+def test_a_function_is_tried_before_a_run_uses_it():
+    """On groups of two sizes, with the names and weights of the run; what fails is said with the contract."""
+    seen = []
+
+    def weighed(returns, groups, lengths, rewards, names, weights):
+        seen.append((tuple(rewards.shape), names, weights, len(groups.unique()), tuple(lengths.shape)))
+        return (rewards * torch.tensor(weights)).sum(1)
+
+    assert checked_estimator(weighed, {"right": 1.0, "short": 0.5}) is weighed
+    assert seen == [((5, 2), ("right", "short"), (1.0, 0.5), 2, (5,))]
+    assert checked_estimator("grpo", {"right": 1.0}) == "grpo"
+    assert checked_estimator(median_baseline) is median_baseline
+    with pytest.raises(DefinitionError, match=r"(?s)write.estimator .*groups of 3 and 2. It takes returns \[N\]"):
+        checked_estimator(lambda returns, groups, lengths: returns.tolist()[7])
+    with pytest.raises(DefinitionError, match=r"returned list; it must return a tensor \[5\]"):
+        checked_estimator(lambda returns, groups, lengths: returns.tolist())
+
+
+def test_who_takes_rewards_one_by_one():
+    """`gdpo`, and functions that name a field of them; one whose signature is not known takes the three arguments."""
+    assert takes_rewards("gdpo")
+    assert not takes_rewards("grpo")
+    assert takes_rewards(lambda returns, groups, lengths, *, weights: returns)
+    assert not takes_rewards(median_baseline)
+    no_signature = type("Own", (), {"__signature__": 3, "__call__": lambda self, r, groups, lengths: r - r.mean()})()
+    assert not takes_rewards(no_signature)
+    found = group_advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), no_signature)
+    assert found.advantages.tolist() == [-1.0, 1.0]
 
 
 def test_turns_that_do_not_fit_are_refused():

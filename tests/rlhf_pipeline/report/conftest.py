@@ -21,7 +21,7 @@ COLUMNS = (
     Column("input_ids", "int32", ragged=True),
     Column("assistant_mask", "bool", ragged=True),
     Column("log_probs", "float32", ragged=True),
-    Column("advantage", "float32", fill=float("nan")),
+    Column("advantage", "float32", mutable=True, fill=float("nan")),
     Column("task_reward", "float32"),
     Column("group_id", "int64"),
     Column("trajectory_id", "int64"),

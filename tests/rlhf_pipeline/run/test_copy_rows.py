@@ -192,8 +192,9 @@ def test_groups_are_brought_together_and_rows_without_ids_get_their_own(tmp_path
     """Members that arrived apart come one after another; a row without a group is a group of one."""
     source, mixed = make_store(tmp_path / "source", groups=(2, 2, 1)), tmp_path / "mixed"
     with TrajectoryStore.open(source) as given, TrajectoryStore.create(mixed, given.schema) as store:
-        copy_rows(given, store, given.ids()[[0, 2, 1, 4, 3]])
-        store.update(store.ids()[3:4], group_id=[-1], trajectory_id=[-1])
+        batch = given.read_batch(given.ids()[[0, 2, 1, 4, 3]])
+        batch.values["group_id"][3] = batch.values["trajectory_id"][3] = -1
+        store.append_batch(batch)
     with gathered(offline(mixed), tmp_path / "own") as own:
         assert own.read_scalars("group_id").tolist() == [0, 0, 1, 1, 2]
         assert own.read_scalars("trajectory_id").tolist() == [0, 1, 2, 3, 4]
@@ -213,10 +214,12 @@ def test_rows_without_a_reward_or_stored_again_are_left_out_and_counted(tmp_path
 
 def test_trajectory_ids_that_start_anew_in_each_group_are_numbered_through(tmp_path):
     """They name no row by themselves; none is taken for another group's trajectory stored again."""
-    source = make_store(tmp_path / "source", groups=(2, 2))
-    with TrajectoryStore.open(source, "a") as store:
-        store.update(store.ids(), trajectory_id=[0, 1, 0, 1])
-    choice = choose(Replay(stores=(str(source),)), LIMITS)
+    source, numbered = make_store(tmp_path / "source", groups=(2, 2)), tmp_path / "numbered"
+    with TrajectoryStore.open(source) as given, TrajectoryStore.create(numbered, given.schema) as store:
+        batch = given.read_batch(given.ids())
+        batch.values["trajectory_id"][:] = [0, 1, 0, 1]
+        store.append_batch(batch)
+    choice = choose(Replay(stores=(str(numbered),)), LIMITS)
     assert choice.trajectory_id.tolist() == [0, 1, 2, 3]
     assert choice.sources[0].num_repeated == 0
 
@@ -236,6 +239,26 @@ def test_columns_that_do_not_fit_are_named(tmp_path):
         gather_schema(choose(Replay(stores=(str(second),)), LIMITS))
     with pytest.raises(DataError, match=r"'kl_coef' is float32 per .* in .*first and float64 per .* in .*third"):
         gather_schema(choose(Replay(stores=(str(first), str(third))), LIMITS))
+
+
+def test_a_column_that_a_source_defines_otherwise_can_be_normalised(tmp_path):
+    """Advantages of all trajectories together are updates, also where a source has float64 ones that keep theirs."""
+    first, other = make_store(tmp_path / "first", lacks=("advantage",)), tmp_path / "other"
+    fixed = Column("advantage", "float64", fill=math.nan)
+    with TrajectoryStore.open(first) as given:
+        columns = [fixed if known.name == fixed.name else known for known in given.schema]
+        with TrajectoryStore.create(other, columns) as store:
+            batch = given.read_batch(given.ids())
+            batch.values.pop("advantage", None)
+            batch.values |= {fixed.name: np.full(batch.n_rows, math.nan)}
+            store.append_batch(batch)
+    found = []
+    for name, source in (("plain", first), ("own", other)):
+        pipeline = offline(source, write__estimator="reinforce_pp")
+        with gathered(pipeline, tmp_path / name) as own:
+            found.append(own.read_scalars("advantage").astype(np.float32).tolist())
+            assert not np.isnan(found[-1]).any()
+    assert found[0] == found[1]
 
 
 def test_a_stop_after_every_batch_changes_nothing(tmp_path, monkeypatch):

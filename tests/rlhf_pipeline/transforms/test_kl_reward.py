@@ -287,7 +287,7 @@ def flat_rows() -> list[TensorDict]:
     return rows
 
 
-@pytest.mark.parametrize("layout", ["stack", "padded", "reference given"])
+@pytest.mark.parametrize("layout", ["stack", "padded", "jagged", "reference given"])
 def test_flat_batches_of_an_older_version(layout):
     """`log_prob_key="log_probs"`: reward, penalty and reference of the response `[T, 1]`, as its document has them."""
     policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
@@ -300,7 +300,11 @@ def test_flat_batches_of_an_older_version(layout):
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     td: Any = lazy_stack([row.clone() for row in rows])
     options: dict[str, Any] = {"ref_model": policy}
-    if layout != "stack":
+    if layout == "jagged":
+        jagged = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        per_token = {name: jagged([row[name] for row in rows]) for name in ("tokens", "tokens_response", "log_probs")}
+        td = TensorDict({**per_token, ("next", "reward"): torch.ones(2, 1)}, [2])
+    elif layout != "stack":
         scores = pad([row["log_probs"] for row in rows])
         td = TensorDict({"log_probs": scores, ("next", "reward"): torch.ones(2, 1)}, [2])
         td["tokens"], td["attention_mask"] = pad([row["tokens"] for row in rows]), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -315,3 +319,34 @@ def test_flat_batches_of_an_older_version(layout):
         torch.testing.assert_close(row["next", "reward"][: len(kl), 0], reward)
         torch.testing.assert_close(row["next", "kl_penalty"][: len(kl), 0], kl)
         assert not row["next", "reward"][len(kl) :].any()
+
+
+def test_a_flat_row_by_itself_is_one_trajectory():
+    """It gets what it gets in a batch."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
+    transform, rows = KLRewardTransform(policy, coef=0.5, log_prob_key="log_probs"), flat_rows()
+    batch: Any = transform(lazy_stack([row.clone() for row in rows]))
+    for row, want in zip(rows, batch.unbind(0), strict=True):
+        found = transform(row)
+        for key in (keys.REWARD, keys.KL_PENALTY, keys.REF_LOG_PROBS):
+            torch.testing.assert_close(found[key], want[key])
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["reference given", "scored"])
+def test_a_flat_batch_whose_reward_is_not_shaped_keeps_it(given):
+    """`add_to_reward=False` adds the penalty per token alone; a reference that the batch has is not written again."""
+    policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
+    rows = flat_rows()
+    for row in rows:
+        if given:
+            row["next", "mine"] = row["log_probs"] - 0.25
+    td: Any = lazy_stack(rows)
+    options: dict[str, Any] = {"ref_log_prob_key": ("next", "mine")} if given else {}
+    options["out_keys"] = [keys.REWARD, keys.KL_PENALTY, "scored"]
+    KLRewardTransform(policy, coef=0.5, log_prob_key="log_probs", add_to_reward=False, **options)(td)
+    for row in td.unbind(0):
+        assert row["next", "reward"].tolist() == [1.0]
+        assert row["next", "kl_penalty"].shape == (*row["tokens_response"].shape, 1)
+        assert (("next", "scored") in row.keys(True)) is not given
+        if given:
+            assert row["next", "kl_penalty"].flatten().tolist() == pytest.approx([0.25] * len(row["log_probs"]))

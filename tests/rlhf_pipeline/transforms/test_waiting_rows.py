@@ -375,7 +375,7 @@ def test_extra_columns_and_token_rewards(tmp_path, make_rows):
 def test_rewards_whitened_step_by_step(tmp_path, make_rows):
     """With `trajectory_return=None` and an advantage per token, members that waited get what a whole group gets."""
     columns = [c for c in trajectory_schema(token_rewards=True) if c.name != "advantage"]
-    schema = Schema([*columns, Column("advantage", "float32", ragged=True, fill=math.nan)])
+    schema = Schema([*columns, Column("advantage", "float32", ragged=True, mutable=True, fill=math.nan)])
     rows = make_rows([4, 6, 5])
     for i, row in enumerate(rows):
         row["next", "reward"] = torch.arange(row["tokens", "full"].numel()) * (0.5 + i)
@@ -391,6 +391,16 @@ def test_rewards_whitened_step_by_step(tmp_path, make_rows):
     assert found[0].keys() == found[1].keys()
     for trajectory, value in found[0].items():
         assert found[1][trajectory] == pytest.approx(value, abs=1e-6)
+
+
+def test_columns_that_a_complete_group_updates_must_be_mutable(tmp_path):
+    """A store whose rows could wait and never be completed is refused at once, with the names of the columns."""
+    given = {"advantage": Column("advantage", "float32", fill=0.0), "degenerate": Column("degenerate", "bool")}
+    schema = Schema([given.get(column.name, column) for column in trajectory_schema()])
+    storage = TrajectoryStorage(tmp_path / "s", schema=schema)
+    with pytest.raises(DefinitionError, match=r"get degenerate, advantage when it is complete: .*mutable=True"):
+        TrajectoryReplayBuffer(storage=storage, transform=MCAdvantage(2))
+    storage.close()
 
 
 def test_processes_share_the_groups(open_buffer, make_rows):

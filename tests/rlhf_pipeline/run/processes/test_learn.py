@@ -281,8 +281,12 @@ def test_a_mean_reward_that_is_not_known_is_left_out(run):
     """A collector that found dropped groups of another one's rollout cannot say it: the step has none."""
     for step in (1, 2):
         shutil.rmtree(checkpoint_path(run.checkpoints, step), ignore_errors=True)
-    with TrajectoryStore.open(run.rollouts, "a") as rollouts:
-        rollouts.update(rollouts.ids()[-1:], task_reward=[math.nan])
+    with TrajectoryStore.open(run.rollouts) as rollouts:
+        schema, batch = rollouts.schema, rollouts.read_batch(rollouts.ids())
+    batch.values["task_reward"][-1] = math.nan
+    shutil.rmtree(run.rollouts)
+    with TrajectoryStore.create(run.rollouts, schema) as rollouts:
+        rollouts.append_batch(batch)
     steps: list[StepDone] = []
     learn(PIPELINE, run_dir=run.path, on_event=lambda event: isinstance(event, StepDone) and steps.append(event))
     assert [step.metrics["task_reward"] is None for step in steps] == [False, False, True]
