@@ -183,8 +183,7 @@ class Loop:
             raise DataError(f"the checkpoint {newest} does not fit its run: {problem}. {RESTORE}")
         storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
         with named_damage(self.folder, self.progress.step, self._saved):
-            if self._evicts_nothing:
-                check_served(storage.store, state.get("rows", {}))
+            check_served(storage.store, state.get("rows", {}))
             check_repeated(self.folder, storage, self.progress.step, max_staleness=oldest)
 
     def run(self) -> Reason:

@@ -80,8 +80,8 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
     """Refuse if the store serves fewer rows than when the checkpoint was written, which had synced them.
 
     Args:
-        store: the store, which evicts nothing.
-        before: what `served_rows` returned then.
+        store: the store.
+        before: what `served_rows` returned then; empty if the store evicts.
 
     Raises:
         CorruptionError: names the segment.

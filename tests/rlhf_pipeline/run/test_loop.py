@@ -159,6 +159,18 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(straight, tmp_path):
     assert weights(tmp_path / "run") == weights(straight)
 
 
+def test_a_signal_during_the_last_step_leaves_a_finished_run(tmp_path):
+    """There is nothing to go on with, so it is not called interrupted."""
+
+    def ask(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            loop.stop.signal_number = 15
+
+    with loop_in(tmp_path / "run", last=2, on_event=ask) as loop:
+        assert loop.run() == "steps"
+    assert lines(tmp_path / "run") == [1, 2]
+
+
 def test_a_signal_while_there_is_no_batch_ends_before_the_step(tmp_path):
     """A source that gives none takes no step, and what was learned so far is saved."""
     with loop_in(tmp_path / "run", change=lambda step, batch: batch if step < 4 else None) as loop:
@@ -228,6 +240,24 @@ def test_checkpoints_are_those_that_are_due_and_those_of_the_best_weights(tmp_pa
     assert found == [step / 8 for step in (1, 2, 3, 4, 5)]
 
 
+def test_the_last_evaluations_decide_which_checkpoints_stay(tmp_path):
+    """Those of the evaluations that the run waited for at its end: a checkpoint that is not the best any more goes."""
+
+    class Late(Looked):
+        def wait(self, stop: StopRequest) -> bool:
+            assert saved(tmp_path / "run") == [1, 3, 4, 5]
+            self._kept = {1}
+            return True
+
+    pipeline = tiny(
+        collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1",
+        learn__keep_checkpoints="2",
+    )  # fmt: skip
+    with loop_in(tmp_path / "run", pipeline, evaluator=Late(lambda step: {}, kept=(1, 3))) as loop:
+        assert loop.run() == "steps"
+    assert saved(tmp_path / "run") == [1, 4, 5]
+
+
 def test_a_signal_during_an_evaluation_leaves_its_step_without_a_line(straight, tmp_path):
     """The step is taken again by the run that goes on, with the same weights, and has one line."""
     heard: list[Event] = []
@@ -290,6 +320,28 @@ def test_steps_after_a_crash_are_taken_again_on_the_lines_that_are_there(straigh
     assert weights(tmp_path / "run") == weights(straight)
 
 
+def test_a_ring_goes_on_though_it_has_evicted_what_its_checkpoint_had(tmp_path):
+    """It holds one rollout, and a failure in step 4 leaves the checkpoint of step 2: what had to go is not missed."""
+    pipeline = tiny(
+        collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1",
+        buffer__max_trajectories="8",
+    )  # fmt: skip
+
+    def fail(step: int, batch: StepBatch) -> StepBatch:
+        if step == 4:
+            raise OSError("gone")
+        return batch
+
+    with loop_in(tmp_path / "run", pipeline, change=fail) as loop, pytest.raises(OSError, match="gone"):
+        loop.run()
+    for name in ("run", "straight"):
+        with loop_in(tmp_path / name, pipeline) as loop:
+            assert loop.progress.step == (2 if name == "run" else 0)
+            assert loop.run() == "steps"
+    assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
 def test_equal_warnings_of_many_steps_are_said_once(tmp_path):
     """And again when there are ten of them."""
     heard: list[Event] = []
@@ -326,7 +378,7 @@ def test_the_untrained_weights_are_saved_and_evaluated_before_the_first_step(tmp
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatch):
-    """Store, metrics and ledger are synced, and only then the checkpoint is written that refers to them."""
+    """Stores, metrics, ledger and the names of new files are synced, and only then the checkpoint is written."""
     order: list[str] = []
     sync = os.fsync
 
@@ -334,24 +386,33 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatc
         order.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path / "run")))
         sync(descriptor)
 
+    class Kept(Looked):
+        def flush(self) -> None:
+            order.append("its store")
+
     monkeypatch.setattr(os, "fsync", noted)
-    with loop_in(tmp_path / "run", last=2) as loop:
+    with loop_in(tmp_path / "run", last=2, evaluator=Kept(lambda step: {})) as loop:
         loop.run()
     turns = [(of_one, list(names)) for of_one, names in groupby(order, lambda name: name.startswith("/checkpoints"))]
     checkpoints = [place for place, (of_one, _) in enumerate(turns) if of_one]
     assert len(checkpoints) == 2
     rows = turns[checkpoints[1] - 1][1]
-    assert all(any(name.startswith(part) for name in rows) for part in ("/store/", "/metrics.jsonl", "/ledger.jsonl"))
+    assert any(name.startswith("/store/") for name in rows)
+    assert {"/metrics.jsonl", "/ledger.jsonl", "", "its store"} <= set(rows)
 
 
 def test_the_progress_of_a_run():
-    """The first reward stays, the last is the newest, and the window has so many of the newest, or is not full yet."""
+    """The first reward stays, the last is the newest, and the window has so many of the newest, or is not full yet.
+
+    A run that goes on with a smaller window looks at the newest of what it has.
+    """
     progress = Progress()
     for reward in (0.5, 0.0, 1.0):
         progress.note(reward, window=2)
     assert (progress.first_reward, progress.last_reward, progress.recent_rewards) == (0.5, 1.0, [0.0, 1.0])
     assert [progress.reached(target, 2) for target in (0.5, 0.6, None)] == [True, False, False]
     assert not progress.reached(0.0, 3)
+    assert progress.reached(1.0, 1)
 
 
 def test_what_torch_has_drawn_before_a_run_is_none_of_its_matter(tmp_path):
