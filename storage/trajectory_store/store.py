@@ -257,17 +257,9 @@ class TrajectoryStore(StoreTable):
         """
         if self.mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
-        while (state := self._state_with(columns)) is not None:
-            # A segment with updates that were not looked at would be named by a newer record.
-            unchanged = functools.partial(_if_still, state)
-            if self._catalog.journal.change(unchanged, self._catalog.newest_ns) is not None:
-                self._catalog.follow_state()
-                return
-
-    def _state_with(self, columns: Sequence[Column]) -> State | None:
-        """Return the newest state with more columns, or None if it has all of them already."""
         self._catalog.refresh()
-        return _with_columns(self._catalog.state, columns)
+        self._catalog.journal.change(functools.partial(_with_columns, columns=columns), self._catalog.newest_ns)
+        self._catalog.follow_state()
 
     @contextmanager
     def _look_in(self) -> Generator[Catalog]:
@@ -613,21 +605,13 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
     return replace(state, schema=state.schema.with_columns(new)) if new else None
 
 
-def _if_still(after: State, state: State) -> State | None:
-    """Return a state made from the newest one, or None if that is another by now."""
-    return after if after.number == state.number else None
-
-
 def _fits(column: Column, schema: Schema) -> Column:
-    """Refuse a column on an axis whose only column may have been given in other lengths later, else return it."""
+    """Refuse a column on an axis whose only column may be updated to other lengths, else return it."""
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].mutable:
-        raise _cannot_join(others[0])
+        raise SchemaError(
+            f"no column can join axis '{column.axis}': '{others[0].name}' is alone on it and mutable, so an update may "
+            "change its lengths. Choose an axis of its own, for example Column(name, dtype, ragged=True, axis=name, "
+            "fill=...)."
+        )
     return column
-
-
-def _cannot_join(column: Column) -> SchemaError:
-    return SchemaError(
-        f"no column can join axis '{column.axis}': '{column.name}' is alone on it and may have changed lengths since. "
-        "Choose an axis of its own, for example Column(name, dtype, ragged=True, axis=name, fill=...)."
-    )
