@@ -289,7 +289,7 @@ class StoreContract:
         schema = Schema(
             [
                 Column("input_ids", "int32", ragged=True),
-                Column("experts", "int16", ragged=True, shape=(2, 3), fill=-1),
+                Column("experts", "int16", ragged=True, shape=(2, 3), mutable=True, fill=-1),
                 Column("image", "bytes", fill=""),
             ]
         )
