@@ -59,6 +59,17 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         assert min(per_arm.values()) >= 4, per_arm
 
 
+def test_what_replay_is_compared_with_is_computed_from_the_committed_runs(monkeypatch):
+    """docs/offline.md gives uniform replay less each of the two controls, seed by seed."""
+    monkeypatch.syspath_prepend(str(HERE))
+    experiment = importlib.import_module("experiment_replay")
+    by_arm = experiment.by_arm_and_seed(experiment.committed("frozen_lake"), experiment.TASKS["frozen_lake"])
+    page = (HERE.parent / "docs" / "offline.md").read_text(encoding="utf-8")
+    for other, text in (("fresh x3, lr/3", "at a third of the learning rate is {}"), ("fresh x3, min_ess", "guard {}")):
+        less = "{:+.2f} ± {:.2f}".format(*experiment.paired(by_arm, "uniform", other, "last"))
+        assert text.format(less) in page, other
+
+
 def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
     """docs/learner.md gives the median tokens to the target of three arms in those of one fresh step per rollout."""
     monkeypatch.syspath_prepend(str(HERE))
