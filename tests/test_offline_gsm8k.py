@@ -61,6 +61,11 @@ def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_s
 def test_the_table_of_graded_solutions_is_that_of_the_committed_runs(experiment):
     """benchmarks/README.md prints what the results say; if not, the experiment's `--markdown` prints it again."""
     found = json.loads(experiment.RESULTS.read_text(encoding="utf-8"))
-    assert "\n".join(experiment.markdown(found)) in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(experiment.markdown(found)) in page
+    changes = [experiment.Change(**seed["held-out, per token"]) for seed in found["runs"]["true"]]
+    counts, errors = [one.questions for one in changes], [one.t for one in changes]
+    assert f"({min(counts)} to {max(counts)} of them)" in " ".join(page.split())
+    assert f"questions is {min(errors):.1f} to {max(errors):.1f} standard errors" in " ".join(page.split())
     assert {len(seeds) for seeds in found["runs"].values()} == {found["seeds"]}
     assert found["seeds"] >= 5
