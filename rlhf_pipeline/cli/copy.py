@@ -39,7 +39,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Copy the store and report the result."""
     from rlhf_pipeline.exchange.copier import copy_store
-    from rlhf_pipeline.report.stored import Stored, disk_usage
+    from rlhf_pipeline.report.stored import Stored
+    from rlhf_pipeline.run.disk import disk_usage
     from rlhf_pipeline.run.folder import open_run_or_store
 
     _, path = open_run_or_store(args.path)

@@ -47,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     """Print counts and the reward check; return 1 if a reward cannot be reproduced."""
     from rlhf_pipeline.report.inspect import grade
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.stored import disk_usage
+    from rlhf_pipeline.run.disk import disk_usage
 
     with closing(View(args.path)) as view:
         reward = _reward(view.run, args.definition, trust=args.trust) if args.grade else None

@@ -11,10 +11,7 @@ from typing import Final
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 from rlhf_pipeline.report.query import Answer, View
-from rlhf_pipeline.report.stored import disk_usage
-from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.address import below
-from rlhf_pipeline.run.disk import Room
+from rlhf_pipeline.run.disk import Room, run_usage
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 30.0
@@ -54,15 +51,15 @@ def status(view: View, now: float) -> Answer:
     state = "running" if begun is not None or at_work else "ended" if done else "stopped"
     starts = [one["started"] for one in at_work if one.get("started")] + ([begun] if begun else [])
     seen = [one["seen"] for one in about["processes"] if one["seen"]] + [about["updated"] or 0.0]
-    size, kept = disk_usage(run.address), disk_usage(below(run.address, filenames.CHECKPOINTS))
+    usage = run_usage(run.address)
     found = {
         **about,
         "state": state,
         "since": min(starts, default=None) if state == "running" else max(seen) or None,
         "seen": max(seen) or None,
         "waits_for": [f"{one['name']}: {one['state']}" for one in at_work if str(one.get("state")).startswith("wait")],
-        "bytes": size,
-        "bytes_per_hour": _growth(rows, size - kept, about["stored"]) if state == "running" else None,
+        "bytes": usage.total,
+        "bytes_per_hour": _growth(rows, usage.growing, about["stored"]) if state == "running" else None,
         "bytes_allowed": run.config.pipeline.get("buffer", {}).get("max_bytes"),
     }
     return {**found, "alarms": list(_alarms(found, rows, run, now))}
@@ -80,16 +77,13 @@ def _reached(run: RunFolder, rows: list[Answer]) -> bool:
     return target is not None and bool(rewards) and sum(rewards) / len(rewards) >= target
 
 
-def _growth(rows: list[Answer], size: int, stored: int) -> float | None:
-    """Return bytes per hour: what a trajectory takes, times how many the newest steps added.
-
-    `size` is without checkpoints, of which a run keeps a few: they do not grow with it.
-    """
+def _growth(rows: list[Answer], growing: int, stored: int) -> float | None:
+    """Return bytes per hour: what a trajectory takes, times how many the newest steps added."""
     known = [(row["time"], row["watermark"]) for row in rows if row.get("time") and row.get("watermark") is not None]
     if len(known) < 2 or known[-1][0] - known[0][0] < _YOUNG_S or not stored:
         return None
     (first, before), (last, after) = known[0], known[-1]
-    return size / stored * (after - before) / (last - first) * _HOUR_S
+    return growing / stored * (after - before) / (last - first) * _HOUR_S
 
 
 def _alarms(found: Answer, rows: list[Answer], run: RunFolder, now: float) -> Iterator[str]:

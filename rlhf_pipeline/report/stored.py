@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.address import Address
 from trajectory_store import TrajectoryStore
-from trajectory_store.fs import disk_bytes
 
 Ids = npt.NDArray[np.int64]
 
@@ -107,13 +105,3 @@ def _context(text: str, row: int, path: Address) -> Context:
         messages=messages if isinstance(messages, list) else None,
         graded=talk,
     )
-
-
-def disk_usage(folder: Address) -> int:
-    """Return the bytes that a folder takes on disk, or the objects at a URL; holes in sparse files do not count."""
-    if not isinstance(folder, Path):
-        from trajectory_store.objects.remote import ObstoreBucket, open_bucket
-
-        bucket = open_bucket(folder, durable=False)
-        return bucket.size() if isinstance(bucket, ObstoreBucket) else 0
-    return disk_bytes(folder)

@@ -1,4 +1,4 @@
-"""Whether a run will have room for another day, and whether its budget is used up. Imports no torch."""
+"""What a run takes on disk, whether there is room for a day more, and whether its budget is used. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Final
 
 from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.run import filenames
+from rlhf_pipeline.run.address import Address, below
 from trajectory_store.fs import disk_bytes
 
 _LEAST_FREE: Final = 10**9
@@ -21,6 +22,31 @@ _REMEMBERED: Final = 60
 """Looks that a rate is taken from: those of an hour."""
 _LEAST_S: Final = 120.0
 """A shorter time says nothing about a day."""
+
+
+def disk_usage(place: Address) -> int:
+    """Return the bytes that a folder takes on disk, or the objects at a URL; holes in sparse files do not count."""
+    if not isinstance(place, Path):
+        from trajectory_store.objects.remote import ObstoreBucket, open_bucket
+
+        bucket = open_bucket(place, durable=False)
+        return bucket.size() if isinstance(bucket, ObstoreBucket) else 0
+    return disk_bytes(place)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunUsage:
+    """The bytes that a run takes on disk."""
+
+    total: int
+    growing: int
+    """Without checkpoints: `learn.keep_checkpoints` of them stay, however long a run goes on, so they are no rate."""
+
+
+def run_usage(run: Address) -> RunUsage:
+    """Return what a run takes on disk, at a folder or a URL."""
+    total = disk_usage(run)
+    return RunUsage(total=total, growing=total - disk_usage(below(run, filenames.CHECKPOINTS)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +88,7 @@ class Room:
 class DiskWatch:
     """Looks now and then at the room of a run; says once that a day is left, and stops it where its budget is used up.
 
-    The rate is that of all but the checkpoints, as in `report.status`.
+    The rate is that of what grows with the run, see `RunUsage`.
 
     Args:
         folder: the run folder.
@@ -97,15 +123,15 @@ class DiskWatch:
         if now < self._next:
             return
         self._next = now + _LOOK_EVERY_S
-        room = Room(free=shutil.disk_usage(self._folder).free, used=disk_bytes(self._folder), allowed=self._allowed)
+        usage = run_usage(self._folder)
+        room = Room(free=shutil.disk_usage(self._folder).free, used=usage.total, allowed=self._allowed)
         if room.allowed is not None and room.used > room.allowed:
             raise RunStorageError(
                 f"{self._folder} takes {room.used:,} bytes, and buffer.max_bytes is {room.allowed:,}. Everything is "
                 f"saved. Go on with more: rlhf-pipeline run --resume --out {typed(self._folder)} "
                 f"--set buffer.max_bytes={2 * room.used}"
             )
-        # Checkpoints do not grow: `learn.keep_checkpoints` of them stay, and those of the first minutes are no rate.
-        self._seen.append((now, room.used - disk_bytes(self._folder / filenames.CHECKPOINTS)))
+        self._seen.append((now, usage.growing))
         (first, before), (last, after) = self._seen[0], self._seen[-1]
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
         warning = room.warning(rate)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.report.status import status
-from rlhf_pipeline.report.stored import disk_usage
+from rlhf_pipeline.run.disk import disk_usage
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.rows import StepRows
