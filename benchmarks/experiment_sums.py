@@ -37,9 +37,9 @@ RESULTS = Path(__file__).with_name("results") / "sums.json"
 SEEDS, STEPS, KILLS, SHOWN = (0, 1, 2), 40, 5, 8
 
 
-def command_of(run: Path, seed: int, more: Sequence[str] = ()) -> list[str]:
+def command_of(run: Path, seed: int, more: Sequence[str] = (), *, pipeline: str = "sums") -> list[str]:
     """Return the command that starts a run, or goes on with it; `more` are its other options."""
-    words = ["run", "sums", "--seed", str(seed), "--out", str(run), *more]
+    words = ["run", pipeline, "--seed", str(seed), "--out", str(run), *more]
     resume = ["--resume"] if (run / "config.json").exists() else []
     return [sys.executable, "-m", "rlhf_pipeline", *words, *resume]
 

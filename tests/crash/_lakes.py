@@ -37,8 +37,9 @@ class NotedLake(FrozenLake):
 
 
 def small_lake(environment: type[FrozenLake], **changes: int) -> Pipeline:
-    """`frozen_lake` with a smaller model and other settings, `part__field` for `part.field`, without evaluation."""
-    settings = {name.replace("__", "."): str(value) for name, value in changes.items()}
+    """Return `frozen_lake` with a smaller model, one step on each rollout, and other settings, `a__b` for `a.b`."""
+    settings = {"buffer.max_staleness": "0", "sample.strategy": "fresh", "sample.min_ess": "none", "learn.epochs": "1"}
+    settings |= {name.replace("__", "."): str(value) for name, value in changes.items()}
     settings |= {"policy.hidden_size": "16", "learn.lr_schedule": "constant"}
     found = definitions.find("frozen_lake").pipeline([*settings.items()])
     return dataclasses.replace(found, evaluate=None, environment=environment)

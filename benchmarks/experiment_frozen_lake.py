@@ -1,0 +1,104 @@
+"""Does `frozen_lake` learn with other seeds than those it was made with? The definition as it is, an experiment.
+
+    python benchmarks/experiment_frozen_lake.py --runs FOLDER            # eight seeds, three minutes each
+    python benchmarks/experiment_frozen_lake.py --runs FOLDER --save     # the same, and writes results/frozen_lake.json
+    python benchmarks/experiment_frozen_lake.py --markdown               # the table of the committed results
+
+Each run is `rlhf-pipeline run frozen_lake --seed N`. What counts is pass@1 on 128 held-out maps, four walks on each, at
+the best of its eight evaluations: that of the checkpoint which the run keeps. The walks of an evaluation begin in the
+corner farthest from the goal, those that it learns from begin anywhere: a reward of training is higher than the share
+of held-out maps that it goes with. The command started again goes on where it was cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from experiment_sums import command_of, rows_of
+
+RESULTS = Path(__file__).with_name("results") / "frozen_lake.json"
+SEEDS = tuple(range(101, 109))
+GOAL = 0.65
+"""Of held-out maps; seven of eight seeds shall reach it."""
+LAST = 20
+"""Steps at the end whose mean reward is printed."""
+
+
+def curve_of(run: Path) -> dict[str, float]:
+    """Return pass@1 on the held-out maps by step, from the run's evaluation store."""
+    from rlhf_pipeline.report.query import View
+
+    with contextlib.closing(View(run)) as view:
+        (found,) = view.evaluations()
+    return {str(step): value for step, value in zip(found["step"], found["values"]["evaluation/pass@1"], strict=True)}
+
+
+def found_by(runs: Path) -> dict[str, Any]:
+    """Return what the runs in a folder show, of those that are finished."""
+    finished = [run for run in sorted(runs.glob("frozen_lake-*")) if (run / "report.html").exists()]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "seeds": {
+            run.name.rpartition("-")[2]: {
+                "pass@1": curve_of(run),
+                "reward of the last steps": statistics.fmean(row["task_reward"] for row in rows_of(run)[-LAST:]),
+                "seconds": round(sum(row["rollout_s"] + row["update_s"] for row in rows_of(run))),
+            }
+            for run in finished
+        },
+    }
+
+
+def markdown(found: dict[str, Any]) -> list[str]:
+    """Return the table: of each seed the best evaluation, the step it came after, the last one, and the reward."""
+    lines = [f"| seed | best pass@1 | after step | last | reward of the last {LAST} steps |", "|---|---|---|---|---|"]
+    for seed, one in found["seeds"].items():
+        curve = one["pass@1"]
+        best = max(curve, key=lambda step: curve[step])
+        reward = one["reward of the last steps"]
+        lines.append(f"| {seed} | {curve[best]:.2f} | {best} | {[*curve.values()][-1]:.2f} | {reward:.2f} |")
+    return lines
+
+
+def reached(found: dict[str, Any]) -> int:
+    """Return how many seeds have reached the goal."""
+    return sum(max(one["pass@1"].values()) >= GOAL for one in found["seeds"].values())
+
+
+def main() -> None:
+    """Run what is not finished, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where the runs are")
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="which; none to read those there are")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the committed results")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} of the results")
+    args = parser.parse_args()
+    if args.markdown:
+        print("\n".join(markdown(json.loads(RESULTS.read_text(encoding="utf-8")))))
+        return
+    args.runs.mkdir(parents=True, exist_ok=True)
+    for seed in args.seeds:
+        run = args.runs / f"frozen_lake-{seed}"
+        if not (run / "report.html").exists():
+            subprocess.run(command_of(run, seed, pipeline="frozen_lake"), check=True)
+    found = found_by(args.runs)
+    print("\n".join(markdown(found)))
+    print(f"{reached(found)} of {len(found['seeds'])} reach {GOAL}")
+    if args.save:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
