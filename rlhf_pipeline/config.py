@@ -1113,8 +1113,14 @@ class Pipeline(Settings):
                 f"{self.sample.max_uses}. Set sample.max_uses to at least {epochs}.",
             ),
             (
-                self.sample.strategy != "anchored" or (self.replay is None and epochs > 1),
-                "sample.strategy=anchored takes a rollout whole and replays between rollouts: it needs a run that "
-                f"samples, with learn.epochs of at least 2 (it is {epochs}).",
+                self.sample.strategy != "anchored" or epochs > 1,
+                "sample.strategy=anchored takes a rollout whole and replays until the next one: learn.epochs is "
+                f"{epochs}. Set it to 2 or more.",
+            ),
+            (
+                self.sample.strategy != "anchored" or self.replay is None or self.replay.recorded_order,
+                "sample.strategy=anchored replays between rollouts, and stores have none. Draw from all alike with "
+                "--set sample.strategy=uniform, or learn as the run did that filled the store, with "
+                "--set replay.recorded_order=true.",
             ),
         ]
