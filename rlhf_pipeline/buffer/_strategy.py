@@ -36,12 +36,14 @@ class StoreView:
         ids: int64 `[n]`, row ids in the order of arrival.
         version: the learner's version; None takes the newest policy version in the view.
         uses: how often each row has been used, `[n]`; None reads the column `use_count`.
+        newest: bool `[n]`, which rows are of the newest rollout; None if their age tells, as in a single process.
     """
 
     store: StoreReads
     ids: Ints
     version: int | None = None
     uses: Ints | None = None
+    newest: npt.NDArray[np.bool_] | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:

@@ -69,6 +69,22 @@ class FreshSampler(TrajectorySampler):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class NewestSampler(TrajectorySampler):
+    """The newest rollout, in the order of arrival. Deterministic.
+
+    A rollout of another process may be of any age, and the view names its rows. One of this process has the weights of
+    its first step, so its rows are younger than the steps that a rollout has.
+    """
+
+    steps_per_rollout: int = 1
+
+    def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
+        del rng
+        newest = view.age < self.steps_per_rollout if view.newest is None else view.newest
+        return allowed[newest[allowed]][:most]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrioritySampler(TrajectorySampler):
     """Probability proportional to `(|priority| + eps)^alpha * exp(-age / tau)`, no row twice in a batch.
 
@@ -164,7 +180,7 @@ class AnchoredSampler(TrajectorySampler):
             raise DefinitionError(
                 f"steps_per_rollout is {self.steps_per_rollout}; with fewer than 2 no update is left for replay."
             )
-        self._newest = FreshSampler(max_staleness=self.steps_per_rollout - 1, max_uses=None)
+        self._newest = NewestSampler(steps_per_rollout=self.steps_per_rollout)
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         # An update later the newest rollout is a version older: nothing but the version tells where in the turn we are.
@@ -246,7 +262,7 @@ def _mix(
     *, fresh_fraction: float = 0.5, tau: float = math.inf, steps_per_rollout: int = 1, **limits: Any
 ) -> MixSampler:
     seed, older = limits.pop("seed", 0), RecencySampler(tau=tau, **limits)
-    newest = FreshSampler(max_staleness=steps_per_rollout - 1, max_uses=older.max_uses)
+    newest = NewestSampler(steps_per_rollout=steps_per_rollout, max_uses=older.max_uses)
     return MixSampler(newest, older, fraction=fresh_fraction, seed=seed)
 
 

@@ -456,6 +456,7 @@ class Learner:
         step: int,
         *,
         keep: Callable[[ChosenRows], np.ndarray] | None = None,
+        of_newest: Callable[[ChosenRows], np.ndarray] | None = None,
         watermark: int | None = None,
     ) -> ChosenRows:
         """Choose the trajectories of a step: a pure function of the store, the ledger, the seed and the step.
@@ -463,6 +464,7 @@ class Learner:
         Args:
             step: its number, from 1.
             keep: returns which trajectories are allowed, bool [n]; None allows all.
+            of_newest: returns which of these are of the newest rollout, bool [n]; None if their age tells.
             watermark: read the store as of this watermark; None means now, with all that is new compared with its
                 checksums.
 
@@ -474,8 +476,8 @@ class Learner:
         """
         fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
         if self.config.minibatches > 1 and self.sample.strategy == "fresh":
-            newest = fresh.take(fresh.ages <= (step - 1) % self.config.steps_per_rollout)
-            return newest.take(self.part(len(newest.row_ids), step))
+            rollout = fresh.take(fresh.ages <= (step - 1) % self.config.steps_per_rollout)
+            return rollout.take(self.part(len(rollout.row_ids), step))
         most = self.sample.max_uses
         if self.sample.strategy == "fresh" and most is None:
             return fresh
@@ -487,7 +489,8 @@ class Learner:
                 f"step {step}: each of the {len(uses)} trajectories that are young enough has been used {most} times. "
                 "Raise sample.max_uses, or lower sample.batch_size."
             )
-        view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses)
+        newest = None if of_newest is None else of_newest(fresh)
+        view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses, newest=newest)
         drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
         return fresh.take(drawn)
 

@@ -221,7 +221,7 @@ class Arrivals(_Collected):
     def _usable(self, rollout: int, row_ids: Ints, num_failed: int, step: int) -> ChosenRows:
         """Return the trajectories that `step` learns from; report how many are too old."""
         if self._pipeline.sample.strategy != "fresh":
-            return self._drawn(step)
+            return self._drawn(rollout, step)
         row_ids = row_ids[self._parts.learner.part(len(row_ids), step)]
         versions = self._versions(row_ids)
         known = self._of_this_run(row_ids, versions, step)
@@ -276,9 +276,14 @@ class Arrivals(_Collected):
             known |= (versions == version) & (np.isin(digests, list(had)) if had else True)
         return known
 
-    def _drawn(self, step: int) -> ChosenRows:
+    def _drawn(self, rollout: int, step: int) -> ChosenRows:
         """Return what `sample.strategy` draws from the rollouts that were begun, as recorded in the ledger."""
-        return self._parts.learner.chosen_rows(step, keep=partial(self._allowed, step))
+        store, pipeline = self._parts.buffer.store, self._pipeline
+        return self._parts.learner.chosen_rows(
+            step,
+            keep=partial(self._allowed, step),
+            of_newest=lambda fresh: of_rollouts(store, fresh, [rollout], pipeline),
+        )
 
     def _admitted(self, step: int) -> Ints | None:
         """Return what `_drawn` may draw at this step, if the loss must know it; else None."""

@@ -186,9 +186,9 @@ def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
         override(replay, "replay.weights", "1,2,3")
     with pytest.raises(DefinitionError, match="recorded_order goes with one store"):
         override(replay, "replay.recorded_order", "true")
-    with pytest.raises(DefinitionError, match="until the next one: learn.epochs is 1. Set it to 2"):
+    with pytest.raises(DefinitionError, match=r"until the next one: learn\.epochs is 1\. Set it to 2"):
         override(pipeline, "sample.strategy", "anchored")
-    with pytest.raises(DefinitionError, match="between rollouts, and stores have none.*--set sample.strategy=uniform"):
+    with pytest.raises(DefinitionError, match=r"stores have none.*--set sample\.strategy=uniform"):
         override(override(replay, "learn.epochs", "2"), "sample.strategy", "anchored")
 
 

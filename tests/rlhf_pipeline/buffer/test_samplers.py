@@ -277,6 +277,9 @@ def test_anchored_takes_a_rollout_whole_and_then_replays(storage):
         drawn = pick(sampler, storage, 4, version=7, step=step)
         assert drawn == pick(RecencySampler(tau=math.inf, max_staleness=3), storage, 4, version=7, step=step)
         assert {*drawn} <= {8, 9, 10, 11}
+    late = np.isin(np.arange(12), [0, 1, 4, 5])
+    assert pick(sampler, storage, 12, version=6, newest=late) == [0, 1, 4, 5]
+    assert pick(sampler, storage, 4, version=7, step=step, newest=late) == drawn
     with pytest.raises(DefinitionError, match="with fewer than 2 no update is left for replay"):
         as_sampler("anchored", steps_per_rollout=1)
 

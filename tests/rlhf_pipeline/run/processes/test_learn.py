@@ -219,6 +219,22 @@ def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run, order):
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
 
 
+@pytest.mark.parametrize("strategy", [{"strategy": "anchored"}, {"strategy": "mix", "fresh_fraction": 1.0}])
+def test_the_newest_rollout_is_the_one_that_a_step_begins_whatever_its_age(tmp_path, strategy):
+    """Of two rollouts by the first weights the second is two versions old when a step begins it: it is used as new."""
+    settings = {f"sample__{name}": str(value) for name, value in strategy.items()}
+    pipeline = tiny(buffer__max_staleness="5", learn__epochs="2", learn__steps="4", **settings)
+    run_dir = tmp_path / "run"
+    learn(pipeline, run_dir=run_dir, on_event=stop_at(RunStarted))
+    collect(pipeline, run_dir=run_dir, on_event=stop_at(RolloutDone, 2))
+    learn(pipeline, run_dir=run_dir)
+    step = RunFolder(run_dir).ledger[2]
+    with TrajectoryStore.open(run_dir / "store") as store:
+        rollouts = store.read_scalars("group_id", step["row_ids"]) // pipeline.collect.prompts_per_rollout
+    assert step["ages"] == [2] * 12
+    assert rollouts.tolist() == [step["rollout"]] * 12
+
+
 @pytest.mark.parametrize(("version", "ages"), [(1, [0] * 12), (-4, [])], ids=["newer", "too old"])
 def test_rows_with_the_ids_of_lost_ones_are_not_taken_for_them(run, version, ages):
     """A power loss leaves the ledger and takes rows that it names; other weights sample the rollout again."""
