@@ -1,4 +1,4 @@
-"""Teach a model made from scratch to cross a frozen lake, turn by turn: CPU only, nothing downloaded, three minutes."""
+"""Teach a model made from scratch to cross a frozen lake, turn by turn: CPU only, nothing downloaded, a few minutes."""
 
 from __future__ import annotations
 

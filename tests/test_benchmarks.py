@@ -119,6 +119,18 @@ def test_the_table_of_gsm8k_is_that_of_the_committed_run(monkeypatch):
     assert f"{found['steps']} steps" in page
 
 
+def test_the_table_of_frozen_lake_is_that_of_the_committed_runs(monkeypatch):
+    """benchmarks/README.md prints what `experiment_frozen_lake.py --markdown` makes of its results; they are enough."""
+    monkeypatch.syspath_prepend(str(HERE))
+    experiment = importlib.import_module("experiment_frozen_lake")
+    found = json.loads(experiment.RESULTS.read_text(encoding="utf-8"))
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(experiment.markdown(found)) in page
+    reached, seeds = experiment.reached(found), len(found["seeds"])
+    assert f"{reached} of {seeds} seeds reach {experiment.GOAL}" in " ".join(page.split())
+    assert 8 * reached >= 7 * seeds >= 56
+
+
 def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
     """Gains of 0.1 and 0.3 of two seeds: a mean of 0.2, and the half width of Student's t with one degree."""
     monkeypatch.syspath_prepend(str(HERE))

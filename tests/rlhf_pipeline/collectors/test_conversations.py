@@ -380,6 +380,8 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
             ("policy.hidden_size", "16"),
             ("learn.lr_schedule", "constant"),
             ("learn.steps", "2"),
+            ("learn.epochs", "1"),
+            ("sample.strategy", "fresh"),
         ]
     )
     object.__setattr__(pipeline, "environment", type("Moodier", (Moody,), {"how": staticmethod(lambda: 1 / 0)}))

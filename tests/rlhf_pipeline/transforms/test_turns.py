@@ -182,6 +182,8 @@ def lake(reward: tuple[object, ...]) -> Pipeline:
             ("policy.hidden_size", "16"),
             ("learn.lr_schedule", "constant"),
             ("learn.steps", "2"),
+            ("learn.epochs", "1"),
+            ("sample.strategy", "fresh"),
             ("write.estimator", "turn_grpo"),
             ("write.turn_discount", "0.5"),
         ]
