@@ -2,7 +2,8 @@
 
     python benchmarks/experiment_frozen_lake.py --runs FOLDER            # eight seeds, some minutes each
     python benchmarks/experiment_frozen_lake.py --runs FOLDER --save     # the same, and writes results/frozen_lake.json
-    python benchmarks/experiment_frozen_lake.py --markdown               # the table of the committed results
+    python benchmarks/experiment_frozen_lake.py --runs FOLDER --fresh    # one step on each rollout, for comparison
+    python benchmarks/experiment_frozen_lake.py --markdown               # the tables of the committed results
 
 Each run is `rlhf-pipeline run frozen_lake --seed N`. What counts is pass@1 on 128 held-out maps, four walks on each, at
 the best of its eight evaluations: that of the checkpoint which the run keeps. The walks of an evaluation begin in the
@@ -28,10 +29,15 @@ from experiment_sums import command_of, rows_of
 
 RESULTS = Path(__file__).with_name("results") / "frozen_lake.json"
 SEEDS = tuple(range(201, 209))
+FRESH = {
+    **{"sample.strategy": "fresh", "sample.min_ess": "none", "buffer.max_staleness": "0", "learn.epochs": "1"},
+    **{"learn.steps": "320", "evaluate.every": "40", "learn.checkpoint_every": "40"},
+}
+"""What the definition had before: twice as many walks, and one step on each rollout."""
 GOAL = 0.65
 """Of held-out maps; seven of eight seeds shall reach it."""
 LAST = 20
-"""Steps at the end whose mean reward is printed."""
+"""Rollouts at the end whose mean reward is printed."""
 
 
 def curve_of(run: Path) -> dict[str, float]:
@@ -43,38 +49,58 @@ def curve_of(run: Path) -> dict[str, float]:
     return {str(step): value for step, value in zip(found["step"], found["values"]["evaluation/pass@1"], strict=True)}
 
 
+def shown_by(run: Path) -> dict[str, Any]:
+    """Return what a run shows: its evaluations, the mean reward of its last rollouts, and how long it took."""
+    rows = rows_of(run)
+    rewards = [row["task_reward"] for row in rows if row["task_reward"] is not None]
+    return {
+        "pass@1": curve_of(run),
+        "reward of the last rollouts": statistics.fmean(rewards[-LAST:]),
+        "seconds": round(sum((row["rollout_s"] or 0.0) + row["update_s"] for row in rows)),
+    }
+
+
+def seeds_of(runs: Path, kind: str) -> dict[str, Any]:
+    """Return what the finished runs of a kind in a folder show, by seed."""
+    finished = [run for run in sorted(runs.glob(f"{kind}-*")) if (run / "report.html").exists()]
+    return {run.name.rpartition("-")[2]: shown_by(run) for run in finished}
+
+
 def found_by(runs: Path) -> dict[str, Any]:
     """Return what the runs in a folder show, of those that are finished."""
-    finished = [run for run in sorted(runs.glob("frozen_lake-*")) if (run / "report.html").exists()]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        "seeds": {
-            run.name.rpartition("-")[2]: {
-                "pass@1": curve_of(run),
-                "reward of the last steps": statistics.fmean(row["task_reward"] for row in rows_of(run)[-LAST:]),
-                "seconds": round(sum(row["rollout_s"] + row["update_s"] for row in rows_of(run))),
-            }
-            for run in finished
-        },
+        "seeds": seeds_of(runs, "frozen_lake"),
+        "fresh": seeds_of(runs, "fresh"),
     }
 
 
-def markdown(found: dict[str, Any]) -> list[str]:
-    """Return the table: of each seed the best evaluation, the step it came after, the last one, and the reward."""
-    lines = [f"| seed | best pass@1 | after step | last | reward of the last {LAST} steps |", "|---|---|---|---|---|"]
-    for seed, one in found["seeds"].items():
+def markdown(seeds: dict[str, Any]) -> list[str]:
+    """Return a table: of each seed the best evaluation, the step it came after, the last one, and the reward."""
+    lines = [
+        f"| seed | best pass@1 | after step | last | reward of the last {LAST} rollouts |",
+        "|---|---|---|---|---|",
+    ]
+    for seed, one in seeds.items():
         curve = one["pass@1"]
         best = max(curve, key=lambda step: curve[step])
-        reward = one["reward of the last steps"]
+        reward = one["reward of the last rollouts"]
         lines.append(f"| {seed} | {curve[best]:.2f} | {best} | {[*curve.values()][-1]:.2f} | {reward:.2f} |")
     return lines
 
 
-def reached(found: dict[str, Any]) -> int:
+def reached(seeds: dict[str, Any]) -> str:
     """Return how many seeds have reached the goal."""
-    return sum(max(one["pass@1"].values()) >= GOAL for one in found["seeds"].values())
+    enough = sum(max(one["pass@1"].values()) >= GOAL for one in seeds.values())
+    return f"{enough} of {len(seeds)} seeds reach {GOAL}"
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Return both tables."""
+    tables = [[*markdown(found[kind]), "", reached(found[kind])] for kind in ("seeds", "fresh") if found[kind]]
+    return "\n\n".join("\n".join(lines) for lines in tables)
 
 
 def main() -> None:
@@ -82,20 +108,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where the runs are")
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="which; none to read those there are")
-    parser.add_argument("--markdown", action="store_true", help="print the table of the committed results")
+    parser.add_argument("--fresh", action="store_true", help="learn from each rollout once, as before")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of the committed results")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} of the results")
     args = parser.parse_args()
     if args.markdown:
-        print("\n".join(markdown(json.loads(RESULTS.read_text(encoding="utf-8")))))
+        print(shown(json.loads(RESULTS.read_text(encoding="utf-8"))))
         return
     args.runs.mkdir(parents=True, exist_ok=True)
+    kind, more = (
+        ("fresh", [f"--set={name}={value}" for name, value in FRESH.items()]) if args.fresh else ("frozen_lake", [])
+    )
     for seed in args.seeds:
-        run = args.runs / f"frozen_lake-{seed}"
+        run = args.runs / f"{kind}-{seed}"
         if not (run / "report.html").exists():
-            subprocess.run(command_of(run, seed, pipeline="frozen_lake"), check=True)
+            subprocess.run(command_of(run, seed, more, pipeline="frozen_lake"), check=True)
     found = found_by(args.runs)
-    print("\n".join(markdown(found)))
-    print(f"{reached(found)} of {len(found['seeds'])} reach {GOAL}")
+    print(shown(found))
     if args.save:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
