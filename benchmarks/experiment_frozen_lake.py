@@ -37,7 +37,9 @@ FRESH = {
 GOAL = 0.65
 """Of held-out maps; seven of eight seeds shall reach it."""
 LAST = 20
-"""Rollouts at the end whose mean reward is printed."""
+"""Rollouts at the end whose mean reward is printed, and steps before an evaluation whose mean entropy is."""
+EARLY = 40
+"""Rollouts after which the entropy is printed."""
 
 
 def curve_of(run: Path) -> dict[str, float]:
@@ -53,8 +55,15 @@ def shown_by(run: Path) -> dict[str, Any]:
     """Return what a run shows: its evaluations, the mean reward of its last rollouts, and how long it took."""
     rows = rows_of(run)
     rewards = [row["task_reward"] for row in rows if row["task_reward"] is not None]
+    pass_at_1 = curve_of(run)
     return {
-        "pass@1": curve_of(run),
+        "steps of a rollout": len(rows) // len(rewards),
+        "pass@1": pass_at_1,
+        "entropy": {
+            step: statistics.fmean(row["entropy"] for row in rows[int(step) - LAST : int(step)])
+            for step in pass_at_1
+            if step != "0"
+        },
         "reward of the last rollouts": statistics.fmean(rewards[-LAST:]),
         "seconds": round(sum((row["rollout_s"] or 0.0) + row["update_s"] for row in rows)),
     }
@@ -78,16 +87,18 @@ def found_by(runs: Path) -> dict[str, Any]:
 
 
 def markdown(seeds: dict[str, Any]) -> list[str]:
-    """Return a table: of each seed the best evaluation, the step it came after, the last one, and the reward."""
+    """Return a table: of each seed the best evaluation, the last one, and an early one with the entropy before it."""
+    early = f"after {EARLY} rollouts"
     lines = [
-        f"| seed | best pass@1 | after step | last | reward of the last {LAST} rollouts |",
-        "|---|---|---|---|---|",
+        f"| seed | best pass@1 | after step | last | {early} | entropy {early} | reward of the last {LAST} rollouts |",
+        "|---|---|---|---|---|---|---|",
     ]
     for seed, one in seeds.items():
-        curve = one["pass@1"]
+        curve, entropy, then = one["pass@1"], one["entropy"], str(EARLY * one["steps of a rollout"])
         best = max(curve, key=lambda step: curve[step])
-        reward = one["reward of the last rollouts"]
-        lines.append(f"| {seed} | {curve[best]:.2f} | {best} | {[*curve.values()][-1]:.2f} | {reward:.2f} |")
+        figures = [curve[best], [*curve.values()][-1], curve[then], entropy[then], one["reward of the last rollouts"]]
+        cells = [f"{figure:.2f}" for figure in figures]
+        lines.append("| " + " | ".join([seed, cells[0], best, *cells[1:]]) + " |")
     return lines
 
 

@@ -38,14 +38,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import math
 import multiprocessing
 import os
+import platform
 import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +107,7 @@ class Task:
 TASKS = {
     "copy_digits": Task(rollouts=90, measure="task_reward", target=0.5, smooth=5, last=10),
     "frozen_lake": Task(rollouts=150, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
-    "sokoban": Task(rollouts=150, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
+    "sokoban": Task(rollouts=100, measure="evaluation/pass@1", target=0.3, smooth=3, last=3, every=10, prompts=32),
 }
 
 
@@ -342,7 +345,12 @@ def main() -> None:
     if args.save:
         RESULTS.mkdir(exist_ok=True)
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
-        found = {"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered}
+        found = {
+            "date": time.strftime("%Y-%m-%d"),
+            "host": {"processors": os.cpu_count(), "machine": platform.machine()},
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            **{"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered},
+        }
         file = results_of(args.pipeline)
         file.write_text(json.dumps(found) + "\n", encoding="utf-8")
         file.with_suffix(".svg").write_text(picture(runs, args.pipeline), encoding="utf-8")
