@@ -59,14 +59,34 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         assert min(per_arm.values()) >= 4, per_arm
 
 
-def test_what_replay_is_compared_with_is_computed_from_the_committed_runs(monkeypatch):
-    """docs/offline.md gives uniform replay less each of the two controls, seed by seed."""
+@pytest.mark.parametrize(
+    ("task", "arm", "others"),
+    [
+        (
+            "frozen_lake",
+            "uniform",
+            {"fresh x3, lr/3": "at a third of the learning rate is {}", "fresh x3, min_ess": "with the guard {}"},
+        ),
+        (
+            "sokoban",
+            "freshness-weighted",
+            {
+                "fresh x3": "less three steps on each rollout {}",
+                "fresh x3, lr/3": "less those at a third of the learning rate {}",
+                "fresh x3, min_ess": "less those with the guard {}",
+                "uniform": "Above uniform replay ({})",
+            },
+        ),
+    ],
+)
+def test_what_replay_is_compared_with_is_computed_from_the_committed_runs(monkeypatch, task, arm, others):
+    """docs/offline.md gives a replaying arm less each of its controls, seed by seed."""
     monkeypatch.syspath_prepend(str(HERE))
     experiment = importlib.import_module("experiment_replay")
-    by_arm = experiment.by_arm_and_seed(experiment.committed("frozen_lake"), experiment.TASKS["frozen_lake"])
+    by_arm = experiment.by_arm_and_seed(experiment.committed(task), experiment.TASKS[task])
     page = (HERE.parent / "docs" / "offline.md").read_text(encoding="utf-8")
-    for other, text in (("fresh x3, lr/3", "at a third of the learning rate is {}"), ("fresh x3, min_ess", "guard {}")):
-        less = "{:+.2f} ± {:.2f}".format(*experiment.paired(by_arm, "uniform", other, "last"))
+    for other, text in others.items():
+        less = "{:+.2f} ± {:.2f}".format(*experiment.paired(by_arm, arm, other, "last"))
         assert text.format(less) in page, other
 
 
