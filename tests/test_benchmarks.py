@@ -137,6 +137,10 @@ def test_the_table_of_gsm8k_is_that_of_the_committed_run(monkeypatch):
     page = " ".join((HERE / "README.md").read_text(encoding="utf-8").split())
     assert " ".join(" ".join(experiment.markdown(found)).split()) in page
     assert f"{found['steps']} steps" in page
+    rollout, update = (found[f"median seconds of {name}"] for name in ("a rollout", "an update"))
+    assert f"{rollout:.0f} s a rollout and {update:.0f} s an update" in page
+    first, *_, last = (round(one["reward/answer"] * found["held-out questions"]) for one in found["held out"].values())
+    assert f"right for {first} and then for {last} of the {found['held-out questions']}" in page
 
 
 def test_the_tables_of_frozen_lake_are_those_of_the_committed_runs(monkeypatch):
