@@ -14,18 +14,13 @@ of held-out maps that it goes with. The command started again goes on where it w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-from experiment_sums import command_of, rows_of
+from experiment_sums import command_of, evaluations_of, made_on, rows_of
 
 RESULTS = Path(__file__).with_name("results") / "frozen_lake.json"
 SEEDS = tuple(range(201, 209))
@@ -42,20 +37,11 @@ EARLY = 40
 """Rollouts after which the entropy is printed."""
 
 
-def curve_of(run: Path) -> dict[str, float]:
-    """Return pass@1 on the held-out maps by step, from the run's evaluation store."""
-    from rlhf_pipeline.report.query import View
-
-    with contextlib.closing(View(run)) as view:
-        (found,) = view.evaluations()
-    return {str(step): value for step, value in zip(found["step"], found["values"]["evaluation/pass@1"], strict=True)}
-
-
 def shown_by(run: Path) -> dict[str, Any]:
     """Return what a run shows: its evaluations, the mean reward of its last rollouts, and how long it took."""
     rows = rows_of(run)
     rewards = [row["task_reward"] for row in rows if row["task_reward"] is not None]
-    pass_at_1 = curve_of(run)
+    pass_at_1 = evaluations_of(run, "evaluation/pass@1")
     return {
         "steps of a rollout": len(rows) // len(rewards),
         "pass@1": pass_at_1,
@@ -78,9 +64,7 @@ def seeds_of(runs: Path, kind: str) -> dict[str, Any]:
 def found_by(runs: Path) -> dict[str, Any]:
     """Return what the runs in a folder show, of those that are finished."""
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        **made_on(),
         "seeds": seeds_of(runs, "frozen_lake"),
         "fresh": seeds_of(runs, "fresh"),
     }

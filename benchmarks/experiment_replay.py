@@ -38,22 +38,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import multiprocessing
 import os
-import platform
 import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiment_sums import made_on
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -346,9 +344,7 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         ordered = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), run["seed"]))
         found = {
-            "date": time.strftime("%Y-%m-%d"),
-            "host": {"processors": os.cpu_count(), "machine": platform.machine()},
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            **made_on(),
             **{"rollouts": rollouts, "seeds": seeds, "arms": ARMS, "table": table(runs, task), "runs": ordered},
         }
         file = results_of(args.pipeline)

@@ -89,13 +89,22 @@ def weights_of(run: Path) -> tuple[str, str]:
     return newest.name, digest.hexdigest()
 
 
-def accuracies_of(run: Path) -> dict[str, float]:
-    """Return the accuracy on the held-out sums by step, from the run's evaluation store."""
+def made_on() -> dict[str, Any]:
+    """Return the day, the machine and the libraries of results."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+    }
+
+
+def evaluations_of(run: Path, figure: str) -> dict[str, float]:
+    """Return a figure of a run's evaluations by step, from its evaluation store."""
     from rlhf_pipeline.report.query import View
 
     with contextlib.closing(View(run)) as view:
         (found,) = view.evaluations()
-    return {str(step): value for step, value in zip(found["step"], found["values"]["evaluation/reward"], strict=True)}
+    return {str(step): value for step, value in zip(found["step"], found["values"][figure], strict=True)}
 
 
 def completions_of(run: Path, count: int) -> list[dict[str, str]]:
@@ -125,7 +134,7 @@ def found_by(runs: Path) -> dict[str, Any]:
     finished = [seed for seed in SEEDS if (runs / f"sums-{seed}" / "report.html").exists()]
     of_seed = {
         str(seed): {
-            "accuracy": accuracies_of(run),
+            "accuracy": evaluations_of(run, "evaluation/reward"),
             "steps": steps_of(run),
             "median seconds of a step": round(seconds_of(run), 1),
             "weights": weights_of(run)[1],
@@ -134,9 +143,7 @@ def found_by(runs: Path) -> dict[str, Any]:
         for run in [runs / f"sums-{seed}"]
     }
     found: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "host": {"processors": os.cpu_count(), "machine": platform.machine(), "load": round(os.getloadavg()[0], 1)},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        **made_on(),
         "held-out sums": 64,
         "seeds": of_seed,
     }
