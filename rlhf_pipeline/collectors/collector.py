@@ -20,9 +20,11 @@ from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kep
 from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed, part_values
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.collectors.sampled_rows import (
-    SampledRows,
-    drawn_completions,
-    drawn_conversations,
+    MEMBER,
+    OWNER,
+    num_turns,
+    sampled_completions,
+    sampled_conversations,
     trajectories,
     turn_rewards,
 )
@@ -260,8 +262,8 @@ class Collector:
         if config.dynamic > 1:
             one = as_one(rounds)
             kept = kept_groups(one.spread, len(one.prompts), len(groups))
-        drawn = one.drawn
-        places = np.flatnonzero(np.isin(drawn.prompt_index, kept)).tolist()
+        sampled, owner = one.rows, one.rows.numbers(OWNER)
+        places = np.flatnonzero(np.isin(owner, kept)).tolist()
         grades = [one.grades[place] for place in places]
         names = np.full(len(one.prompts), -1)
         names[kept] = groups
@@ -275,27 +277,26 @@ class Collector:
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         error = next((item.error for item in grades if item.error is not None), None)
         _say_failures(rollout, one.grades, config.alarm_failed, say)
+        turns, reasons = num_turns(sampled), sampled.texts(keys.FINISH_REASON)
         figures = rollout_figures(
-            lengths=(drawn.lengths - drawn.num_prompt_tokens)[places],
-            cut_off=np.array(
-                [drawn.reasons[place] == "length" and not one.grades[place].broken for place in places], bool
-            ),
+            lengths=(sampled.lengths(keys.TOKENS) - sampled.numbers(keys.NUM_PROMPT_TOKENS))[places],
+            cut_off=np.array([reasons[place] == "length" and not one.grades[place].broken for place in places], bool),
             rewards=rewards,
-            groups=names[drawn.prompt_index[places]],
+            groups=names[owner[places]],
             kinds=[item.kind for item in grades],
             values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
             parts=self._parts(grades),
-            turns=None if drawn.turns is None else drawn.turns[places],
+            turns=None if turns is None else turns[places],
         )
         if config.dynamic > 1:
-            figures |= self._dynamic_figures(rollout, one.cursors[drawn.prompt_index[places]], one.steered[places])
+            figures |= self._dynamic_figures(rollout, one.cursors[owner[places]], one.steered[places])
             if say is not None and len(one.spread) < len(groups):
                 say(
                     f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(one.spread)} of "
                     f"{len(one.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
                     f"{len(groups) - len(one.spread)} without spread fill the rollout."
                 )
-        num_tokens = int(drawn.assistant.sum())
+        num_tokens = int(sampled.numbers(keys.ASSISTANT_MASK).sum())
         return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=False)
 
     def _collect_each(
@@ -324,17 +325,17 @@ class Collector:
                 self._grade(grading, 0, conversation)
                 (grade,) = grading.results(stop, say)
             assert conversation.row is not None
-            drawn = drawn_conversations(
+            rows = sampled_conversations(
                 [conversation], [self._text(conversation.row.ids[conversation.row.num_prompt :])], group_size=1
             )
-            drawn = replace(drawn, member=np.array([place % size]))
+            rows[MEMBER] = Flat(torch.tensor([place % size]))
             at = cursors[[place // size]]
             one = Round(
-                prompts=[conversation.prompt], cursors=at, drawn=drawn, grades=[grade], steered=self._steered([grade])
+                prompts=[conversation.prompt], cursors=at, rows=rows, grades=[grade], steered=self._steered([grade])
             )
             self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
-            num_tokens += int(drawn.assistant.sum())
+            num_tokens += int(rows.numbers(keys.ASSISTANT_MASK).sum())
 
         if left:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
@@ -359,7 +360,7 @@ class Collector:
         """Return sampled rows with failures, each reward and marks, as far as the store has columns for them."""
         batch = trajectories(
             one.prompts,
-            one.drawn,
+            one.rows,
             one.grades,
             groups=groups,
             group_size=self.config.group_size,
@@ -371,13 +372,13 @@ class Collector:
             keys.ENGINE: Text(["" if engine is None else engine.name] * batch.n),
             keys.TEMPERATURE: Flat(torch.full((batch.n,), self.temperature)),
             keys.LOG_PROB_MODE: Text(["processed"] * batch.n),
-            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.drawn.prompt_index])),
+            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.rows.numbers(OWNER)])),
         }
         if any(item.kind for item in one.grades):
             found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
             found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found |= turn_rewards(one.drawn, one.grades, self.grader.rewards)
+            found |= turn_rewards(one.rows, one.grades, self.grader.rewards)
         for name, values in self._named(one.grades).items():
             found[reward_column(name)] = Flat(torch.tensor(values, dtype=torch.float32))
         self._gain_columns(found)
@@ -426,11 +427,11 @@ class Collector:
         grading = self.grader.begin(self.config.group_size)
         with grading:
             if self.conversations is None:
-                drawn = self._completed(
+                rows = self._completed(
                     prompts, cursors, grading, refresh, beside, number * size * self.config.group_size
                 )
             else:
-                drawn = self._conversed(self.conversations, prompts, cursors, grading, refresh)
+                rows = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
@@ -440,7 +441,7 @@ class Collector:
                 f"rollout {rollout}: collect.dynamic_by is {by!r}, and no trajectory has a reward or component of that "
                 f"name, so no group has spread; there are: {known}."
             )
-        return Round(prompts=prompts, cursors=cursors, drawn=drawn, grades=grades, steered=steered)
+        return Round(prompts=prompts, cursors=cursors, rows=rows, grades=grades, steered=steered)
 
     def _steered(self, grades: Sequence[Grade]) -> np.ndarray:
         """Return what must differ within a group that dynamic sampling keeps, float32 [n]; NaN without a reward."""
@@ -462,7 +463,7 @@ class Collector:
         refresh: WeightRefresh | None,
         beside: ScoringBeside | None,
         num_before: int,
-    ) -> SampledRows:
+    ) -> Trajectories:
         """Sample one turn for each member, after so many of earlier rounds; their reward calls begin as they end."""
         as_chat, options = through_template(self.prompts), template_options(self.prompts)
         prompt_ids = [
@@ -505,7 +506,7 @@ class Collector:
                 prompt_text=shown[owner],
             )
             grading.add(place, one, ended=True)
-        return drawn_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))], shown)
+        return sampled_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))], shown)
 
     def _conversed(
         self,
@@ -514,7 +515,7 @@ class Collector:
         cursors: np.ndarray,
         grading: Grading,
         refresh: WeightRefresh | None,
-    ) -> SampledRows:
+    ) -> Trajectories:
         """Run a conversation for each member; their reward calls begin as they end."""
 
         def ended(place: int, conversation: Conversation) -> None:
@@ -526,7 +527,7 @@ class Collector:
             for conversation in finished
             if conversation.row is not None
         ]
-        return drawn_conversations(finished, texts, group_size=self.config.group_size)
+        return sampled_conversations(finished, texts, group_size=self.config.group_size)
 
     def _grade(self, grading: Grading, place: int, conversation: Conversation) -> None:
         """Begin the reward calls of a conversation that is over."""

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.collectors.rollout_figures import Figures
-from rlhf_pipeline.collectors.sampled_rows import SampledRows, joined
+from rlhf_pipeline.collectors.sampled_rows import OWNER, joined
 from rlhf_pipeline.data.prompts import Prompt
+from rlhf_pipeline.data.trajectories import Trajectories
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,21 +29,21 @@ class Round:
     Attributes:
         prompts: [P].
         cursors: int64 [P], which prompts of the source they are.
-        drawn: the sampled rows, [n].
+        rows: what was sampled, [n].
         grades: their rewards, [n].
         steered: what must differ within a group, [n]: the rewards, or the one of them that `collect.dynamic_by` names.
     """
 
     prompts: Sequence[Prompt]
     cursors: Ints
-    drawn: SampledRows
+    rows: Trajectories
     grades: Sequence[Grade]
     steered: npt.NDArray[np.float32]
 
     @property
     def spread(self) -> Ints:
         """The prompts whose group has rewards that are not all equal, ascending, int64 [k]."""
-        return spread_groups(self.steered, self.drawn.prompt_index)
+        return spread_groups(self.steered, self.rows.numbers(OWNER))
 
 
 def as_one(rounds: Sequence[Round]) -> Round:
@@ -50,7 +51,7 @@ def as_one(rounds: Sequence[Round]) -> Round:
     return Round(
         prompts=[prompt for one in rounds for prompt in one.prompts],
         cursors=np.concatenate([one.cursors for one in rounds]),
-        drawn=joined([one.drawn for one in rounds]),
+        rows=joined([one.rows for one in rounds]),
         grades=[grade for one in rounds for grade in one.grades],
         steered=np.concatenate([one.steered for one in rounds]),
     )

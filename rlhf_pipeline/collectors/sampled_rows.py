@@ -1,11 +1,11 @@
-"""What a rollout sampled, of one turn or several, and its form for the write path."""
+"""What a rollout sampled, of one turn or several, in the form of the write path: columns by key."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,65 +17,22 @@ from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import POLICY_ROLE, Key
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.rewards import Reward, as_column, of_turn
-from rlhf_pipeline.data.trajectories import Flat, Trajectories
+from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, version_range
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledRows:
-    """`n` sampled rows, prompt first; text is never encoded again.
-
-    Attributes:
-        lengths: int64 [n], tokens of each row.
-        num_prompt_tokens: int64 [n].
-        tokens: int64 [sum(lengths)].
-        assistant: bool [sum(lengths)], True where the policy sampled the token.
-        log_probs: float32 [sum(lengths)], NaN elsewhere; under the whole distribution, as a policy scores them.
-        log_mass: float32 [sum(lengths)], of truncated sampling; None without.
-        prompt_index: int64 [n].
-        member: int64 [n].
-        reasons: [n], why each ended.
-        texts: [n], what is stored as `completion`.
-        metas: [n], what `meta` holds beside the prompt's own.
-        version_spans: place and version of each span, with a count per row; None if no version is known.
-        turn_spans: place and role of each turn, with a count per row; None for rows of one turn.
-    """
-
-    lengths: npt.NDArray[np.int64]
-    num_prompt_tokens: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
-    assistant: npt.NDArray[np.bool_]
-    log_probs: npt.NDArray[np.float32]
-    log_mass: npt.NDArray[np.float32] | None
-    prompt_index: npt.NDArray[np.int64]
-    member: npt.NDArray[np.int64]
-    reasons: Sequence[str]
-    texts: Sequence[str]
-    metas: Sequence[Mapping[str, Any]]
-    version_spans: Flat | None
-    turn_spans: Flat | None = None
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def turns(self) -> npt.NDArray[np.int64] | None:
-        """The turns of the policy in each row, int64 [n]; None for rows of one turn."""
-        if self.turn_spans is None or self.turn_spans.lengths is None:
-            return None
-        roles, counts = self.turn_spans.values.numpy()[:, 1], self.turn_spans.lengths.numpy()
-        return np.bincount(np.repeat(np.arange(len(counts)), counts), roles == POLICY_ROLE, len(counts)).astype(
-            np.int64
-        )
+OWNER: Final[Key] = "prompt_index"
+"""int64 [n], which prompt of the rollout a sampled row continues; only until `trajectories` names its group."""
+MEMBER: Final[Key] = "member"
+"""int64 [n], its place in its group; likewise."""
 
 
-def drawn_completions(
+def sampled_completions(
     prompt_ids: Sequence[Sequence[int]],
     completions: RaggedCompletions,
     texts: Sequence[str],
     shown: Sequence[str | None],
-) -> SampledRows:
-    """Return rows of one turn.
+) -> Trajectories:
+    """Return rows of one turn, prompt first; text is never encoded again.
 
     Args:
         prompt_ids: token ids of the prompts, [P].
@@ -83,12 +40,11 @@ def drawn_completions(
         texts: the completions as text, [n].
         shown: the prompts as the model reads them, [P]; None where no reward function asks for it.
     """
-    owner = completions.prompt_index
+    owner, spans = completions.prompt_index, completions.spans
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
     lengths = prompt_lengths + completions.lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    assistant = position >= np.repeat(prompt_lengths, lengths)
+    assistant = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) >= np.repeat(prompt_lengths, lengths)
 
     tokens = np.empty(offsets[-1], dtype=np.int64)
     tokens[~assistant] = np.concatenate([prompt_ids[index] for index in owner])
@@ -99,87 +55,86 @@ def drawn_completions(
     if completions.support_log_mass is not None:
         log_mass = np.zeros_like(log_probs)
         log_mass[assistant] = completions.support_log_mass
-        log_probs += log_mass
-    spans = completions.spans
-    return SampledRows(
-        lengths=lengths,
-        num_prompt_tokens=prompt_lengths,
-        tokens=tokens,
-        assistant=assistant,
-        log_probs=log_probs,
-        log_mass=log_mass,
-        prompt_index=owner,
-        member=completions.member,
-        reasons=np.where(completions.stopped, "stop", "length").tolist(),
-        texts=texts,
-        metas=[{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner],
-        version_spans=None
-        if spans is None
-        else Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts)),
-    )
+    rows = _rows(lengths, prompt_lengths, tokens, assistant, log_probs, log_mass, owner, completions.member)
+    rows[keys.FINISH_REASON] = Text(np.where(completions.stopped, "stop", "length").tolist())
+    rows[keys.COMPLETION] = Text(list(texts))
+    rows[keys.META] = Text([{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner])
+    if spans is not None:
+        rows[keys.VERSION_SPANS] = Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts))
+    return rows
 
 
-def drawn_conversations(conversations: Sequence[Conversation], texts: Sequence[str], *, group_size: int) -> SampledRows:
+def sampled_conversations(
+    conversations: Sequence[Conversation], texts: Sequence[str], *, group_size: int
+) -> Trajectories:
     """Return rows of several turns."""
-    rows = [conversation.row for conversation in conversations if conversation.row is not None]
-    lengths = np.array([len(row.ids) for row in rows], np.int64)
-    log_probs = np.array([value for row in rows for value in row.log_probs], np.float32)
-    truncated = any(row.log_mass for row in rows)
-    log_mass = np.array([value for row in rows for value in row.log_mass], np.float32) if truncated else None
+    of = [conversation.row for conversation in conversations if conversation.row is not None]
+    lengths = np.array([len(row.ids) for row in of], np.int64)
+    tokens = np.array([token for row in of for token in row.ids], np.int64)
+    log_probs = np.array([value for row in of for value in row.log_probs], np.float32)
+    log_mass = np.array([value for row in of for value in row.log_mass], np.float32)
     assistant = np.zeros(int(lengths.sum()), np.bool_)
-    for row, begin in zip(rows, (np.cumsum(lengths) - lengths).tolist(), strict=True):
+    for row, begin in zip(of, (np.cumsum(lengths) - lengths).tolist(), strict=True):
         ends = [start for start, _ in row.turn_spans[1:]] + [len(row.ids)]
         for (start, role), end in zip(row.turn_spans, ends, strict=True):
             assistant[begin + start : begin + end] = role == POLICY_ROLE
-    place = np.arange(len(rows))
-    versioned = all(row.version_spans for row in rows)
-    return SampledRows(
-        lengths=lengths,
-        num_prompt_tokens=np.array([row.num_prompt for row in rows], np.int64),
-        tokens=np.array([token for row in rows for token in row.ids], np.int64),
-        assistant=assistant,
-        log_probs=log_probs if log_mass is None else log_probs + log_mass,
-        log_mass=log_mass,
-        prompt_index=place // group_size,
-        member=place % group_size,
-        reasons=[conversation.finish_reason for conversation in conversations],
-        texts=texts,
-        metas=[_meta(conversation) for conversation in conversations],
-        version_spans=_spans([row.version_spans for row in rows]) if versioned else None,
-        turn_spans=_spans([row.turn_spans for row in rows]),
+    owner, member = np.divmod(np.arange(len(of)), group_size)
+    prompt_lengths = np.array([row.num_prompt for row in of], np.int64)
+    mass = log_mass if len(log_mass) else None
+    rows = _rows(lengths, prompt_lengths, tokens, assistant, log_probs, mass, owner, member)
+    rows[keys.FINISH_REASON] = Text([conversation.finish_reason for conversation in conversations])
+    rows[keys.COMPLETION] = Text(list(texts))
+    rows[keys.META] = Text([_meta(conversation) for conversation in conversations])
+    rows[keys.TURN_SPANS] = _spans([row.turn_spans for row in of])
+    if all(row.version_spans for row in of):
+        rows[keys.VERSION_SPANS] = _spans([row.version_spans for row in of])
+    return rows
+
+
+def _rows(
+    lengths: npt.NDArray[np.int64],
+    prompt_lengths: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    assistant: npt.NDArray[np.bool_],
+    log_probs: npt.NDArray[np.float32],
+    log_mass: npt.NDArray[np.float32] | None,
+    owner: npt.NDArray[np.int64],
+    member: npt.NDArray[np.int64],
+) -> Trajectories:
+    """Return the columns of numbers; log-probs become those under the whole distribution, as a policy scores them."""
+    shared = torch.from_numpy(lengths)
+    per_token = {keys.TOKENS: tokens, keys.ASSISTANT_MASK: assistant, keys.LOG_PROBS: log_probs}
+    if log_mass is not None:
+        per_token |= {keys.LOG_PROBS: log_probs + log_mass, keys.SUPPORT_LOG_MASS: log_mass}
+    single = {keys.NUM_PROMPT_TOKENS: prompt_lengths, OWNER: owner, MEMBER: member}
+    return Trajectories(
+        len(lengths),
+        {key: Flat(torch.from_numpy(values), shared) for key, values in per_token.items()}
+        | {key: Flat(torch.from_numpy(values)) for key, values in single.items()},
     )
 
 
-def joined(parts: Sequence[SampledRows]) -> SampledRows:
-    """Return the rows of several rounds as those of one; prompts are numbered on."""
-    num_prompts = np.cumsum([0, *(int(part.prompt_index.max(initial=-1)) + 1 for part in parts)])
-    masses = [np.zeros_like(part.log_probs) if part.log_mass is None else part.log_mass for part in parts]
-    return SampledRows(
-        lengths=np.concatenate([part.lengths for part in parts]),
-        num_prompt_tokens=np.concatenate([part.num_prompt_tokens for part in parts]),
-        tokens=np.concatenate([part.tokens for part in parts]),
-        assistant=np.concatenate([part.assistant for part in parts]),
-        log_probs=np.concatenate([part.log_probs for part in parts]),
-        log_mass=None if all(part.log_mass is None for part in parts) else np.concatenate(masses),
-        prompt_index=np.concatenate(
-            [part.prompt_index + before for part, before in zip(parts, num_prompts[:-1], strict=True)]
-        ),
-        member=np.concatenate([part.member for part in parts]),
-        reasons=[reason for part in parts for reason in part.reasons],
-        texts=[text for part in parts for text in part.texts],
-        metas=[meta for part in parts for meta in part.metas],
-        version_spans=_joined_spans([part.version_spans for part in parts]),
-        turn_spans=_joined_spans([part.turn_spans for part in parts]),
-    )
-
-
-def _joined_spans(parts: Sequence[Flat | None]) -> Flat | None:
-    """Return the spans of all rows; None where those of a part are not known."""
-    known = [(one.values, one.lengths) for one in parts if one is not None and one.lengths is not None]
-    if len(known) < len(parts):
+def num_turns(rows: Trajectories) -> npt.NDArray[np.int64] | None:
+    """Return the turns of the policy in each row, int64 [n]; None for rows of one turn."""
+    spans = rows.get(keys.TURN_SPANS)
+    if not isinstance(spans, Flat) or spans.lengths is None:
         return None
-    values, lengths = zip(*known, strict=True)
-    return Flat(torch.cat(values), torch.cat(lengths))
+    roles, counts = spans.values.numpy()[:, 1], spans.lengths.numpy()
+    return np.bincount(np.repeat(np.arange(rows.n), counts), roles == POLICY_ROLE, rows.n).astype(np.int64)
+
+
+def joined(parts: Sequence[Trajectories]) -> Trajectories:
+    """Return the rows of several rounds as those of one; prompts are numbered on, and spans that a part lacks go."""
+    before = np.cumsum([0, *(int(part.numbers(OWNER).max(initial=-1)) + 1 for part in parts)]).tolist()
+    known = set[Key].intersection(*(set(part) for part in parts))
+    numbered = [
+        Trajectories(
+            part.n,
+            {key: part[key] for key in known} | {OWNER: Flat(torch.from_numpy(part.numbers(OWNER) + number))},
+        )
+        for part, number in zip(parts, before, strict=False)
+    ]
+    return concat(numbered)
 
 
 def _meta(conversation: Conversation) -> dict[str, Any]:
@@ -207,7 +162,7 @@ def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
 
 def trajectories(
     prompts: Sequence[Prompt],
-    drawn: SampledRows,
+    rows: Trajectories,
     grades: Sequence[Grade],
     *,
     groups: npt.NDArray[np.int64],
@@ -215,18 +170,19 @@ def trajectories(
     policy_version: int,
     digests: Mapping[int, int] | None = None,
 ) -> Trajectories:
-    """Return `n` completed trajectories.
+    """Return `n` completed trajectories, created now.
 
     Args:
         prompts: the prompts that were sampled from, [P].
-        drawn: the sampled rows, [n].
+        rows: the sampled rows, [n].
         grades: the rewards, [n].
         groups: int64 [P], the id of each prompt's group.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, if the rows do not record it.
         digests: of the published weights, by version; a missing digest is unknown.
     """
-    owner = drawn.prompt_index
+    out, owner = Trajectories(rows.n, rows), rows.numbers(OWNER)
+    del out[OWNER], out[MEMBER]
     # A prompt's own, the same for each member without an error.
     own: list[dict[str, Any]] = [
         {"answer": prompt.answer, "prompt": prompt.meta}
@@ -234,53 +190,52 @@ def trajectories(
         for prompt in prompts
     ]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
-    beside = [{**more, **_beside(item, more)} for more, item in zip(drawn.metas, grades, strict=True)]
-    out = Trajectories.completed(
-        drawn.lengths,
-        tokens=drawn.tokens,
-        assistant=drawn.assistant,
-        log_probs=drawn.log_probs,
-        num_prompt_tokens=drawn.num_prompt_tokens,
-        rewards=[item.reward for item in grades],
-        group_ids=groups[owner],
-        trajectory_ids=groups[owner] * group_size + drawn.member,
-        policy_versions=np.full(len(drawn), policy_version),
-        version_spans=drawn.version_spans,
-        finish_reasons=[
-            "failed" if item.broken else reason for reason, item in zip(drawn.reasons, grades, strict=True)
-        ],
-        prompts=[prompts[index].text for index in owner],
-        completions=drawn.texts,
-        metas=[
+    beside = [{**more, **_beside(item, more)} for more, item in zip(rows.texts(keys.META), grades, strict=True)]
+    out[keys.META] = Text(
+        [
             shared[index] if not more else json.dumps({**own[index], **more}, ensure_ascii=False)
             for index, more in zip(owner, beside, strict=True)
-        ],
+        ]
     )
-    if drawn.log_mass is not None:
-        out[keys.SUPPORT_LOG_MASS] = Flat(torch.from_numpy(drawn.log_mass), torch.from_numpy(drawn.lengths))
-    if drawn.turn_spans is not None:
-        out[keys.TURN_SPANS] = drawn.turn_spans
+    out[keys.PROMPT] = Text([prompts[index].text for index in owner])
+    reasons = zip(rows.texts(keys.FINISH_REASON), grades, strict=True)
+    out[keys.FINISH_REASON] = Text(["failed" if item.broken else reason for reason, item in reasons])
+    single = {
+        keys.TASK_REWARD: np.array([item.reward for item in grades], np.float32),
+        keys.GROUP_ID: groups[owner],
+        keys.TRAJECTORY_ID: groups[owner] * group_size + rows.numbers(MEMBER),
+        keys.POLICY_VERSION: np.full(rows.n, policy_version),
+        keys.DONE: np.ones(rows.n, np.bool_),
+        keys.CREATED_AT: np.full(rows.n, time.time()),
+    }
+    spans = out.pop(keys.VERSION_SPANS, None)
+    if isinstance(spans, Flat):
+        oldest, newest, kept = version_range(single[keys.POLICY_VERSION], spans)
+        single |= {keys.POLICY_VERSION: oldest, keys.NEWEST_POLICY_VERSION: newest}
+        out |= {} if kept is None else {keys.VERSION_SPANS: kept}
     if digests is not None:
-        oldest: Any = out[keys.POLICY_VERSION]
-        out[keys.POLICY_DIGEST] = Flat(torch.tensor([digests.get(version, 0) for version in oldest.values.tolist()]))
+        known = [digests.get(version, 0) for version in single[keys.POLICY_VERSION].tolist()]
+        single[keys.POLICY_DIGEST] = np.array(known, np.int64)
+    out |= {key: Flat(torch.from_numpy(values)) for key, values in single.items()}
     return out
 
 
-def turn_rewards(drawn: SampledRows, grades: Sequence[Grade], rewards: Sequence[Reward]) -> dict[Key, Flat]:
+def turn_rewards(rows: Trajectories, grades: Sequence[Grade], rewards: Sequence[Reward]) -> dict[Key, Flat]:
     """Return the rewards of the turns of conversations, float32, with a count per row: weighted, and each by name.
 
     What a trajectory's reward has beside the environment's counts at its last turn.
     """
-    rows, names = list[list[float]](), dict[str, None]()
-    for meta, grade in zip(drawn.metas, grades, strict=True):
+    weighted, names, metas = list[list[float]](), dict[str, None](), rows.texts(keys.META)
+    for meta, grade in zip(metas, grades, strict=True):
         names |= dict.fromkeys(name for gains in meta["turn_rewards"] for name in gains)
         before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
-        rows.append([*before, grade.reward - sum(before)])
-    lengths = torch.tensor([len(row) for row in rows])
-    found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(torch.tensor([value for row in rows for value in row]), lengths)}
+        weighted.append([*before, grade.reward - sum(before)])
+    lengths = torch.tensor([len(row) for row in weighted])
+    flat = torch.tensor([value for row in weighted for value in row])
+    found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(flat, lengths)}
     for name in sorted(names):
-        each = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in drawn.metas]
-        values = [value for given, row in zip(each, rows, strict=True) for value in given or [0.0] * len(row)]
+        each = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in metas]
+        values = [value for given, row in zip(each, weighted, strict=True) for value in given or [0.0] * len(row)]
         if (column := as_column(name)) is not None:
             found[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
     return found

@@ -6,7 +6,6 @@ Reading a leaf per trajectory costs more than the arithmetic, so every TensorDic
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,24 +20,13 @@ from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     ATTENTION_MASK,
-    COMPLETION,
-    CREATED_AT,
     DONE,
-    FINISH_REASON,
-    GROUP_ID,
     KL_PENALTY,
     LOG_PROBS,
-    META,
-    NEWEST_POLICY_VERSION,
-    NUM_PROMPT_TOKENS,
-    POLICY_VERSION,
-    PROMPT,
     REF_LOG_PROBS,
     REWARD,
     TASK_REWARD,
     TOKENS,
-    TRAJECTORY_ID,
-    VERSION_SPANS,
     Key,
 )
 from rlhf_pipeline.errors import DataError, IncompleteError
@@ -119,66 +107,24 @@ class Trajectories(dict[Key, Flat | Text]):
         super().__init__(columns or {})
         self.n = n
 
-    @classmethod
-    def completed(
-        cls,
-        lengths: npt.NDArray[np.int64],
-        *,
-        tokens: npt.NDArray[np.int64],
-        assistant: npt.NDArray[np.bool_],
-        log_probs: npt.NDArray[np.float32],
-        num_prompt_tokens: npt.NDArray[np.int64],
-        rewards: npt.ArrayLike,
-        group_ids: npt.ArrayLike,
-        trajectory_ids: npt.ArrayLike,
-        policy_versions: npt.NDArray[np.int64],
-        version_spans: Flat | None = None,
-        finish_reasons: Sequence[str],
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        metas: Sequence[str],
-    ) -> Trajectories:
-        """Build a collector's completed trajectories, with the current time as creation time.
+    def numbers(self, key: Key) -> npt.NDArray[Any]:
+        """Return the values of a column of numbers."""
+        column = self[key]
+        assert isinstance(column, Flat)
+        return column.values.numpy()
 
-        Args:
-            lengths: `[n]`, tokens of each, prompt included.
-            tokens: `[sum(lengths)]`, the sampler's own; text is never re-encoded.
-            assistant: `[sum(lengths)]`, True at sampled tokens.
-            log_probs: `[sum(lengths)]`, NaN where no behaviour policy produced the token.
-            num_prompt_tokens: `[n]`, tokens before the first sampled one.
-            rewards: `[n]`, unshaped; NaN for a failed trajectory.
-            group_ids: `[n]`.
-            trajectory_ids: `[n]`.
-            policy_versions: `[n]`, optimizer steps behind the weights that sampled them, as far as there are no spans.
-            version_spans: `[spans, 2]` with a count per trajectory: the place of a span's first token, and its version.
-                A trajectory is as old as its oldest token. The spans of one that has several are kept.
-            finish_reasons: `[n]`.
-            prompts: `[n]`, text, as are the following two.
-            completions: `[n]`.
-            metas: `[n]`, JSON.
-        """
-        n, shared = len(lengths), torch.from_numpy(lengths)
-        per_token = {TOKENS: tokens, ASSISTANT_MASK: assistant, LOG_PROBS: log_probs}
-        single = {
-            TASK_REWARD: np.asarray(rewards, np.float32),
-            GROUP_ID: np.asarray(group_ids, np.int64),
-            TRAJECTORY_ID: np.asarray(trajectory_ids, np.int64),
-            POLICY_VERSION: policy_versions,
-            NUM_PROMPT_TOKENS: num_prompt_tokens,
-            DONE: np.ones(n, np.bool_),
-            CREATED_AT: np.full(n, time.time()),
-        }
-        kept = None
-        if version_spans is not None:
-            single[POLICY_VERSION], single[NEWEST_POLICY_VERSION], kept = _ages(policy_versions, version_spans)
-        texts = {FINISH_REASON: finish_reasons, PROMPT: prompts, COMPLETION: completions, META: metas}
-        return cls(
-            n,
-            {key: Flat(torch.from_numpy(values), shared) for key, values in per_token.items()}
-            | {key: Flat(torch.from_numpy(values)) for key, values in single.items()}
-            | {key: Text(list(items)) for key, items in texts.items()}
-            | ({} if kept is None else {VERSION_SPANS: kept}),
-        )
+    def lengths(self, key: Key) -> npt.NDArray[np.int64]:
+        """Return the lengths of the rows of a ragged column."""
+        column = self[key]
+        assert isinstance(column, Flat)
+        assert column.lengths is not None
+        return column.lengths.numpy()
+
+    def texts(self, key: Key) -> list[Any]:
+        """Return the objects of a column of text."""
+        column = self[key]
+        assert isinstance(column, Text)
+        return column.plain()
 
     def select(self, index: Tensor) -> Trajectories:
         """Return the rows `index` of every column."""
@@ -189,7 +135,7 @@ class Trajectories(dict[Key, Flat | Text]):
         )
 
 
-def _ages(
+def version_range(
     versions: npt.NDArray[np.int64], spans: Flat
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Flat | None]:
     """Return the oldest version of each trajectory, the newest or -1, and the spans of those with several, if any."""

@@ -19,7 +19,8 @@ import torch
 
 from rlhf_pipeline import Collect, Learn, TinyPolicy, Turn
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.sampled_rows import drawn_conversations
+from rlhf_pipeline.collectors.sampled_rows import sampled_conversations
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, TOKENS
 from rlhf_pipeline.environments.verifiers import Verifiers
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.start import run
@@ -85,11 +86,12 @@ def conversations(environment: Verifiers, policy: Any, *numbers: int, **changes:
 
 def check_rows(done: list[Conversation], policy: Any) -> None:
     """Sampled tokens, and no others, are masked and have the policy's log-probs; the row is what was said."""
-    drawn = drawn_conversations(done, [""] * len(done), group_size=2)
-    ends = np.cumsum(drawn.lengths)
-    for conversation, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
+    drawn = sampled_conversations(done, [""] * len(done), group_size=2)
+    lengths, assistant = drawn.lengths(TOKENS), drawn.numbers(ASSISTANT_MASK)
+    ends = np.cumsum(lengths)
+    for conversation, end, length in zip(done, ends.tolist(), lengths.tolist(), strict=True):
         assert conversation.row is not None
-        said = torch.from_numpy(drawn.assistant[end - length : end])[None]
+        said = torch.from_numpy(assistant[end - length : end])[None]
         scored = policy.log_probs(torch.tensor([conversation.row.ids]), torch.ones_like(said), said).detach()[0]
         sampled = torch.tensor(conversation.row.log_probs)
         assert torch.equal(sampled.isfinite(), said[0])

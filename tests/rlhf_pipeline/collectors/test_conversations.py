@@ -37,8 +37,8 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.sampled_rows import drawn_conversations
-from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.collectors.sampled_rows import sampled_conversations
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, POLICY_ROLE, TOKENS
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
 from tests.rlhf_pipeline.small import sums_collector, talker
@@ -85,10 +85,11 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
     limits = {"max_row_tokens": 200} if environment is Wordy else {}
     done = conversations(environment, policy, **limits)
     assert {conversation.num_turns for conversation in done} > {1, 6}
-    drawn = drawn_conversations(done, [""] * len(done), group_size=4)
-    ends = np.cumsum(drawn.lengths)
-    for conversation, end, length in zip(done, ends.tolist(), drawn.lengths.tolist(), strict=True):
-        row, said = conversation.row, torch.from_numpy(drawn.assistant[end - length : end])[None]
+    drawn = sampled_conversations(done, [""] * len(done), group_size=4)
+    lengths, assistant = drawn.lengths(TOKENS), drawn.numbers(ASSISTANT_MASK)
+    ends = np.cumsum(lengths)
+    for conversation, end, length in zip(done, ends.tolist(), lengths.tolist(), strict=True):
+        row, said = conversation.row, torch.from_numpy(assistant[end - length : end])[None]
         assert row is not None
         ids = torch.tensor([row.ids])
         scored = policy.log_probs(ids, torch.ones_like(said), said).detach()[0]
