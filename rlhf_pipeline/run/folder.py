@@ -66,7 +66,8 @@ from rlhf_pipeline.run.config_diff import (
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
-from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat, try_lock
+from rlhf_pipeline.run.local_place import LocalPlace
+from rlhf_pipeline.run.processes.heartbeat import try_lock
 from rlhf_pipeline.run.rows import Row, StepRows
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class RunFolder:
         path: the folder, or a URL such as `s3://bucket/run`; it need not exist yet.
 
     Attributes:
-        mirror: the run in the object store; None if it is a folder.
+        place: where the run is: a folder, or an object store of which this process has a copy.
         address: where the run is.
         path: where this process has the run's files: the folder itself, or a copy.
         patience_s: the longest pause between two checks while nothing happens, in seconds.
@@ -156,11 +157,9 @@ class RunFolder:
     """
 
     def __init__(self, path: Address) -> None:
-        self.mirror = mirror = _mirror_of(path)
-        self.address: Address = Path(path)
-        self.path, self.patience_s = self.address, 0.1
-        if mirror is not None:
-            self.address, self.path, self.patience_s = mirror.address, mirror.root, mirror.patience_s
+        self.place = place_of(path)
+        self.address: Address = self.place.address
+        self.path, self.patience_s = self.place.root, self.place.patience_s
         self.store_path: Address = below(self.address, filenames.STORE)
         self.checkpoints = self.path / filenames.CHECKPOINTS
         self.metrics_file = self.path / filenames.METRICS
@@ -227,7 +226,7 @@ class RunFolder:
 
     def rows(self, file: Path) -> StepRows:
         """Return the current rows of `metrics_file` or `ledger_file`."""
-        return StepRows(file) if self.mirror is None else self.mirror.rows(file.name)
+        return self.place.rows(file.name)
 
     def lines_of(self, step: int) -> dict[str, int]:
         """Return the checksums of a step's lines of ledger and metrics, by file; none of a step that was not taken."""
@@ -253,14 +252,12 @@ class RunFolder:
 
     def inside(self, folder: Path) -> list[str]:
         """Return the names of the folders in a folder of the run, sorted; none if there is no such folder."""
-        if self.mirror is not None:
-            self.mirror.outline(folder.name)
+        self.place.outline(folder.name)
         return sorted(path.name for path in folder.glob("*/"))
 
     def bring(self, path: Path) -> Path:
         """Fetch the current state of a file or folder of the run; return its path."""
-        if self.mirror is not None:
-            self.mirror.bring(path.relative_to(self.path).as_posix())
+        self.place.bring(path.relative_to(self.path).as_posix())
         return path
 
     def write(self, path: Path, content: bytes) -> None:
@@ -276,32 +273,27 @@ class RunFolder:
         Raises:
             LeaseLostError: another process has taken over writing it.
         """
-        if self.mirror is not None:
-            self.mirror.keep(path.relative_to(self.path).as_posix())
+        self.place.keep(path.relative_to(self.path).as_posix())
 
     def heartbeat_of(self, name: str) -> dict[str, Any]:
         """Return the last report of a process of the run about itself; empty if there is none."""
-        return read_heartbeat(self.processes, name) if self.mirror is None else self.mirror.heartbeat_of(name)
+        return self.place.heartbeat_of(name)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process of this name is working on the run."""
-        return is_alive(self.processes, name) if self.mirror is None else name in self.mirror.living()
+        return self.place.is_alive(name)
 
     def living(self) -> set[str]:
         """Return the names of the processes that are working on the run."""
-        if self.mirror is not None:
-            return self.mirror.living()
-        return {file.stem for file in self.processes.glob("*.lock") if self.is_alive(file.stem)}
+        return self.place.living()
 
     def drop(self, path: Path) -> None:
         """Remove a sealed folder for all processes, after this process has removed its own."""
-        if self.mirror is not None:
-            self.mirror.drop(path.relative_to(self.path).as_posix())
+        self.place.drop(path.relative_to(self.path).as_posix())
 
     def flush(self) -> None:
         """Wait until everything that this process keeps is stored."""
-        if self.mirror is not None:
-            self.mirror.flush()
+        self.place.flush()
 
     def first_and_last_reward(self) -> tuple[float | None, float | None]:
         """Return the first and the last mean task reward among the first and the last steps."""
@@ -352,21 +344,16 @@ class RunFolder:
     @property
     def is_of_several(self) -> bool:
         """Whether the run has several processes: then it counts the rollouts that its collectors stored."""
-        return self._has(filenames.ROLLOUTS)
-
-    def _has(self, name: str) -> bool:
-        """Return whether there is a part of this name; at a URL, a folder must not be empty."""
-        return (self.path / name).exists() if self.mirror is None else self.mirror.has(name)
+        return self.place.has(filenames.ROLLOUTS)
 
     @property
     def is_free(self) -> bool:
         """Whether a new run may be made here: the place is empty, or holds only what a failed start left."""
-        if self.mirror is not None:
-            blank = not self.is_recorded
-        else:
-            blank = not self.path.exists() or (
-                self.path.is_dir() and {path.name for path in self.path.iterdir()} <= _BEFORE_THE_RECORD
-            )
+        if self.place.is_remote:
+            return not self.is_recorded or self.came_to_nothing
+        blank = not self.path.exists() or (
+            self.path.is_dir() and {path.name for path in self.path.iterdir()} <= _BEFORE_THE_RECORD
+        )
         return blank or self.came_to_nothing
 
     @property
@@ -379,7 +366,7 @@ class RunFolder:
         # Imported only where a store is opened: NumPy takes longer to import than the rest of a command takes.
         from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
-        for name in (filenames.STORE, filenames.ROLLOUTS) if self.mirror is None else (filenames.STORE,):
+        for name in (filenames.STORE,) if self.place.is_remote else (filenames.STORE, filenames.ROLLOUTS):
             try:
                 with TrajectoryStore.open(below(self.address, name)) as store:
                     if store.watermark:
@@ -397,8 +384,7 @@ class RunFolder:
         for name in _FOLDERS:
             if (self.path / name).exists():
                 remove_folder(self.path / name)
-        if self.mirror is not None:
-            self.mirror.clear()
+        self.place.clear()
         tidy(self.path)
         for file in (self.metrics_file, self.ledger_file, self.choice_table, self.recorded_ledger):
             file.unlink(missing_ok=True)
@@ -448,7 +434,7 @@ class RunFolder:
                 f"{self.address} is a run of several processes. Go on with it: add --collectors N, for example "
                 "--collectors 1."
             )
-        if several and self._has(filenames.STORE) and not self.is_of_several:
+        if several and self.place.has(filenames.STORE) and not self.is_of_several:
             raise RunMismatchError(
                 f"{self.address} is a run in one process. Go on with it: "
                 f"rlhf-pipeline run --resume --out {typed(self.address)}, or "
@@ -591,7 +577,7 @@ class RunFolder:
         """Yield a problem if a store of the run is missing, or has seen less than the run had stored."""
         from trajectory_store import StoreError, TrajectoryStore
 
-        if self.mirror is not None and name == filenames.ROLLOUTS:  # not a store: one object each
+        if self.place.is_remote and name == filenames.ROLLOUTS:  # not a store: one object each
             return
         try:
             with TrajectoryStore.open(below(self.address, name)) as store:
@@ -601,7 +587,7 @@ class RunFolder:
                     for problem in store.verify().problems[:1]:  # none if a power loss took them
                         yield f"{name} is damaged: {problem.rstrip('.')}"
         except StoreError as error:
-            yield f"{name} cannot be read ({error})" if self._has(name) else f"there is no {name}"
+            yield f"{name} cannot be read ({error})" if self.place.has(name) else f"there is no {name}"
 
     # Its record
 
@@ -656,8 +642,8 @@ class RunFolder:
         if again and self.config_file.read_bytes() == text.encode():
             return True
         write_atomically(self.config_file, text.encode())
-        if self.mirror is not None and not again:
-            return self.mirror.keep_first(filenames.CONFIG)
+        if not again:
+            return self.place.keep_first(filenames.CONFIG)
         self.keep(self.config_file)
         return True
 
@@ -752,7 +738,7 @@ class RunFolder:
 
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold a name on every machine, if the run is at a URL; see `Mirror.lease`."""
-        return nullcontext() if self.mirror is None else self.mirror.lease(name, wait_s=wait_s)
+        return self.place.lease(name, wait_s=wait_s)
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:
@@ -781,8 +767,7 @@ class RunFolder:
             package.removeHandler(handler)
             package.setLevel(before)
             handler.close()
-            if self.mirror is not None:
-                self.mirror.keep_log(self.log_file if file is None else file)
+            self.place.keep_log(self.log_file if file is None else file)
 
     @contextmanager
     def named_disk_errors(self) -> Iterator[None]:
@@ -855,13 +840,13 @@ def _machine() -> dict[str, Any]:
     return {**threads, "processor": name}
 
 
-def _mirror_of(place: Address) -> Mirror | None:
-    """Return the mirror of a run at a URL, without a request and without making anything; None for a folder."""
-    if not is_url(place):
-        return None
+def place_of(address: Address) -> LocalPlace | Mirror:
+    """Return the place of a run, without a request and without making anything."""
+    if not is_url(address):
+        return LocalPlace(Path(address))
     from rlhf_pipeline.run.remote.mirror import Mirror
 
-    return Mirror(str(place))
+    return Mirror(str(address))
 
 
 class _QuietHandler(logging.FileHandler):
@@ -891,10 +876,7 @@ def is_run(path: Address) -> bool:
 
 def is_store(path: Address) -> bool:
     """Return True if this folder, or this URL, is a trajectory store."""
-    if isinstance(path, Path):
-        return (path / "zarr.json").is_file()
-    mirror = _mirror_of(path)
-    return mirror is not None and mirror.has("zarr.json")
+    return place_of(path).has("zarr.json")
 
 
 def run_of_store(store: Address) -> Address | None:

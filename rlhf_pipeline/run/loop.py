@@ -147,7 +147,7 @@ class Loop:
         self.metrics.refresh()
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         allowed = asked.pipeline.buffer.max_bytes
-        self._disk = None if run.mirror else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
+        self._disk = None if run.place.is_remote else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
         self._repeated = Repeated()
         self._evicts_nothing = asked.pipeline.buffer.max_trajectories is None
         self._unrecorded: Setup | None = asked
@@ -161,8 +161,7 @@ class Loop:
         Raises:
             DataError: there are checkpoints, but none is whole.
         """
-        if self.folder.mirror is not None:
-            self.folder.mirror.write_rows()
+        self.folder.place.write_rows()
         self.folder.saved()
         newest = newest_checkpoint(
             self.folder.checkpoints, skip=lambda message: tell(self.on_event, message), bring=self.folder.bring
@@ -278,8 +277,7 @@ class Loop:
             if said is not None:
                 tell(self.on_event, said)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
-        if self.folder.mirror is not None:
-            row |= self.folder.mirror.traffic(learner.buffer.store)
+        row |= self.folder.place.traffic(learner.buffer.store)
         row |= self._evaluate(number)
         if number > self.metrics.last_step:  # a step that is taken again has its line already
             self.metrics.append(row)

@@ -117,7 +117,7 @@ class Run(Setup):
     def _check_folder(self) -> None:
         folder = RunFolder(self.run_dir)
         option = "--run" if self.joins else "--out"
-        if folder.mirror is None and folder.is_alive(ALONE):  # said again under the lock, but that is after torch
+        if not folder.place.is_remote and folder.is_alive(ALONE):  # said again under the lock, but that is after torch
             pid = folder.heartbeat_of(ALONE).get("pid", "unknown")
             advice = "Stop that first, or choose another folder with --out."
             raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")

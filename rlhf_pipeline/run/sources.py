@@ -141,8 +141,7 @@ class Arrivals(_Collected):
             self._current = self._arrived(index)
             if begins:
                 self._begin(index)
-                if self._run.mirror is not None:
-                    self._news = self._run.mirror.ahead(self._read_new)
+                self._news = self._run.place.ahead(self._read_new)
         current, graded, num_failed = self._current
         chosen = self._as_planned(planned, step) or self._usable(current.rollout, graded, num_failed, step)
         self._heartbeat.beat("learning", step=step, rollout=current.rollout)

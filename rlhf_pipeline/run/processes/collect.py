@@ -217,7 +217,7 @@ class _Worker:
                 seconds=done.seconds,
                 created_at=time.time(),
                 figures=done.figures,
-                traffic=None if self.run.mirror is None else self.run.mirror.traffic(self.parts.buffer.store),
+                traffic=self.run.place.traffic(self.parts.buffer.store),
             )
         )
         self.num_rollouts += 1
@@ -293,5 +293,5 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:
-        if older != folder and run.mirror is not None:  # it is a copy
+        if older != folder and run.place.is_remote:  # it is a copy
             remove_folder(older)

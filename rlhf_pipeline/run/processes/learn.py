@@ -45,8 +45,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
         run.log(),
     ):
         heartbeat.beat("starting")
-        if run.mirror is not None:
-            run.mirror.write_rows()
+        run.place.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
         models = replace(checked_models(asked, run, on_event), reference=None)
         with (

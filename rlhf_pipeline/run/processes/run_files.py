@@ -11,6 +11,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
@@ -70,7 +71,7 @@ def shared_run(
                         _make_stores(folder, pipeline)
                 yield
         except (DataError, DefinitionError):
-            if begins and folder.mirror is None:  # there, a process that joins may not be seen yet
+            if begins and not folder.place.is_remote:  # there, a process that joins may not be seen yet
                 with suppress(OSError, StoreError, RunExistsError), folder.lock():
                     folder.clear()
             raise
@@ -107,12 +108,12 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
     from rlhf_pipeline.run.evaluation import evaluation_storage
 
-    if folder.mirror is None:
+    if isinstance(folder.place, LocalPlace):
         make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
     else:
         from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
-        BucketRollouts.begin(folder.mirror.bucket)
+        BucketRollouts.begin(folder.place.bucket)
     for name in pipeline.evaluations:
         evaluation_storage(folder, pipeline, name).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
@@ -128,17 +129,17 @@ def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
     """Return the stored rollouts of a run."""
-    if run.mirror is None:
+    if isinstance(run.place, LocalPlace):
         return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
     from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 
-    return BucketRollouts(run.mirror.bucket)
+    return BucketRollouts(run.place.bucket)
 
 
 def open_claims(run: RunFolder, name: str, work: ClaimableWork, store: TrajectoryStore) -> Claims:
     """Return a collector's claims on work."""
-    if run.mirror is None:
+    if isinstance(run.place, LocalPlace):
         return FolderClaims(run, name, work)
     from rlhf_pipeline.run.remote.rollouts import LeasedClaims
 
-    return LeasedClaims(run.mirror, name, work, store)
+    return LeasedClaims(run.place, name, work, store)

@@ -52,6 +52,7 @@ class Mirror:
     """
 
     patience_s = 2.0
+    is_remote = True
 
     def __init__(self, url: str) -> None:
         self.address = url
@@ -243,6 +244,10 @@ class Mirror:
             }
 
         return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether a name's lease is being renewed."""
+        return name in self.living()
 
     def living(self) -> set[str]:
         """Return the names whose leases are being renewed."""

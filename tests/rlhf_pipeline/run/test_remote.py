@@ -299,8 +299,7 @@ def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, sho
     """At a URL they share no lock: what would remove or compact the run looks at the leases."""
     monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
     run, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
-    assert run.mirror is not None
-    with run.mirror.lease("learner"):
+    with run.place.lease("learner"):
         alone = other.lock(advice="Wait.")
         with pytest.raises(RunExistsError, match=r"its own processes \(learner\)\. Wait\."), alone:
             pass
