@@ -171,6 +171,13 @@ class Collect(Settings):
         above=0,
         help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
     )
+    reply_after: int | None = setting(
+        None,
+        min=0,
+        help="With an environment: token steps between the end of a turn and the step that takes its reply, which "
+        "sampling then waits for; until then other conversations are sampled. Which rows share a batch is so a "
+        "function of the data alone. None takes a `def` in place and an `async def` as it comes.",
+    )
     max_reply_tokens: int | None = setting(
         None,
         min=1,

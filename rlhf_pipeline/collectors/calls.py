@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import queue
 import threading
 import time
@@ -33,8 +35,10 @@ class Caller:
     >>> caller.close()
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, *, workers: int = 64) -> None:
         self.timeout_s = timeout_s
+        self._crew = _Crew(workers)
+        self._tickets: dict[int, _Ticket] = {}
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._back: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -97,13 +101,132 @@ class Caller:
                     self._loop = None
         return found
 
+    def submit(self, place: int, call: Callable[[], Any]) -> None:
+        """Let a call run in the thread of this number, or a coroutine that it returns in the loop; see `results`."""
+        ticket = self._tickets[place] = _Ticket(call)
+        self._crew.put(place, functools.partial(self._run_ticket, ticket))
+
+    def _run_ticket(self, ticket: _Ticket) -> None:
+        ticket.begun = time.monotonic()
+        try:
+            outcome: Any = ticket.call()
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+            outcome = error
+        if inspect.isawaitable(outcome):
+            ticket.begun, ticket.in_loop = time.monotonic(), True
+            asyncio.run_coroutine_threadsafe(self._await_ticket(ticket, outcome), self._a_loop())
+        else:
+            ticket.finish(outcome)
+
+    async def _await_ticket(self, ticket: _Ticket, awaitable: Awaitable[Any]) -> None:
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                outcome: Any = await awaitable
+        except BaseException as error:  # noqa: BLE001 - see above
+            outcome = too_late(self.timeout_s) if limit.expired() else error
+        ticket.finish(outcome)
+
+    def _a_loop(self) -> asyncio.AbstractEventLoop:
+        with self._crew.lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="environments", daemon=True).start()
+            return self._loop
+
+    def results(self, places: Sequence[int], go_on: Callable[[], bool] = lambda: True) -> dict[int, Any] | None:
+        """Wait for exactly these results; None if `go_on` has said no, which is asked twice a second."""
+        for place in places:
+            ticket = self._tickets[place]
+            while not ticket.done.wait(self._nap(ticket)):
+                if not go_on():
+                    return None
+                late = None if self.timeout_s is None or ticket.begun is None else time.monotonic() - ticket.begun
+                if late is not None and self.timeout_s is not None and late > self.timeout_s + ticket.in_loop * _GRACE_S:
+                    if ticket.finish(too_late(self.timeout_s)):
+                        if ticket.in_loop:
+                            with self._crew.lock:
+                                loop, self._loop = self._loop, None
+                            if loop is not None:
+                                loop.call_soon_threadsafe(loop.stop)
+                        else:
+                            self._crew.leave_behind(place)
+        return {place: self._tickets.pop(place).outcome for place in places}
+
+    def _nap(self, ticket: _Ticket) -> float:
+        if self.timeout_s is None or ticket.begun is None:
+            return _LOOK_S if self.timeout_s is None else min(_LOOK_S, self.timeout_s)
+        left = ticket.begun + self.timeout_s + ticket.in_loop * _GRACE_S - time.monotonic()
+        return min(_LOOK_S, max(left, 0.0) + 0.001)
+
+    def is_done(self, place: int) -> bool:
+        """Return whether a result is there."""
+        return self._tickets[place].done.is_set()
+
     def close(self) -> None:
         """End the threads that do not hang."""
+        self._crew.close()
         if self._jobs is not None:
             self._jobs.put(None)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._jobs = self._loop = None
+
+
+class _Ticket:
+    """A call and its outcome."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.begun, self.in_loop, self.outcome = call, None, False, None
+        self.begun: float | None
+        self.done = threading.Event()
+        self._lock = threading.Lock()
+
+    def finish(self, outcome: Any) -> bool:
+        """Take the first outcome; return whether this is it."""
+        with self._lock:
+            if self.done.is_set():
+                return False
+            self.outcome = outcome
+            self.done.set()
+            return True
+
+
+class _Crew:
+    """Threads that each serve the same numbers for life, unless one hangs: another one then serves its others."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.lock = size, threading.Lock()
+        self._queues: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
+
+    def put(self, place: int, job: Callable[[], None]) -> None:
+        with self.lock:
+            self._queue(place % self.size).put(job)
+
+    def _queue(self, at: int) -> queue.SimpleQueue[Callable[[], None] | None]:
+        if at not in self._queues:
+            self._queues[at] = queue.SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(at, self._queues[at]), name="environment", daemon=True
+            ).start()
+        return self._queues[at]
+
+    def leave_behind(self, place: int) -> None:
+        with self.lock:
+            old = self._queues.pop(place % self.size)
+            while not old.empty():
+                self._queue(place % self.size).put(old.get())
+            old.put(None)
+
+    def _serve(self, at: int, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        with self.lock:
+            for jobs in self._queues.values():
+                jobs.put(None)
+            self._queues = {}
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -135,6 +135,7 @@ class Conversations:
         names: Sequence[str] = (),
     ) -> None:
         self.make = maker_of(environment)
+        self.reply_after = config.reply_after
         self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
@@ -218,7 +219,7 @@ class Conversations:
         try:
             firsts = self._reset(prompts, cursors, most)
             truncation = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
-            return converse(
+            rows = converse(
                 self.policy.engine,
                 Request(
                     prompts=[*firsts.values()] if whole else [firsts[place // size] for place in places],
@@ -236,6 +237,9 @@ class Conversations:
                 row_tokens=most,
                 refresh=refresh,
             )
+            if self.reply_after is not None and not any(row.aborted for row in rows):
+                self._take_ends(wait=True)
+            return rows
         finally:
             self._caller.close()
 
@@ -244,13 +248,14 @@ class Conversations:
     def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
         """Make and reset all environments, and return the first tokens of each group that has any."""
         prompt_of = [place // self.config.group_size for place in self._places]
-        made = self._caller.run([functools.partial(self._made, prompts[index]) for index in prompt_of])
+        run = self._caller.run if self.reply_after is None else self._run_each
+        made = run([functools.partial(self._made, prompts[index]) for index in prompt_of])
         seeds = [int(stream_keys(self.seed, [int(cursor)], [-1])[0] >> 1) for cursor in cursors]
         calls = [
             functools.partial(_reset, environment, self._without_column(prompts[index]), seeds[index])
             for index, environment in zip(prompt_of, made, strict=True)
         ]
-        shown = self._caller.run(calls)
+        shown = run(calls)
         for place, outcome in enumerate(shown):
             if inspect.isawaitable(outcome):
                 self._caller.begin(place, outcome)
@@ -285,6 +290,14 @@ class Conversations:
                 if isinstance(shown[place], BaseException):
                     conversation.fail(shown[place])
         return firsts
+
+    def _run_each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make calls side by side, that of each conversation in its thread."""
+        for place, call in enumerate(calls):
+            self._caller.submit(place, call)
+        found = self._caller.results(range(len(calls)))
+        assert found is not None
+        return [found[place] for place in range(len(calls))]
 
     def _made(self, prompt: Prompt) -> Any:
         """Make a prompt's environment."""
@@ -322,6 +335,8 @@ class Conversations:
 
     def answer(self, ended: Sequence[EndedTurn]) -> Answers:
         """See `Partner.answer`."""
+        if self.reply_after is not None:
+            return self._ask(ended)
         calls: list[Callable[[], Any]] = []
         asked: list[EndedTurn] = []
         over: list[int] = []
@@ -365,6 +380,38 @@ class Conversations:
             if not wait or not came:
                 break
         return answers
+
+    def _ask(self, ended: Sequence[EndedTurn]) -> Answers:
+        """Begin the calls; `fetch` takes their results."""
+        over: list[int] = []
+        for turn in ended:
+            self._turns[turn.place] = turn
+            if (call := self._call(turn)) is None:
+                over.append(turn.place)
+            else:
+                self._caller.submit(turn.place, call)
+        return dict.fromkeys(self._end(over))
+
+    def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
+        """See `Partner.fetch`."""
+        came = self._caller.results(places, go_on)
+        if came is None:
+            return None
+        answers: dict[int, Sequence[int] | None] = {}
+        for place, outcome in came.items():
+            answers[place] = self._taken(self._turns[place], outcome)
+        self._end([place for place, reply in answers.items() if reply is None])
+        self._take_ends(wait=False)
+        return answers
+
+    def _take_ends(self, *, wait: bool) -> None:
+        """Take what `end` gave where it has; nothing that is sampled depends on when that is."""
+        for place in sorted(self._ending):
+            if wait or self._caller.is_done(place):
+                outcomes = self._caller.results([place])
+                assert outcomes is not None
+                self._ending.remove(place)
+                self._take_end(place, outcomes[place])
 
     def _call(self, ended: EndedTurn) -> Callable[[], Any] | None:
         """Note a turn and return the call that asks its environment; None if the conversation has failed before."""
@@ -518,6 +565,14 @@ class Conversations:
             for place in asked
         ]
         outcomes: dict[int, Any] = dict.fromkeys(places)
+        if self.reply_after is not None:
+            for place, call in zip(asked, calls, strict=True):
+                self._ending.add(place)
+                self._caller.submit(place, call)
+            for place in places:
+                if place not in self._ending:
+                    self._take_end(place, None)
+            return [*places]
         outcomes |= zip(asked, self._caller.run(calls), strict=True)
         for place, outcome in outcomes.items():
             if inspect.isawaitable(outcome):

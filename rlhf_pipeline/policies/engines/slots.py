@@ -322,6 +322,12 @@ class _Turns(RaggedRun):
         self.turn_rows = begin_rows(request, most)
         self.stays = list(range(self.count))
         """The conversation of each stay."""
+        self.reply_after: int | None = getattr(partner, "reply_after", None)
+        self.clock = 0
+        """Token steps, those included that were skipped as nothing was live."""
+        self.due: dict[int, list[int]] = {}
+        """By step, the conversations whose reply it takes."""
+        self.came: dict[int, Sequence[int] | None] = {}
 
     @property
     def to_come(self) -> int:
@@ -366,9 +372,13 @@ class _Turns(RaggedRun):
                 at_of[conversations[at]] = at
         self.out_rows.append(rows[:0])
         answers = self.partner.answer(ended) if ended else {}
+        if self.reply_after == 0:
+            answers = {**answers, **self._fetch([turn.place for turn in ended if turn.place not in answers])}
         for turn in ended:
             if turn.place not in answers:
                 self.waiting += 1
+                if self.reply_after is not None:
+                    self.due.setdefault(self.clock + self.reply_after, []).append(turn.place)
                 leaves[at_of[turn.place]] = True
             else:
                 leaves[at_of[turn.place]] = not self._go_on(turn.place, answers[turn.place], in_slot=True)
@@ -393,8 +403,35 @@ class _Turns(RaggedRun):
 
     def come_back(self) -> None:
         """Queue the conversations whose partner has answered; wait for one if there is nothing else to do."""
-        if self.waiting:
+        if self.reply_after is not None:
+            if not len(self.live) and self.next >= self.count and self.due and not self.came:
+                self.clock = min(self.due)
+            came = self.came | self._fetch(self.due.pop(self.clock, []))
+            self.came = {}
+            for conversation, reply in sorted(came.items()):
+                self.waiting -= 1
+                self._go_on(conversation, reply, in_slot=False)
+        elif self.waiting:
             idle = not len(self.live) and self.next >= self.count
             for conversation, reply in sorted(self.partner.arrived(wait=idle).items()):
                 self.waiting -= 1
                 self._go_on(conversation, reply, in_slot=False)
+
+    def step(self) -> bool:
+        """See `RaggedRun.step`; the clock goes on."""
+        going = super().step()
+        self.clock += 1
+        return going
+
+    def give_way(self) -> bool:
+        """Wait for the replies that the next step takes, then see `EngineRollout.give_way`."""
+        self.came |= self._fetch(self.due.pop(self.clock + 1, []))
+        return super().give_way()
+
+    def _fetch(self, places: Sequence[int]) -> dict[int, Sequence[int] | None]:
+        """Wait for exactly these replies, while other threads may change the weights or abort the call."""
+        if not places:
+            return {}
+        with self.engine.gate.standing_aside():
+            found = self.partner.fetch(places, lambda: not self.must_end())
+        return {} if found is None else dict(found)

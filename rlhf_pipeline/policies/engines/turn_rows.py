@@ -8,7 +8,7 @@ they are: nothing is encoded again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -97,6 +97,13 @@ class Partner(Protocol):
         """Return answers that were missing."""
         ...
 
+    reply_after: int | None
+    """Steps after which `fetch` is asked for an answer; None asks `arrived` at each step."""
+
+    def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
+        """Wait for exactly these answers; None if `go_on` has said no meanwhile."""
+        ...
+
 
 def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
     """Return the rows of a request's conversations before their first turn, prompt-major and member-minor."""
@@ -122,6 +129,7 @@ def converse(
     per_turn = request.limits()
     streams, members = request.streams(), request.member_of.tolist()
     ready, waiting = list(range(len(rows))), 0
+    in_waves = getattr(partner, "reply_after", None) is not None
     while ready or waiting:
         answers: dict[int, Sequence[int] | None] = {}
         if ready:
@@ -129,7 +137,10 @@ def converse(
             answers |= _wave(engine, request, partner, refresh, rows, ready, per_turn.tolist(), streams, members)
             if any(rows[place].aborted for place in ready):
                 break
-        answers |= partner.arrived(wait=not answers and bool(waiting))
+        if in_waves:
+            answers |= partner.fetch([place for place in ready if place not in answers], lambda: True) or {}
+        else:
+            answers |= partner.arrived(wait=not answers and bool(waiting))
         waiting -= len(answers)
         ready = []
         for place, reply in sorted(answers.items()):
