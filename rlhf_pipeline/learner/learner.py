@@ -394,7 +394,7 @@ class Learner:
             self.buffer.trajectories,
             row_ids,
             loss=self.loss,
-            config=self.config,
+            config=dataclasses.replace(self.config, layout=self.policy.planned_layout),
             max_completion_tokens=self.max_completion_tokens,
             head_weight=self.policy.head_weight,
             shards=self.shards,

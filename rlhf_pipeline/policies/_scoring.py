@@ -129,10 +129,11 @@ def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, 
     """Run rows through the trunk from their first token on, and return its last hidden state.
 
     Without a cache, transformers searches the positions for packed sequences, and the host waits for the answer. So a
-    cache is passed, except to layers that are recomputed, which allow none.
+    cache is passed, except to layers that are recomputed, which allow none, and to those with states, which would
+    compute and copy their last ones for it.
     """
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-    if parts.cache_refusal is None and not recomputes(parts.trunk):
+    if parts.cache_refusal is None and not parts.num_states and not recomputes(parts.trunk):
         inputs["cache"] = PrefillCache(parts.num_layers)
     return parts.hidden(input_ids=ids, position_ids=positions, use_cache=False, **inputs)

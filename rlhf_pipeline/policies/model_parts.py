@@ -10,6 +10,7 @@ and as large as they may become. A model that changes its logits in any other wa
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +42,10 @@ _PROBE_LOGIT = 60.0
 _COMPRESSED = "compressed_sparse_attention"
 _CHOOSING = frozenset({_COMPRESSED, "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
 """Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two for the second."""
-_KNOWN_CACHES = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose cache is what the slots hold: a key and a value per token."""
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Kinds of layers that keep convolution or recurrent states; the hybrid ones keep keys and values as well."""
+_KNOWN_CACHES = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
+"""Kinds of layers whose cache is what the slots hold: a key and a value per token, a state per row, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ModelParts:
         scale: logits are `scale * (hidden @ weight.T) + bias`; 1.0 for most models.
         soft_cap: logits `z` become `soft_cap * tanh(z / soft_cap)`; None for most models.
         num_layers: decoder layers.
+        num_states: the most states of one kind that a layer with a recurrence keeps of a row; 0 without such layers.
         max_positions: the longest sequence that the model supports; None if its config names none.
         positions_by: the source of `max_positions` in the config, for messages.
         builds_own_mask: the model must build its attention mask from a `[rows, columns]` mask in every step, because
@@ -68,6 +72,7 @@ class ModelParts:
     scale: float
     soft_cap: float | None
     num_layers: int
+    num_states: int
     max_positions: int | None
     positions_by: str
     builds_own_mask: bool
@@ -140,7 +145,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         raise _refuse(
             model,
             f"its forward takes no {' and no '.join(missing)}",
-            "Models with recurrent state or ALiBi positions are not supported.",
+            "Models whose layers are all recurrent, and those with ALiBi positions, are not supported.",
         )
     soft_cap = _soft_cap(model, text_config)
     scale = 1.0
@@ -157,10 +162,11 @@ def find_parts(model: nn.Module) -> ModelParts:
         scale=scale,
         soft_cap=soft_cap,
         num_layers=int(text_config.num_hidden_layers),
+        num_states=_num_states(text_config),
         max_positions=max_positions,
         positions_by=positions_by,
         builds_own_mask=_builds_own_mask(text_config),
-        cache_refusal=_cache_refusal(text_config),
+        cache_refusal=_cache_refusal(text_config, _time_step_limits(trunk, text_config)),
         cache_name=cache_name,
     )
     _check_logits(model, parts, int(head.weight.shape[0]))
@@ -326,10 +332,32 @@ def _builds_own_mask(config: Any) -> bool:
     )
 
 
-def _cache_refusal(config: Any) -> str | None:
+def _num_states(config: Any) -> int:
+    recurrent = not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
+    return int(getattr(config, "number_of_conv_states", 1)) if recurrent else 0
+
+
+def _time_step_limits(trunk: nn.Module, config: Any) -> set[tuple[float, ...]]:
+    """Return the limits of the time steps of a trunk's recurrences, after giving them those of the config.
+
+    In transformers, Nemotron-H takes `time_step_min`, a setting for random weights, for its lower limit
+    (huggingface/transformers#48989); its published code and vLLM do not.
+    """
+    found: set[tuple[float, ...]] = set()
+    for layer in trunk.modules():
+        if getattr(layer, "time_step_limit", None) is not None:
+            own: Any = getattr(config, "time_step_limit", None) or layer.time_step_limit
+            layer.time_step_limit = tuple(own)
+            found.add(tuple(own))
+    return found
+
+
+def _cache_refusal(config: Any, limits: set[tuple[float, ...]]) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_CACHES
     if kinds:
         return f"its layers keep a cache of the kind {', '.join(sorted(kinds))}"
+    if limits - {(0.0, math.inf)}:
+        return "its recurrence limits its time steps in whole rows, and not in single steps"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "its attention is chunked"
     if getattr(config, "num_kv_shared_layers", None):

@@ -256,6 +256,14 @@ class LayoutScorer:
         self._notices: list[str] = []
         self._noted: set[str] = set()
 
+    def planned(self, parts: ModelParts) -> Layout:
+        """Return the layout to plan micro-batches for: `padded` for a model that fits no other."""
+        try:
+            _packable_config(parts)
+        except PackedUnsupported:
+            return "padded"
+        return self.layout
+
     def take_notices(self) -> list[str]:
         """Return the notices about the layout since the last call, and clear them."""
         notices, self._notices = self._notices, []

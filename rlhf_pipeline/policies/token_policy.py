@@ -214,6 +214,11 @@ class TokenPolicy(nn.Module):
         if name != self._scorer.layout:
             self._scorer = LayoutScorer(name)
 
+    @property
+    def planned_layout(self) -> str:
+        """The layout to plan micro-batches for: `scoring_layout`, or `padded` for a model that fits no other."""
+        return self._scorer.planned(self._parts)
+
     def layout_notices(self) -> list[str]:
         """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""
         return self._scorer.take_notices()

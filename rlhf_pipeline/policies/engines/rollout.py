@@ -26,7 +26,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     WeightRefresh,
 )
 from rlhf_pipeline.policies.engines.sampling import stream_keys
-from rlhf_pipeline.policies.engines.slot_cache import prefill
+from rlhf_pipeline.policies.engines.slot_cache import States, prefill
 
 if TYPE_CHECKING:
     from rlhf_pipeline.policies.engines.slots import SlotEngine
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass. Prompts are prefilled this far ahead, so that slots which free up one by one do
 not cost one small forward pass each."""
-
-States = list[tuple[Tensor, Tensor] | None]
-"""Keys and values per layer; None for a layer that keeps none of its own."""
 
 
 @dataclass(slots=True)
@@ -333,10 +330,8 @@ class EngineRollout:
         return [*prompt, *self.sampled_ids[completion, : length - len(prompt)].tolist()]
 
     def _prefilled(self, ids: Int64Array, token_counts: Int64Array) -> tuple[States, Tensor]:
-        """Return the keys and values of rows, each ending at the last column, and their last states `[len(ids), H]`."""
-        lengths = self.upload(token_counts)
-        cache, hidden = prefill(self.parts, self.upload(ids), lengths)
-        return cache.right_aligned(lengths), hidden
+        """Return what the layers keep of rows, and the rows' last hidden states `[len(ids), H]`."""
+        return prefill(self.parts, self.upload(ids), self.upload(token_counts))
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """Return an array as a tensor on the device; the host does not wait for the copy."""

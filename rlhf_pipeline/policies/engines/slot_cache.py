@@ -13,35 +13,62 @@ Distances between columns are distances between positions, so sliding windows wo
 the live window moves back to the front, which happens once in many steps.
 
 Masked columns hold stale but finite values: an attention weight of zero times a stale value is zero.
+
+Layers with a recurrence (linear attention, Mamba, short convolutions) keep a few states per row instead, of one size
+whatever the row's length. A state has no columns to mask: it must never see padding. So the prompts of such models are
+padded on the left, where transformers' own mask keeps the states at zero, and a slot's state is a row of a buffer.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from rlhf_pipeline.policies.model_parts import ModelParts
 
 _HEADROOM = 64
 """Columns kept free beyond the live window when the cache is laid out again."""
+_STATES = ("conv_states", "recurrent_states")
+"""Where transformers' layers keep their states, by number."""
 
 
-class CacheLayer(CacheLayerMixin):
-    """The part of the layer protocol that all slot caches share.
+class LayerStates(NamedTuple):
+    """What one layer keeps of a batch of rows.
+
+    Attributes:
+        columns: keys and values, `[N, heads, P, dim]`, each row's last token in the last column; None if it has none.
+        rows: convolution and recurrent states, `[N, ...]`, by their place in the layer; empty for most layers.
+    """
+
+    columns: tuple[Tensor, Tensor] | None
+    rows: dict[tuple[str, int], Tensor]
+
+
+States = list[LayerStates]
+"""What all layers keep."""
+
+
+class CacheLayer(LinearAttentionLayer, CacheLayerMixin):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The part of the layer protocol that all slot caches share; any layer may keep columns, states, both or neither.
 
     A layer refers to its cache weakly: a cycle would keep the buffers of a finished call until the garbage collector
     looks at old objects, many calls later.
     """
 
-    is_compileable = False
     is_sliding = False
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: memory is allocated at the first write."""
+    def __init__(self, num_states: int) -> None:
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=num_states)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: shapes change from step to step."""
+        return False
 
     def storage(self, keys: Tensor, values: Tensor, num_slots: int, num_columns: int) -> tuple[Tensor, Tensor]:
         """Return the two buffers for all slots, `[slots, heads, columns, dim]`, allocated at the first call."""
@@ -77,54 +104,79 @@ class _PrefillLayer(CacheLayer):
 
 
 class PrefillCache(Cache):
-    """Captures the keys and values of a batch of right-padded prompts."""
+    """Captures what the layers keep of a batch of prompts."""
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_PrefillLayer() for _ in range(num_layers)])
+    def __init__(self, num_layers: int, num_states: int = 0) -> None:
+        self.prefilled = [_PrefillLayer(num_states) for _ in range(num_layers)]
+        super().__init__(layers=[*self.prefilled])
 
-    def right_aligned(self, lengths: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Return (keys, values) per layer, `[N, heads, P, dim]`, moved so that every prompt ends at column P.
+    def states(self, index: Tensor | None = None) -> States:
+        """Return what each layer keeps.
 
         Args:
-            lengths: the number of tokens of each prompt, int64 `[N]`.
+            index: the column that each column of keys and values is taken from, int64 `[N, P]`; by default its own.
         """
-        out: list[tuple[Tensor, Tensor] | None] = []
-        index: Tensor | None = None
-        for layer in self.layers:
-            if not isinstance(layer, _PrefillLayer) or layer.keys is None or layer.values is None:
-                out.append(None)
-                continue
-            width = layer.keys.shape[2]
-            if index is None:
-                shift = width - lengths
-                index = (torch.arange(width, device=lengths.device) - shift[:, None]).clamp_(min=0)
-            at = index[:, None, :, None]
-            keys, values = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values))
-            out.append((keys, values))
-        return out
+        at = None if index is None else index[:, None, :, None]
+        return [_layer_states(layer, at) for layer in self.prefilled]
 
 
-def prefill(parts: ModelParts, ids: Tensor, lengths: Tensor) -> tuple[PrefillCache, Tensor]:
-    """Return the keys and values of right-padded rows, and the last hidden state of each, `[N, H]`.
+def _layer_states(layer: _PrefillLayer, at: Tensor | None) -> LayerStates:
+    rows = {(kind, i): state for kind in _STATES for i, state in getattr(layer, kind).items() if state is not None}
+    if layer.keys is None or layer.values is None:
+        return LayerStates(None, rows)
+    pair = layer.keys, layer.values
+    if at is None:
+        return LayerStates(pair, rows)
+    keys, values = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair)
+    return LayerStates((keys, values), rows)
 
-    They need no mask: with causal attention no token sees later ones.
+
+def prefill(parts: ModelParts, ids: Tensor, lengths: Tensor) -> tuple[States, Tensor]:
+    """Return what the layers keep of right-padded rows, and the last hidden state of each row, `[N, H]`.
+
+    Attention needs no mask: with all padding on the right no token sees any, and its keys are moved afterwards. A
+    recurrence runs on through such padding, so a model with states gets its rows padded on the left, and a mask.
     """
-    cache, count = PrefillCache(parts.num_layers), len(ids)
+    cache, (count, width) = PrefillCache(parts.num_layers, parts.num_states), ids.shape
+    columns = torch.arange(width, device=ids.device)
+    index = columns - (width - lengths)[:, None]
+    if not parts.num_states:
+        hidden = parts.hidden(input_ids=ids, position_ids=columns.expand(count, -1), cache=cache, use_cache=True)
+        return cache.states(index.clamp(min=0)), hidden[torch.arange(count, device=ids.device), lengths - 1]
+    places = index.clamp(min=0)
     hidden = parts.hidden(
-        input_ids=ids,
-        position_ids=torch.arange(ids.shape[1], device=ids.device).expand(count, -1),
-        cache=cache,
-        use_cache=True,
+        input_ids=ids.gather(1, places), position_ids=places, attention_mask=index >= 0, cache=cache, use_cache=True
     )
-    return cache, hidden[torch.arange(count, device=ids.device), lengths - 1]
+    return cache.states(), hidden[:, -1]
 
 
 class _SlotLayer(CacheLayer):
-    """Keys and values of one layer for all slots, `[slots, heads, columns, dim]`."""
+    """Keys and values of one layer for all slots, `[slots, heads, columns, dim]`, and its states, `[slots, ...]`.
 
-    def __init__(self, owner: SlotCache) -> None:
-        super().__init__()
+    A model reads and writes its states in place, in views of the live rows.
+    """
+
+    def __init__(self, owner: SlotCache, num_states: int) -> None:
+        super().__init__(num_states)
         self.owner = weakref.proxy(owner)
+        self.held: dict[tuple[str, int], Tensor] = {}
+        self.has_previous_state = dict.fromkeys(range(num_states), True)
+
+    def hold(self, target: Tensor, rows: dict[tuple[str, int], Tensor], source: Tensor) -> None:
+        """Copy these states of rows `source` to slots `target`."""
+        for place, state in rows.items():
+            if place not in self.held:
+                kind, i = place
+                self.held[place] = state.new_zeros((self.owner.num_slots, *state.shape[1:]))
+                getattr(self, f"is_{kind}_initialized")[i] = True
+                if kind == "conv_states":
+                    self.conv_kernel_size[i] = state.shape[-1]
+            self.held[place][target] = state[source]
+
+    def show(self, rows: int) -> None:
+        """Let the model see the states of the first rows."""
+        for (kind, i), held in self.held.items():
+            getattr(self, kind)[i] = held[:rows]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
@@ -148,13 +200,14 @@ class SlotCache(Cache):
     def __init__(
         self,
         num_layers: int,
+        num_states: int = 0,
         *,
         num_slots: int,
         longest_prompt: int,
         longest_completion: int,
         device: torch.device,
     ) -> None:
-        self.slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
+        self.slot_layers = [_SlotLayer(self, num_states) for _ in range(num_layers)]
         super().__init__(layers=[*self.slot_layers])
         self.num_slots = num_slots
         self.lead = longest_prompt
@@ -214,12 +267,14 @@ class SlotCache(Cache):
             if layer.keys is not None and layer.values is not None:
                 layer.keys[target, :, window] = layer.keys[source, :, window]
                 layer.values[target, :, window] = layer.values[source, :, window]
+            for held in layer.held.values():
+                held[target] = held[source]
         self.mask[target] = self.mask[source]
 
     def insert(
         self,
         target: Tensor,
-        states: list[tuple[Tensor, Tensor] | None],
+        states: States,
         source: Tensor,
         lengths: Tensor,
     ) -> None:
@@ -227,11 +282,12 @@ class SlotCache(Cache):
 
         Args:
             target: slots, int64 `[k]`.
-            states: per layer, the right-aligned keys and values of prompts, from `PrefillCache.right_aligned`.
+            states: what each layer keeps of prompts, from `prefill`.
             source: which prompt goes to which slot, int64 `[k]`.
             lengths: the tokens of each of these prompts, int64 `[k]`.
         """
-        for layer, pair in zip(self.slot_layers, states, strict=True):
+        for layer, (pair, rows) in zip(self.slot_layers, states, strict=True):
+            layer.hold(target, rows, source)
             if pair is None:
                 continue
             keys, values = layer.storage(*pair, self.num_slots, self.num_columns)
@@ -245,6 +301,8 @@ class SlotCache(Cache):
     def open_column(self, rows: int, longest: int) -> Tensor:
         """Mark the shared column as used by rows `0 .. rows - 1` and return their mask."""
         self.rows = rows
+        for layer in self.slot_layers:
+            layer.show(rows)
         self.low = self.column - longest
         self.mask[:rows, self.column] = True
         return self.mask[:rows, self.low : self.column + 1]

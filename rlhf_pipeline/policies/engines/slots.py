@@ -150,6 +150,7 @@ class RaggedRun(EngineRollout):
         super().__init__(*args, **kwargs)
         self.cache = SlotCache(
             self.parts.num_layers,
+            self.parts.num_states,
             num_slots=self.num_slots,
             longest_prompt=int(self.prompt_lengths.max()),
             longest_completion=int(self.limits.max()),
@@ -272,7 +273,7 @@ class RaggedRun(EngineRollout):
         owners = self.prompt_of[starting]
         found = self.places_of(owners)
         widest = max(
-            (pair[0].shape[2] for batch, _, _ in found for pair in batch.states if pair is not None), default=0
+            (pair[0].shape[2] for batch, _, _ in found for pair, _ in batch.states if pair is not None), default=0
         )
         to_come = len(starting) + self.to_come
         self.cache.begin(longest, rows=total - len(starting), to_come=to_come, widest=widest)

@@ -214,13 +214,6 @@ def test_an_engine_is_checked_while_layers_are_recomputed(make_model: Make) -> N
     assert found.token_ids.tolist() == expected.token_ids.tolist()
 
 
-def test_linear_attention_is_refused(make_model: Make) -> None:
-    """Recurrent state does not fit slots; the message says which kind of cache it is, and which engine has it."""
-    policy = TokenPolicy(make_model("qwen3_next", head_dim=8))
-    with pytest.raises(DefinitionError, match=r"the kind linear_attention\. Sample it with vLLM.*collect\.engine=vllm"):
-        policy.generate_groups([[5]], seed=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("num_slots", [5, 8])
