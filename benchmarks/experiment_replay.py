@@ -196,7 +196,7 @@ def table(runs: list[dict[str, Any]], task: Task) -> list[str]:
     """Return the lines of the result."""
     by_arm = by_arm_and_seed(runs, task)
     lines = [
-        f"{'arm':<20} {f'last {task.last}':>16} {f'less {CONTROL}':>18} {'whole budget':>16} {'less fresh':>18} "
+        f"{'arm':<20} {f'last {task.last}':>16} {f'minus {CONTROL}':>18} {'whole budget':>16} {'minus fresh':>18} "
         f"{f'tokens to {task.target}, median':>28} {'get there':>10}"
     ]
     for arm, found in by_arm.items():
@@ -226,8 +226,8 @@ def markdown(name: str, runs: list[dict[str, Any]]) -> list[str]:
     by_arm = by_arm_and_seed(runs, task)
     measured = "pass@1 on held-out maps" if task.every else "reward of new rollouts"
     lines = [
-        f"| {name}: {measured} | seeds | last {task.last} | less {CONTROL} | whole budget | less {CONTROL} | "
-        f"less fresh | tokens to {task.target:g}, median |",
+        f"| {name}: {measured} | seeds | last {task.last} | minus {CONTROL} | whole budget | minus {CONTROL} | "
+        f"minus fresh | tokens to {task.target:g}, median |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for arm, found in by_arm.items():

@@ -71,23 +71,23 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
             "sokoban",
             "freshness-weighted",
             {
-                "fresh x3": "less three steps on each rollout {}",
-                "fresh x3, lr/3": "less those at a third of the learning rate {}",
-                "fresh x3, min_ess": "less those with the guard {}",
-                "uniform": "Above uniform replay ({})",
+                "fresh x3": "minus three steps on each rollout {}",
+                "fresh x3, lr/3": "minus those at a third of the learning rate {}",
+                "fresh x3, min_ess": "minus those with the guard {}",
+                "uniform": "difference from uniform replay ({})",
             },
         ),
     ],
 )
 def test_what_replay_is_compared_with_is_computed_from_the_committed_runs(monkeypatch, task, arm, others):
-    """docs/offline.md gives a replaying arm less each of its controls, seed by seed."""
+    """docs/offline.md gives a replay arm minus each of its controls, per seed."""
     monkeypatch.syspath_prepend(str(HERE))
     experiment = importlib.import_module("experiment_replay")
     by_arm = experiment.by_arm_and_seed(experiment.committed(task), experiment.TASKS[task])
     page = (HERE.parent / "docs" / "offline.md").read_text(encoding="utf-8")
     for other, text in others.items():
-        less = "{:+.2f} ± {:.2f}".format(*experiment.paired(by_arm, arm, other, "last"))
-        assert text.format(less) in page, other
+        difference = "{:+.2f} ± {:.2f}".format(*experiment.paired(by_arm, arm, other, "last"))
+        assert text.format(difference) in page, other
 
 
 def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
