@@ -1,6 +1,6 @@
 """The columns of a trajectory on disk, and the TensorDict keys that they have in a batch.
 
-The columns themselves are `trajectory_store.standard`.
+The columns themselves are `trajectory_store.recorder.standard`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_pipeline.data.keys import Key, column_name, key_of, reward_column, turn_reward_column
 from trajectory_store import Column, Schema
-from trajectory_store.standard import (
+from trajectory_store.recorder.standard import (
     CURSOR,
     EVALUATION,
     FAILED_MEMBERS,
@@ -94,7 +94,7 @@ def reward_names(schema: Schema) -> list[str]:
 
 
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
-    """Return the standard columns and more: see `trajectory_store.standard.standard_schema`.
+    """Return the standard columns and more: see `trajectory_store.recorder.standard.standard_schema`.
 
     Args:
         extra: more columns: a dtype per TensorDict key, one value per trajectory, which can be updated; or columns, per

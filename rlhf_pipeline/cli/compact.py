@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
 def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
     """Keep runs, imports and recorders out of a store."""
     from rlhf_pipeline.data.store_errors import as_ours
-    from trajectory_store.source_ids import held
+    from trajectory_store.recorder.source_ids import held
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders

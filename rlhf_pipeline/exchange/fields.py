@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rlhf_pipeline.data.files import field_of
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from trajectory_store.raw_rollout import (
+from trajectory_store.recorder.raw_rollout import (
     VALUES,
     RawRollout,
     Row,

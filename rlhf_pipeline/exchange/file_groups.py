@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from trajectory_store.raw_rollout import RawRollout
+from trajectory_store.recorder.raw_rollout import RawRollout
 
 _NAME = (
     "Name the field that tells groups apart: --group FIELD (of the prompt, as a dotted path), or how many in turn are "

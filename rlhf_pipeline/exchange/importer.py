@@ -25,8 +25,8 @@ from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, ope
 from rlhf_pipeline.exchange.tools import ROWS, Tool, add_summary, check_format, find_tool, is_metadata, is_summary
 from trajectory_store import Schema
 from trajectory_store.batch import batch_of
-from trajectory_store.raw_rollout import RawRollout, Row
-from trajectory_store.row_encoder import Encoder
+from trajectory_store.recorder.raw_rollout import RawRollout, Row
+from trajectory_store.recorder.row_encoder import Encoder
 
 BATCH_ROWS = 512
 _LOOKED_AT = 256

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from trajectory_store import Schema, TrajectoryStore
-from trajectory_store.source_ids import NAME, SOURCE_BITS, held, next_base, open_or_create
+from trajectory_store.recorder.source_ids import NAME, SOURCE_BITS, held, next_base, open_or_create
 
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
 """What a trajectory is: columns that no later value changes."""

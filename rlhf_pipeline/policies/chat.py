@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError
-from trajectory_store import text_codec
-from trajectory_store.text_codec import messages_of
+from trajectory_store.recorder import text_codec
+from trajectory_store.recorder.text_codec import messages_of
 
 Message = Mapping[str, Any]
 

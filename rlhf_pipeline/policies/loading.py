@@ -16,7 +16,7 @@ from transformers.utils import logging as hf_logging
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.model_source import is_gguf
-from trajectory_store.text_codec import tokenizer_at
+from trajectory_store.recorder.text_codec import tokenizer_at
 
 
 @contextmanager

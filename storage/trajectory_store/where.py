@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import math
 import operator
 import re
@@ -15,7 +16,6 @@ import numpy.typing as npt
 
 from trajectory_store.errors import SchemaError, StoreError, UnknownColumnError
 from trajectory_store.ragged import RaggedArray
-from trajectory_store.raw_rollout import seconds_of
 from trajectory_store.texts import Texts
 
 Mask = npt.NDArray[Any]
@@ -134,6 +134,12 @@ def _with_dates_quoted(condition: str) -> str:
     """Put bare dates in quotes: Python reads them as differences."""
     parts = _QUOTED.split(condition)
     return "".join(part if i % 2 else _DATE.sub(lambda found: repr(found[0]), part) for i, part in enumerate(parts))
+
+
+def seconds_of(moment: str | datetime.datetime) -> float:
+    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
+    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 # Comparisons, which both forms share

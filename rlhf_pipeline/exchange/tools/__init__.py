@@ -25,7 +25,7 @@ from rlhf_pipeline.exchange.tools.registry import (
     or_unknown,
     tool,
 )
-from trajectory_store.raw_rollout import (
+from trajectory_store.recorder.raw_rollout import (
     CUT,
     UNKNOWN_VERSION,
     VALUES,

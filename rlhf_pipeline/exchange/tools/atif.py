@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange.fields import Fields, Made, part_of
 from rlhf_pipeline.exchange.tools.registry import RawRollouts, or_unknown, tool
-from trajectory_store.raw_rollout import RawRollout, Row, as_failure, as_ids, as_list, message_text, text_of
+from trajectory_store.recorder.raw_rollout import RawRollout, Row, as_failure, as_ids, as_list, message_text, text_of
 
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 

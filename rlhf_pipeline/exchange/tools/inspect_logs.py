@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange.fields import Fields, Made, part_of
 from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, tool
-from trajectory_store.raw_rollout import CUT, Row, is_messages, shown
+from trajectory_store.recorder.raw_rollout import CUT, Row, is_messages, shown
 
 _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 

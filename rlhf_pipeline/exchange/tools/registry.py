@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.exchange.fields import Fields
-from trajectory_store.raw_rollout import UNKNOWN_VERSION, RawRollout, Row
+from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, RawRollout, Row
 
 RawRollouts = Iterator[RawRollout | None]
 """None for a part of a row that has nothing that a policy sampled."""

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from trajectory_store import extras
-from trajectory_store.row_encoder import meta_text
+from trajectory_store.recorder.row_encoder import meta_text
+from trajectory_store.recorder.source_ids import alone, open_or_create
+from trajectory_store.recorder.standard import FAILURES, standard_schema
 from trajectory_store.schema import Column
-from trajectory_store.source_ids import alone, open_or_create
-from trajectory_store.standard import FAILURES, standard_schema
 
 _PUT, _MARK, _DROPPED, _BEGIN = "put", "mark", "dropped", "begin"
 _COLUMNS = tuple(Column(name, "str", fill="") for name in ("capture_kind", "rollout_id", "call_id", "capture_payload"))

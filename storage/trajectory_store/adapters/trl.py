@@ -15,7 +15,7 @@ import numpy as np
 
 from trajectory_store import extras
 from trajectory_store.errors import BatchError, SchemaError
-from trajectory_store.raw_rollout import text_of, weighted
+from trajectory_store.recorder.raw_rollout import text_of, weighted
 from trajectory_store.store import TrajectoryStore
 
 if TYPE_CHECKING:

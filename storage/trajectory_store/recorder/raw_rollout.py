@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import BatchError
+from trajectory_store.where import seconds_of
 
 Row = Mapping[str, Any]
 """One row of a file, as JSON or Arrow gives it."""
@@ -417,12 +418,6 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "created_at": as_time,
 }
 """How the value of a field becomes what a record has under that name."""
-
-
-def seconds_of(moment: str | datetime.datetime) -> float:
-    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
-    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def values_of(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trajectory_store.batch import Batch, batch_of, prepare
 from trajectory_store.errors import BatchError
 from trajectory_store.ragged import RaggedArray
-from trajectory_store.raw_rollout import (
+from trajectory_store.recorder.raw_rollout import (
     LARGEST,
     ROUNDING,
     RawRollout,
@@ -28,7 +28,7 @@ from trajectory_store.raw_rollout import (
     text_of,
     values_of,
 )
-from trajectory_store.row_encoder import Encoder, meta_text
+from trajectory_store.recorder.row_encoder import Encoder, meta_text
 from trajectory_store.schema import Column, Schema
 
 Given = Mapping[str, Sequence[Any]]

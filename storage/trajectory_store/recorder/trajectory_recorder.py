@@ -19,12 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from trajectory_store.errors import BatchError, SchemaError, StoreError
-from trajectory_store.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
-from trajectory_store.record_batch import RecordBatch, as_list
-from trajectory_store.row_encoder import Encoder
-from trajectory_store.schema import Column
-from trajectory_store.source_ids import SOURCE_BITS, alone, held, next_base, open_or_create
-from trajectory_store.standard import (
+from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
+from trajectory_store.recorder.record_batch import RecordBatch, as_list
+from trajectory_store.recorder.row_encoder import Encoder
+from trajectory_store.recorder.source_ids import SOURCE_BITS, alone, held, next_base, open_or_create
+from trajectory_store.recorder.standard import (
     EVALUATION,
     FAILURES,
     NEWEST_VERSION,
@@ -35,6 +34,7 @@ from trajectory_store.standard import (
     TURNS,
     standard_schema,
 )
+from trajectory_store.schema import Column
 from trajectory_store.store import TrajectoryStore
 
 _log = logging.getLogger("trajectory_store")

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import BatchError, SchemaError
-from trajectory_store.raw_rollout import RawRollout, check_text, text_of
-from trajectory_store.text_codec import decode, encode_prompt, encode_text, load_tokenizer
+from trajectory_store.recorder.raw_rollout import RawRollout, check_text, text_of
+from trajectory_store.recorder.text_codec import decode, encode_prompt, encode_text, load_tokenizer
 
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str, allow_nan=False)
 

@@ -1,0 +1,8 @@
+"""What a rollout is, and how it becomes rows of a store: the recorder, its standard columns and its codecs.
+
+The store does not import this package or `adapters`: they use it as any other program does.
+"""
+
+from trajectory_store.recorder.trajectory_recorder import TrajectoryRecorder
+
+__all__ = ["TrajectoryRecorder"]
