@@ -141,17 +141,20 @@ class Caller:
             while not ticket.done.wait(self._nap(ticket)):
                 if not go_on():
                     return None
-                late = None if self.timeout_s is None or ticket.begun is None else time.monotonic() - ticket.begun
-                if late is not None and self.timeout_s is not None and late > self.timeout_s + ticket.in_loop * _GRACE_S:
-                    if ticket.finish(too_late(self.timeout_s)):
-                        if ticket.in_loop:
-                            with self._crew.lock:
-                                loop, self._loop = self._loop, None
-                            if loop is not None:
-                                loop.call_soon_threadsafe(loop.stop)
-                        else:
-                            self._crew.leave_behind(place)
+                if self._is_late(ticket) and ticket.finish(too_late(self.timeout_s)):
+                    if not ticket.in_loop:
+                        self._crew.leave_behind(place)
+                        continue
+                    with self._crew.lock:
+                        loop, self._loop = self._loop, None
+                    if loop is not None:
+                        loop.call_soon_threadsafe(loop.stop)
         return {place: self._tickets.pop(place).outcome for place in places}
+
+    def _is_late(self, ticket: _Ticket) -> bool:
+        if self.timeout_s is None or ticket.begun is None:
+            return False
+        return time.monotonic() - ticket.begun > self.timeout_s + ticket.in_loop * _GRACE_S
 
     def _nap(self, ticket: _Ticket) -> float:
         if self.timeout_s is None or ticket.begun is None:
@@ -206,9 +209,7 @@ class _Crew:
     def _queue(self, at: int) -> queue.SimpleQueue[Callable[[], None] | None]:
         if at not in self._queues:
             self._queues[at] = queue.SimpleQueue()
-            threading.Thread(
-                target=self._serve, args=(at, self._queues[at]), name="environment", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(at, self._queues[at]), name="environment", daemon=True).start()
         return self._queues[at]
 
     def leave_behind(self, place: int) -> None:

@@ -121,7 +121,8 @@ def plan_step(
     row_ids: np.ndarray,
     *,
     loss: GRPOLoss,
-    config: Learn,
+    layout: str,
+    token_budget: int,
     max_completion_tokens: int,
     head_weight: Tensor,
     shards: Shards | None = None,
@@ -134,7 +135,8 @@ def plan_step(
         storage: where the trajectories are.
         row_ids: int64 [n], the rows that the step learns from.
         loss: a loss that `check_reduction` accepts.
-        config: token budget and layout.
+        layout: how rows share a micro-batch, one of `policies.packed.LAYOUTS`.
+        token_budget: the most padded tokens of a micro-batch.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         head_weight: of the policy; see `plan_micro_batches`.
         shards: given if several processes share the step.
@@ -168,9 +170,9 @@ def plan_step(
         if not len(at):
             return [], []
         plan = plan_micro_batches(
-            config.layout,
+            layout,
             lengths[at],
-            max(config.token_budget, int(lengths[at].max())),
+            max(token_budget, int(lengths[at].max())),
             prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids[at]).astype(np.int64)),
             group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids[at]).astype(np.int64)),
             weight=head_weight,

@@ -344,6 +344,7 @@ def _time_step_limits(trunk: nn.Module, config: Any) -> set[tuple[float, ...]]:
     (huggingface/transformers#48989); its published code and vLLM do not.
     """
     found: set[tuple[float, ...]] = set()
+    layer: Any
     for layer in trunk.modules():
         if getattr(layer, "time_step_limit", None) is not None:
             own: Any = getattr(config, "time_step_limit", None) or layer.time_step_limit
