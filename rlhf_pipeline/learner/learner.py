@@ -175,7 +175,6 @@ class Learner:
         if config.activation_checkpointing:
             policy.checkpoint_activations()
         policy.scoring_layout = config.layout
-        self._planned_layout = policy.planned_layout
         self.optimizer = PolicyOptimizer(policy.model, config)
         self._meter = StepMeter(
             policy, peak_flops=config.peak_flops, processes=1 if shards is None else shards.world_size
@@ -395,7 +394,7 @@ class Learner:
             self.buffer.trajectories,
             row_ids,
             loss=self.loss,
-            layout=self._planned_layout,
+            layout=self.policy.planned_layout,
             token_budget=self.config.token_budget,
             max_completion_tokens=self.max_completion_tokens,
             head_weight=self.policy.head_weight,
