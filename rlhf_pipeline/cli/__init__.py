@@ -85,7 +85,7 @@ def _message(error: BaseException) -> str | None:
 
 def _lacks_memory(error: BaseException) -> bool:
     """Return whether memory ran out, by Python's own error or by those of torch and C++ libraries."""
-    said = ("can't allocate memory", "out of memory", "bad_alloc")
+    phrases = ("can't allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in phrases)
     )

@@ -71,29 +71,29 @@ def execute(args: argparse.Namespace) -> int:
     if args.markdown:
         say_as_is("\n".join(page()))
         return 0
-    known = dict(_all_paths())
+    settings_by_path = dict(_all_paths())
     names = list(args.names)
-    field = names.pop() if names and (names[-1] in known or len(names) > 1) else None
-    if len(names) > 1 or (names and names[0] in known):
+    field = names.pop() if names and (names[-1] in settings_by_path or len(names) > 1) else None
+    if len(names) > 1 or (names and names[0] in settings_by_path):
         raise DefinitionError("name one definition and one field at most, for example: rlhf-pipeline config learn.lr")
     pipeline = None
     if names:
         try:
             pipeline = definitions.find(names[0]).pipeline()
         except DefinitionError as error:
-            near = did_you_mean(names[0], known)
+            near = did_you_mean(names[0], settings_by_path)
             if near.startswith(" Did"):
                 raise DefinitionError(f"'{names[0]}' is neither a setting nor a pipeline.{near}") from error
             raise
-        known = dict(_declared(pipeline))
-    if field is not None and field not in known:
-        raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, known)}")
+        settings_by_path = dict(_declared(pipeline))
+    if field is not None and field not in settings_by_path:
+        raise DefinitionError(f"there is no setting '{field}'.{did_you_mean(field, settings_by_path)}")
     paths = [path for path, _ in (paths_of(Pipeline) if pipeline is None else _paths_in(pipeline))]
-    wanted = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
-    if field is not None and len(wanted) <= 1:
-        say("\n".join(_one(field, known[field], pipeline)))
+    selected_paths = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
+    if field is not None and len(selected_paths) <= 1:
+        say("\n".join(_setting_lines(field, settings_by_path[field], pipeline)))
     else:
-        say("\n".join(_table(wanted, known, pipeline)))
+        say("\n".join(_table(selected_paths, settings_by_path, pipeline)))
     return 0
 
 
@@ -102,11 +102,11 @@ def _all_paths() -> Iterator[tuple[str, Any]]:
     from rlhf_pipeline.data.prompts import CopyDigits, Prompts
     from rlhf_pipeline.settings import paths_of
 
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for kind, prefix in ((Pipeline, ""), (CopyDigits, "prompts."), (Prompts, "prompts.")):
         for path, item in paths_of(kind, prefix):
-            if path not in seen:
-                seen.add(path)
+            if path not in yielded:
+                yielded.add(path)
                 yield path, item
 
 
@@ -133,16 +133,16 @@ def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _paths_in(value, f"{prefix}{item.name}.")
 
 
-def _table(paths: list[str], known: dict[str, Any], pipeline: Any) -> Iterator[str]:
+def _table(paths: list[str], settings_by_path: dict[str, Any], pipeline: Any) -> Iterator[str]:
     values = dict(_paths_in(pipeline)) if pipeline is not None else {}
     columns = shutil.get_terminal_size((110, 24)).columns
     for path in paths:
-        item = known.get(path)
+        item = settings_by_path.get(path)
         meaning = "" if item is None else item.help
         if item is not None and item.groups:
             yield textwrap.shorten(f"{path}: {meaning}", max(columns, 40), placeholder=" ...")
             continue
-        value = _shown(values[path]) if path in values else ("" if item is None else _default(item))
+        value = _value_text(values[path]) if path in values else ("" if item is None else _default(item))
         mark = "*" if path in values and (item is None or not _is_default(item, values[path])) else " "
         start = (
             f" {mark}{path:<{_NAME_WIDTH}} {textwrap.shorten(value, _VALUE_WIDTH, placeholder='...'):<{_VALUE_WIDTH}} "
@@ -152,13 +152,13 @@ def _table(paths: list[str], known: dict[str, Any], pipeline: Any) -> Iterator[s
         yield "* not the default. Change one: rlhf-pipeline run ... --set KEY.PATH=VALUE"
 
 
-def _one(path: str, item: Any, pipeline: Any) -> Iterator[str]:
+def _setting_lines(path: str, item: Any, pipeline: Any) -> Iterator[str]:
     columns = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 100)
     yield f"{path}: {item.kind()}"
     yield f"default: {_default(item)}"
     values = dict(_paths_in(pipeline)) if pipeline is not None else {}
     if path in values:
-        yield f"here:    {_shown(values[path])}"
+        yield f"here:    {_value_text(values[path])}"
     yield textwrap.fill(item.help, columns)
 
 
@@ -169,14 +169,14 @@ def _figure(figure: Any) -> str:
 def _default(item: Any) -> str:
     if item.default is dataclasses.MISSING:
         return "must be given"
-    return _shown(item.default)
+    return _value_text(item.default)
 
 
 def _is_default(item: Any, value: Any) -> bool:
     return item.default is not dataclasses.MISSING and item.default == value
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -53,7 +53,7 @@ def execute(args: argparse.Namespace) -> int:
     took = duration(time.perf_counter() - started)
     say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
     say("the ids of the store are new; trajectory_id and all other columns are as they were")
-    made = typed(report.path)
-    say(f"compare:       rlhf-pipeline diff {typed(args.path)} {made}")
-    say(f"look at them:  rlhf-pipeline inspect {made}")
+    copied_path = typed(report.path)
+    say(f"compare:       rlhf-pipeline diff {typed(args.path)} {copied_path}")
+    say(f"look at them:  rlhf-pipeline inspect {copied_path}")
     return 0

@@ -63,10 +63,11 @@ def execute(args: argparse.Namespace) -> int:
             runs.append(run)
             sides.append(open_stores.enter_context(Stored(store)))
         left, right = sides
-        known = {*left.columns, *right.columns}
+        column_names = {*left.columns, *right.columns}
         for name in args.ignore:
-            if name not in known:
-                raise DefinitionError(f"--ignore {name}: neither store has such a column.{did_you_mean(name, known)}")
+            if name not in column_names:
+                hint = did_you_mean(name, column_names)
+                raise DefinitionError(f"--ignore {name}: neither store has such a column.{hint}")
         config = steps = None
         if runs[0] is not None and runs[1] is not None:
             config, steps = compare_configs(runs[0], runs[1]), compare_steps(runs[0], runs[1])
@@ -75,8 +76,8 @@ def execute(args: argparse.Namespace) -> int:
         same = (steps is None or steps.same) and rows["same"]
         sizes = [len(side.ids()) for side in sides]
     if args.json:
-        both = {"config": config, "steps": None if steps is None else asdict(steps), "trajectories": rows}
-        say_json({"same": same, "left": args.left, "right": args.right, **both})
+        comparison = {"config": config, "steps": None if steps is None else asdict(steps), "trajectories": rows}
+        say_json({"same": same, "left": args.left, "right": args.right, **comparison})
     else:
         say("\n".join(_lines(args, sizes, config, steps, rows, same=same)))
     return 0 if same else 1
@@ -97,7 +98,7 @@ def _lines(
         yield filenames.CONFIG
         width = max(len(field["name"]) for field in config[:_FIELDS])
         for field in config[:_FIELDS]:
-            yield f"  {field['name']:<{width}}  {_shown(field['left'])} | {_shown(field['right'])}"
+            yield f"  {field['name']:<{width}}  {_value_text(field['left'])} | {_value_text(field['right'])}"
         if len(config) > _FIELDS:
             yield f"  and {len(config) - _FIELDS} more; --json has all"
     if steps is not None and not steps.same:
@@ -128,7 +129,7 @@ def _step_lines(steps: StepsDifference) -> Iterator[str]:
             where = f"{first} to {last}" if last > first else str(first)
             yield f"  only on the {side}: {count(num, 'step')}, {where}"
     for item in steps.differences:
-        values = f"{_shown(item.left)} | {_shown(item.right)}"
+        values = f"{_value_text(item.left)} | {_value_text(item.right)}"
         if item.what == "batch":
             sizes = f"; {values} trajectories" if item.left != item.right else ""
             values = f"other trajectories{sizes}"
@@ -159,5 +160,5 @@ def _ids(first: Any, num: int) -> str:
     return f"{'id' if num == 1 else 'ids'} {', '.join(map(str, first))}{', ...' if num > len(first) else ''}"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "-" if value is None else one_line(value if isinstance(value, str) else json.dumps(value), _VALUE_WIDTH)

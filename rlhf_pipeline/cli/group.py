@@ -29,19 +29,19 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
 
     view, room = View(args.path), max(shutil.get_terminal_size((110, 24)).columns - 48, 12)
-    found = view.groups() if args.group is None else view.group(args.group)
+    answer = view.groups() if args.group is None else view.group(args.group)
     if args.json:
-        say_json(found)
-    elif isinstance(found, list):
+        say_json(answer)
+    elif isinstance(answer, list):
         rows = [("group", "members", "reward", "best", "completion")]
-        for one in found:
-            best, num = one["best"], str(len(one["rewards"]))
-            texts = number(one["reward_mean"]), number(best["reward"]), one_line(best["completion"], room)
-            rows.append((str(one["group"]), num, *texts))
+        for group in answer:
+            best, num = group["best"], str(len(group["rewards"]))
+            texts = number(group["reward_mean"]), number(best["reward"]), one_line(best["completion"], room)
+            rows.append((str(group["group"]), num, *texts))
         say("\n".join(aligned(rows, left=0)))
     else:
-        members = sorted(found["rows"], key=lambda row: -math.inf if row["reward"] is None else row["reward"])[::-1]
-        say(f"group {args.group}: {count(found['num'], 'member')}, mean reward {number(found['reward_mean'])}")
+        members = sorted(answer["rows"], key=lambda row: -math.inf if row["reward"] is None else row["reward"])[::-1]
+        say(f"group {args.group}: {count(answer['num'], 'member')}, mean reward {number(answer['reward_mean'])}")
         say(f"prompt: {one_line(members[0]['prompt'], 2 * room)}")
         rows = [("id", "version", "tokens", "reward", "advant.", "finish", "completion")]
         for row in members:

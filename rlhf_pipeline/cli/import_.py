@@ -168,17 +168,17 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
             *passed_over,
             f"look at them: rlhf-pipeline inspect {store}",
         ]
-    made = [
+    lines = [
         f"{report.store}: {count(report.num_imported, 'trajectory')} in {count(report.num_groups, 'group')}, "
         f"{count(report.num_tokens, 'token')}, mean reward {number(report.mean_reward, 3)}, {duration(seconds)}"
     ]
     if report.num_skipped:
-        made.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
-    made += passed_over
+        lines.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
+    lines += passed_over
     if report.num_encoded:
-        made.append(f"  {count(report.num_encoded, 'trajectory')} encoded from text; `meta` says with which tokenizer")
+        lines.append(f"  {count(report.num_encoded, 'trajectory')} encoded from text; `meta` says with which tokenizer")
     if report.num_without_log_probs:
-        made.append(
+        lines.append(
             f"  {count(report.num_without_log_probs, 'trajectory')} without behaviour log-probs; "
             "`replay` computes them when it learns from the store"
         )
@@ -191,19 +191,19 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         (report.num_unended, "of which the file does not say why they ended"),
     ):
         if num:
-            made.append(f"  {count(num, 'trajectory')} {what}")
+            lines.append(f"  {count(num, 'trajectory')} {what}")
     if (
         not report.num_groups_with_spread
         and report.num_imported > report.num_without_reward + report.num_evaluations + 1
     ):
-        made.append(
+        lines.append(
             "  NOTICE: in no group do two rewards differ, so GRPO learns nothing from them. See that --field reward "
             "and --group name the right fields."
         )
-    made.append(f"look at them:    rlhf-pipeline inspect {store}")
-    made.append(f"the newest one:  rlhf-pipeline show {store}")
+    lines.append(f"look at them:    rlhf-pipeline inspect {store}")
+    lines.append(f"the newest one:  rlhf-pipeline show {store}")
     model = f" --set policy.path={typed(tokenizer)}" if tokenizer else " --set policy.path=MODEL"
     if report.num_at_unknown_temperature:
         model += " --set collect.temperature=T"
-    made.append(f"learn from them: rlhf-pipeline replay {store}{model}")
-    return made
+    lines.append(f"learn from them: rlhf-pipeline replay {store}{model}")
+    return lines

@@ -51,33 +51,38 @@ def execute(args: argparse.Namespace) -> int:
 
     with closing(View(args.path)) as view:
         reward = _reward(view.run, args.definition, trust=args.trust) if args.grade else None
-        found = {**view.about(), **view.stats(), "bytes": disk_usage(view.stored.path)}
-        check = found["reward_check"] = None if reward is None else grade(view, reward)
+        counts = {**view.about(), **view.stats(), "bytes": disk_usage(view.stored.path)}
+        check = counts["reward_check"] = None if reward is None else grade(view, reward)
         why_not = "the definition learns from stores and has no reward function; add --definition of one that has"
         if not args.grade:
-            why_not = _would_call(args, view.run, found["trajectories"])
+            why_not = _would_call(args, view.run, counts["trajectories"])
         elif reward is not None:
             why_not = "the store has no column task_reward"
-        found["not_checked"] = why_not if check is None else None
+        counts["not_checked"] = why_not if check is None else None
         failed = (
-            view.trajectories(where=["finish_reason==failed"], limit=1)["rows"] if found["finish"].get("failed") else []
+            view.trajectories(where=["finish_reason==failed"], limit=1)["rows"]
+            if counts["finish"].get("failed")
+            else []
         )
     if args.json:
-        say_json(found)
+        say_json(counts)
     else:
-        about = f": {found['definition']}, {count(found['step'] or 0, 'optimizer step')}" if found["definition"] else ""
-        say(f"{found['address']}{about}")
-        if found["reward_first"] is not None:
-            say(f"  curve         reward {number(found['reward_first'], 3)} -> {number(found['reward_last'], 3)}")
-        say("\n".join(lines(found)))
+        definition, steps = counts["definition"], counts["step"] or 0
+        about = f": {definition}, {count(steps, 'optimizer step')}" if definition else ""
+        say(f"{counts['address']}{about}")
+        if counts["reward_first"] is not None:
+            say(f"  curve         reward {number(counts['reward_first'], 3)} -> {number(counts['reward_last'], 3)}")
+        say("\n".join(lines(counts)))
         for row in failed:
-            say(f"  failed        why: rlhf-pipeline show {typed(found['address'])} --id {row['id']}")
-        say(f"  on disk       {found['bytes'] / 1e6:.1f} MB")
+            say(f"  failed        why: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
+        say(f"  on disk       {counts['bytes'] / 1e6:.1f} MB")
         say("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
     return 0 if check is None or check["agrees"] else 1
 
 
-def _reward(run: RunFolder | None, named: str | None, *, trust: bool) -> Callable[[Iterable[str]], BoundRewards] | None:
+def _reward(
+    run: RunFolder | None, definition_name: str | None, *, trust: bool
+) -> Callable[[Iterable[str]], BoundRewards] | None:
     """Return what binds the rewards of the definition, or None if it has none."""
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config_text import CODE
@@ -86,11 +91,14 @@ def _reward(run: RunFolder | None, named: str | None, *, trust: bool) -> Callabl
     from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
 
     if run is not None:
-        definition, overrides = definition_of(run, named, trust=trust), with_kept_inputs(run, run.config.overrides)
-        if named is not None and not trust:
+        definition, overrides = (
+            definition_of(run, definition_name, trust=trust),
+            with_kept_inputs(run, run.config.overrides),
+        )
+        if definition_name is not None and not trust:
             overrides = tuple(item for item in overrides if not CODE.search(item[1]))  # code of the run's own
-    elif named is not None:
-        definition, overrides = definitions.find(named), ()
+    elif definition_name is not None:
+        definition, overrides = definitions.find(definition_name), ()
     else:
         raise DefinitionError(
             "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."

@@ -28,14 +28,14 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
 
     view = View(args.path)
-    found = view.ledger(last=args.num)
+    steps = view.ledger(last=args.num)
     view.close()
     if args.json:
-        say_json(found)
+        say_json(steps)
         return 0
     rows = [("step", "trajectories", "mean age", "oldest", "watermark")]
-    for one in found:
-        ages = number(one["age_mean"]), str(one["age_max"] if one["age_max"] is not None else "-")
-        rows.append((str(one["step"]), str(one["num"]), *ages, str(one.get("watermark", "-"))))
+    for step in steps:
+        ages = number(step["age_mean"]), str(step["age_max"] if step["age_max"] is not None else "-")
+        rows.append((str(step["step"]), str(step["num"]), *ages, str(step.get("watermark", "-"))))
     say("\n".join(aligned(rows, left=0)))
     return 0

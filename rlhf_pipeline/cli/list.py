@@ -31,14 +31,14 @@ def execute(args: argparse.Namespace) -> int:
     failed = False
     for file in files:
         try:
-            found = [(definition, definition.pipeline()) for definition in definitions.definitions_in(file)]
+            pipelines = [(definition, definition.pipeline()) for definition in definitions.definitions_in(file)]
         except PipelineError as error:
             warn(f"{file}: {error}")
             failed = True
             continue
-        for definition, pipeline in found:
-            shown = definition.name if not args.files else f"{file}:{definition.function}"
-            say(f"{shown}\n{_indented(pipeline.description or '(no description)')}")
+        for definition, pipeline in pipelines:
+            title = definition.name if not args.files else f"{file}:{definition.function}"
+            say(f"{title}\n{_indented(pipeline.description or '(no description)')}")
             say(_indented(f"needs: {pipeline.needs}"))
     for program in [] if args.files else definitions.builtin_programs():
         about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or "(no description)"

@@ -123,11 +123,11 @@ def _head(about: Answer, curves: Answer, step: int, of: int) -> RenderableType:
 
 
 def _reward(values: Sequence[float | None], width: int, tall: int) -> Iterator[RenderableType]:
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    finite_values = [value for value in values if value is not None]
+    low, high = min(finite_values, default=0.0), max(finite_values, default=1.0)
     if low >= 0 and high <= 1:
         low, high = 0.0, 1.0
-    lines = braille(known, width - 8, tall, low, high) if known else [""] * tall
+    lines = braille(finite_values, width - 8, tall, low, high) if finite_values else [""] * tall
     for at, line in enumerate(lines):
         label = number(high) if at == 0 else number(low) if at == tall - 1 else ""
         yield Text.assemble((f"{label:>7} ", "dim"), (line, "green"), no_wrap=True)
@@ -138,10 +138,14 @@ def _figures(values: Answer, width: int, columns: int) -> RenderableType:
     for _ in range(columns):
         grid.add_column(ratio=1, no_wrap=True)
     for key, name in SMALL.items():
-        known = [value for value in values.get(key, ()) if value is not None]
-        flat = len(set(known)) < 2
-        curve = ("constant" if known else "") if flat else braille(known, room, 1, min(known), max(known))[0]
-        last = number(known[-1]) if known else "-"
+        finite_values = [value for value in values.get(key, ()) if value is not None]
+        flat = len(set(finite_values)) < 2
+        curve = (
+            ("constant" if finite_values else "")
+            if flat
+            else braille(finite_values, room, 1, min(finite_values), max(finite_values))[0]
+        )
+        last = number(finite_values[-1]) if finite_values else "-"
         cells.append(
             Text.assemble((f"{name:<10} ", "dim"), (f"{curve:<{room}}", "dim" if flat else "cyan"), f" {last:>8}")
         )
@@ -152,14 +156,15 @@ def _figures(values: Answer, width: int, columns: int) -> RenderableType:
 
 def _processes(processes: Sequence[Answer], now: float) -> RenderableType:
     table = _table(("process", "left"), ("state", "left"), ("at", "left"), ("seen", "right"))
-    for one in processes:
-        age = max(now - (one["seen"] or now), 0.0)
-        gone = not one["alive"] and one.get("state") != "ended"
-        late = gone or (age > SILENT_S and one["alive"])
-        at = f"step {one['step']:,}" if one.get("step") is not None else f"{one.get('rollouts', '-')} rollouts"
-        said = f"gone, was: {one.get('state')}" if gone else str(one.get("state", "-"))
-        state = Text(plain(said), "bold red" if late else "green")
-        table.add_row(plain(one["name"]), state, at, Text(f"{duration(age)} ago", "red" if late else "dim"))
+    for process in processes:
+        age = max(now - (process["seen"] or now), 0.0)
+        gone = not process["alive"] and process.get("state") != "ended"
+        late = gone or (age > SILENT_S and process["alive"])
+        step, rollouts = process.get("step"), process.get("rollouts", "-")
+        at = f"step {step:,}" if step is not None else f"{rollouts} rollouts"
+        state_text = f"gone, was: {process.get('state')}" if gone else str(process.get("state", "-"))
+        state = Text(plain(state_text), "bold red" if late else "green")
+        table.add_row(plain(process["name"]), state, at, Text(f"{duration(age)} ago", "red" if late else "dim"))
     return table
 
 
@@ -175,8 +180,8 @@ def _groups(groups: Sequence[Answer], width: int) -> RenderableType:
 
 def _marks(group: Answer) -> Text:
     """Return one mark per member: its reward between the group's lowest and highest, `x` for a failed one."""
-    known = [reward for reward in group["rewards"] if reward is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    rewards = [reward for reward in group["rewards"] if reward is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     marks = Text()
     for reward in group["rewards"][:_MARKS]:
         if reward is None:

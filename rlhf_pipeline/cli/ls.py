@@ -34,23 +34,23 @@ def execute(args: argparse.Namespace) -> int:
     runs = [path for path in ([folder] if is_run(folder) else sorted(folder.glob("*/"))) if is_run(path)]
     if not runs:
         raise not_found(folder, "run")
-    found, broken = [], list[str]()
+    summaries, broken = [], list[str]()
     for path in runs:
         try:
             with closing(View(path)) as view:
-                found.append(view.about())
+                summaries.append(view.about())
         except (PipelineError, StoreError) as error:  # one that is damaged hides no other
             broken.append(f"{typed(path)}: {error}")
     if broken:
         warn("\n".join(broken))
     if args.json:
-        say_json(found)
+        say_json(summaries)
         return int(bool(broken))
     rows = [("run", "step", "of", "first", "reward", "evaluated", "stored", "failed", "definition")]
-    for one in found:
-        rewards = number(one["reward_first"]), number(one["reward_last"]), number(one["evaluation"])
-        steps = str(one["step"] or 0), str(one["of"] or "-")
-        kept = f"{one['stored']:,}", str(one["failed"])
-        rows.append((typed(one["address"]), *steps, *rewards, *kept, str(one["definition"])))
+    for summary in summaries:
+        rewards = number(summary["reward_first"]), number(summary["reward_last"]), number(summary["evaluation"])
+        steps = str(summary["step"] or 0), str(summary["of"] or "-")
+        row_counts = f"{summary['stored']:,}", str(summary["failed"])
+        rows.append((typed(summary["address"]), *steps, *rewards, *row_counts, str(summary["definition"])))
     say("\n".join(aligned(rows)))
     return int(bool(broken))

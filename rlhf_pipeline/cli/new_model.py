@@ -54,9 +54,9 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.policies.new_model import model_from_gguf, new_model
 
     if text is None:
-        made = model_from_gguf(folder, gguf=args.gguf)
+        model = model_from_gguf(folder, gguf=args.gguf)
     else:
-        made = new_model(
+        model = new_model(
             folder,
             text_file=text,
             vocab_size=args.vocab_size,
@@ -65,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
             seed=args.seed,
         )
     say(
-        f"{folder}: {made.num_parameters:,} parameters, {made.vocab_size:,} tokens, "
+        f"{folder}: {model.num_parameters:,} parameters, {model.vocab_size:,} tokens, "
         f"made in {duration(time.perf_counter() - started)}"
     )
     say(f"try it: rlhf-pipeline run gsm8k --set policy.path={typed(folder)} --set prompts.path=FILE.jsonl")

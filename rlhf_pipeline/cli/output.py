@@ -35,9 +35,9 @@ def pasted(text: str) -> str:
     if "rlhf-pipeline " not in text or shutil.which("rlhf-pipeline") is not None:
         return text
     script = Path(sys.argv[0])
-    own = typed(script if script.name == "rlhf-pipeline" else sys.executable)
-    own += "" if script.name == "rlhf-pipeline" else " -m rlhf_pipeline"
-    return _COMMAND.sub(lambda found: own + found[1], text)
+    command = typed(script if script.name == "rlhf-pipeline" else sys.executable)
+    command += "" if script.name == "rlhf-pipeline" else " -m rlhf_pipeline"
+    return _COMMAND.sub(lambda match: command + match[1], text)
 
 
 def say(text: str = "", end: str = "\n") -> None:

@@ -63,9 +63,9 @@ class Parser(argparse.ArgumentParser):
             r"argument (?P<where>.+): invalid choice: '(?P<typed>[^']*)' \(choose from (?P<known>.+)\)", message
         )
         if wrong:
-            known = [name.strip(" '") for name in wrong["known"].split(",")]
+            choices = [name.strip(" '") for name in wrong["known"].split(",")]
             what = "command" if wrong["where"] == "COMMAND" else f"value for {wrong['where']}"
-            message = f"there is no {what} '{wrong['typed']}'.{did_you_mean(wrong['typed'], known)}"
+            message = f"there is no {what} '{wrong['typed']}'.{did_you_mean(wrong['typed'], choices)}"
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be typed.\n")
 
 
@@ -154,8 +154,8 @@ def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
         command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
     name = typed.split("=", 1)[0]
-    known = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
-    command.error(f"there is no option {name}.{did_you_mean(name, known)}")
+    options = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
+    command.error(f"there is no option {name}.{did_you_mean(name, options)}")
 
 
 def options_of(command: argparse.ArgumentParser) -> list[argparse.Action]:

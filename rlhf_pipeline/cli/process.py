@@ -45,7 +45,7 @@ def conduct(
     from rlhf_pipeline.run.start import start
     from trajectory_store import StoreError
 
-    alone, began, seen = run.supervised is None, time.perf_counter(), list[int]()
+    alone, began, signals = run.supervised is None, time.perf_counter(), list[int]()
     parent = torchrun.parent(getattr(args, "parent", None))
     view = view_of_stdout(filenames.LOG if alone else filenames.SUPERVISOR_LOG)
     imports = "importing torch" if alone else "they import torch"
@@ -66,7 +66,7 @@ def conduct(
 
     port = getattr(args, "metrics_port", None)
     try:
-        with signals_seen(seen), nullcontext() if port is None else metrics_served(run.run_dir, port):
+        with signals_seen(signals), nullcontext() if port is None else metrics_served(run.run_dir, port):
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":
@@ -75,7 +75,7 @@ def conduct(
             view.say(f"stopped at once. Continue from the last checkpoint: {run.again}")
         else:
             view.say("stopped before the run began; nothing was written.")
-        return stopped_code(seen)
+        return stopped_code(signals)
     except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
         if run.joins is None or args.debug:
             raise
@@ -88,7 +88,7 @@ def conduct(
         finish(finished, run, view)
     if not alone:
         view.say(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
-    return stopped_code(seen) if finished.reason == "interrupted" else then(view)
+    return stopped_code(signals) if finished.reason == "interrupted" else then(view)
 
 
 def view_of_stdout(log_name: str = filenames.LOG) -> RunView:
@@ -96,13 +96,13 @@ def view_of_stdout(log_name: str = filenames.LOG) -> RunView:
     return RunView(sys.stdout, live=can_draw(sys.stdout), log_name=log_name)
 
 
-def stopped_code(seen: list[int]) -> int:
+def stopped_code(signals: list[int]) -> int:
     """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
-    return 128 + (seen[-1] if seen else signal.SIGINT)
+    return 128 + (signals[-1] if signals else signal.SIGINT)
 
 
 @contextmanager
-def signals_seen(seen: list[int]) -> Iterator[None]:
+def signals_seen(signals: list[int]) -> Iterator[None]:
     """Record which signals arrive, whatever handles them: the exit code depends on them."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -119,6 +119,6 @@ def signals_seen(seen: list[int]) -> Iterator[None]:
             arrived = os.read(reading, 4096)
         except BlockingIOError:
             arrived = b""
-        seen += [signum for signum in arrived if signum in STOPPING]
+        signals += [signum for signum in arrived if signum in STOPPING]
         os.close(reading)
         os.close(writing)

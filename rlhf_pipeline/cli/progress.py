@@ -152,14 +152,14 @@ class RunView:
         if "task_reward" in self._latest:
             fields.append(f"reward {number(self._latest['task_reward'])}")
         kl = "kl_k1" if "kl_k1" in self._latest else "kl_approx"  # to the reference, otherwise to the behaviour policy
-        shown = (
+        formats = (
             (kl, "kl {:.3f}" if kl == "kl_k1" else "kl_approx {:.3f}"),
             ("clip_fraction", "clip {:.3f}"),
             ("ess", "ess {:.2f}"),
             ("tokens_per_s", "{:,.0f} tok/s"),
             ("staleness", "age {:.1f}"),
         )
-        values = [form.format(self._latest[name]) for name, form in shown if name in self._latest]
+        values = [form.format(self._latest[name]) for name, form in formats if name in self._latest]
         fields += [text.replace("-0.000", "0.000") for text in values]
         if self._step_seconds is not None and event.step < event.total_steps:
             fields.append(f"eta {_clock_time(self._step_seconds * (event.total_steps - event.step))}")

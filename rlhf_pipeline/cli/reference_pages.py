@@ -75,6 +75,6 @@ def _rows(module: ModuleType, kind: type, depth: int) -> Iterator[str]:
     standard = ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base.__module__ == "builtins")
     summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
     yield f"| {'&nbsp;&nbsp;' * depth}`{kind.__name__}` | {standard} | {_cell(summary)} |"
-    for found in vars(module).values():
-        if inspect.isclass(found) and kind in found.__bases__ and found.__module__ == module.__name__:
-            yield from _rows(module, found, depth + 1)
+    for subclass in vars(module).values():
+        if inspect.isclass(subclass) and kind in subclass.__bases__ and subclass.__module__ == module.__name__:
+            yield from _rows(module, subclass, depth + 1)

@@ -137,10 +137,10 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
     say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
-    for found in rerun.rerun(pipeline, plan, seed=config.seed, device=device):
-        bad, inexact = bad + (not found.ok), inexact + (found.ok and not found.same_bits)
-        losses = f"{_figure(found.recorded):>22}  {_figure(found.computed):>22}"
-        say(f"{found.step:>6}  {found.num_trajectories:>12,}  {losses}  {_result(found)}")
+    for repeated in rerun.rerun(pipeline, plan, seed=config.seed, device=device):
+        bad, inexact = bad + (not repeated.ok), inexact + (repeated.ok and not repeated.same_bits)
+        losses = f"{_figure(repeated.recorded):>22}  {_figure(repeated.computed):>22}"
+        say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_result(repeated)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
         say(f"{bad} of {total} did not come out as recorded. {_advice(run)}")
@@ -151,15 +151,15 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     return 1 if bad else 0
 
 
-def _result(found) -> str:  # noqa: ANN001 - a rerun.RepeatedSteps, whose module needs torch
-    if found.batch_problem is not None:
-        return f"DIFFERENT BATCH: {found.batch_problem}"
-    if found.same_bits:
+def _result(repeated) -> str:  # noqa: ANN001 - a rerun.RepeatedSteps, whose module needs torch
+    if repeated.batch_problem is not None:
+        return f"DIFFERENT BATCH: {repeated.batch_problem}"
+    if repeated.same_bits:
         return "equal"
-    if found.ok:
+    if repeated.ok:
         return "close"
-    if found.recorded == found.computed:
-        norms = f"{_figure(found.recorded_norm)}, now {_figure(found.computed_norm)}"
+    if repeated.recorded == repeated.computed:
+        norms = f"{_figure(repeated.recorded_norm)}, now {_figure(repeated.computed_norm)}"
         return f"DIFFERENT: the gradient norm was {norms}"
     return "DIFFERENT"
 
@@ -180,32 +180,32 @@ def _advice(run: RunFolder) -> str:
     )
 
 
-def compare(asked: Run, view: RunView) -> int:
+def compare(request: Run, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
     from rlhf_pipeline.report.diff_steps import STEP_VALUES, compare_figures, compare_weights
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
 
-    replay = asked.pipeline.replay
+    replay = request.pipeline.replay
     if replay is None or not replay.recorded_order:
         return 0
-    named = address_of(replay.stores[0])
-    source = named if is_run(named) else run_of_store(named)
+    address = address_of(replay.stores[0])
+    source = address if is_run(address) else run_of_store(address)
     if source is None:
         return 0
-    run, done = RunFolder.open(source), RunFolder.open(asked.run_dir)
+    run, done = RunFolder.open(source), RunFolder.open(request.run_dir)
     # If the run dropped groups without spread, its mean reward cannot be computed from the store.
     without = {"task_reward"} if run.config.pipeline.get("write", {}).get("zero_variance") == "drop" else set[str]()
-    found = compare_figures(run, done, without=without)
-    if not found.num_both:
+    difference = compare_figures(run, done, without=without)
+    if not difference.num_both:
         view.say(f"{source} has no metrics to compare with.")
         return 0
     weights = compare_weights(run, done)
     compared = [what for name, what in STEP_VALUES.items() if name not in without]
-    view.say(_sentence(found, compared, weights, source))
-    if not found.differences and (weights is None or weights[1]):
+    view.say(_sentence(difference, compared, weights, source))
+    if not difference.differences and (weights is None or weights[1]):
         return 0
-    reason = _what_was_changed(run, asked) or _why_not_exact(run)
+    reason = _what_was_changed(run, request) or _why_not_exact(run)
     if reason is not None:
         view.say(reason)
         return 0
@@ -213,31 +213,31 @@ def compare(asked: Run, view: RunView) -> int:
 
 
 def _sentence(
-    found: StepsDifference, compared: Sequence[str], weights: tuple[int, bool] | None, source: Address
+    difference: StepsDifference, compared: Sequence[str], weights: tuple[int, bool] | None, source: Address
 ) -> str:
     if isinstance(source, Path) and source.is_relative_to(Path.cwd()):
         source = source.relative_to(Path.cwd())
-    if not found.differences:
-        steps = count(found.num_both, "step")
+    if not difference.differences:
+        steps = count(difference.num_both, "step")
         figures = f"{', '.join(compared[:-1])} and {compared[-1]}"
-        said = f"the same as {source}: {figures} of {steps} are equal, bit for bit"
+        sentence = f"the same as {source}: {figures} of {steps} are equal, bit for bit"
     else:
-        first = found.differences[0]
-        said = (
+        first = difference.differences[0]
+        sentence = (
             f"NOT the same as {source}: the {first.what} differs from step {first.first_step} on, in "
-            f"{first.num_steps} of {count(found.num_both, 'step')}, by up to {first.largest:.1e} of its size"
+            f"{first.num_steps} of {count(difference.num_both, 'step')}, by up to {first.largest:.1e} of its size"
         )
     if weights is not None:
-        said += f"; the weights after step {weights[0]} are {'equal, byte for byte' if weights[1] else 'DIFFERENT'}"
-    if found.only_left is not None:
-        said += f"; {count(found.only_left[2], 'step')} of the run were not replayed"
-    return f"{said}."
+        sentence += f"; the weights after step {weights[0]} are {'equal, byte for byte' if weights[1] else 'DIFFERENT'}"
+    if difference.only_left is not None:
+        sentence += f"; {count(difference.only_left[2], 'step')} of the run were not replayed"
+    return f"{sentence}."
 
 
-def _what_was_changed(run: RunFolder, asked: Run) -> str | None:
+def _what_was_changed(run: RunFolder, request: Run) -> str | None:
     """Return which settings of the replay differ from the run's, or None."""
     before = {**dict(run.config.overrides), "definition": run.config.definition, "seed": str(run.config.seed)}
-    now = {**dict(asked.overrides), "definition": asked.definition, "seed": str(asked.seed)}
+    now = {**dict(request.overrides), "definition": request.definition, "seed": str(request.seed)}
     changed = [
         f"{field['field']} (from step {change['from_step']} on)"
         for change in run.history

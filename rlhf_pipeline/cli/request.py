@@ -38,7 +38,7 @@ def asked_run(args: argparse.Namespace) -> Run:
     return (_resumed(args) if args.resume else _new(args)).checked()
 
 
-def _made(
+def _new_run(
     args: argparse.Namespace,
     definition: definitions.Definition,
     overrides: Overrides,
@@ -62,7 +62,7 @@ def _made(
 
 
 def _recorded(
-    args: argparse.Namespace, out: Address, named: str | None, place: str, overrides: Overrides, **more: Any
+    args: argparse.Namespace, out: Address, definition_name: str | None, place: str, overrides: Overrides, **more: Any
 ) -> Run:
     """Return the run that goes on in a folder, from its record and the command line."""
     run = RunFolder.open(out)
@@ -75,49 +75,49 @@ def _recorded(
         )
     form = "--definition FILE.py:function" if args.command == "replay" else "FILE.py:function"
     moved = f"name its new place: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
-    definition = definition_of(run, named, trust=args.trust, moved=moved)
+    definition = definition_of(run, definition_name, trust=args.trust, moved=moved)
     merged = _merged(with_kept_inputs(run, config.overrides), overrides)
-    return _made(args, definition, merged, out, seed=config.seed, device=config.device, resume=True, **more)
+    return _new_run(args, definition, merged, out, seed=config.seed, device=config.device, resume=True, **more)
 
 
 def _joining(args: argparse.Namespace) -> Run:
     """Return one process of a run: it continues the run in `--run`, or starts one there."""
-    out, named = address_of(args.run), args.definition
+    out, definition_name = address_of(args.run), args.definition
     more = {"command": _command(args, run=args.run), "joins": args.command}
-    if args.command == "learn" and named is None:
+    if args.command == "learn" and definition_name is None:
         _wait_for_run(out)
     if is_run(out):
-        return _recorded(args, out, named, "--run", _overrides(args), **more)
-    if named is None:
+        return _recorded(args, out, definition_name, "--run", _overrides(args), **more)
+    if definition_name is None:
         example = f"rlhf-pipeline {args.command} long_running --run {typed(args.run)}"
         raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
-    return _made(args, definitions.find(named), _overrides(args), out, **more)
+    return _new_run(args, definitions.find(definition_name), _overrides(args), out, **more)
 
 
 def _wait_for_run(out: Address) -> None:
     """Wait until a collector has created the run; a learner may be started first."""
-    said = False
+    reported = False
     while not is_run(out):
         if not RunFolder(out).is_free:
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
-        if not said:
+        if not reported:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
             warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
-            said = True
+            reported = True
         time.sleep(_POLL_S)
 
 
 def _new(args: argparse.Namespace) -> Run:
-    named = args.definition
-    if named is None:
+    definition_name = args.definition
+    if definition_name is None:
         raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
-    if is_run(address_of(named)):
-        again = f"rlhf-pipeline run {typed(named)} --resume"
-        raise DefinitionError(f"{named} is a run, not a definition. Go on with it: {again}")
-    definition = definitions.find(named)
+    if is_run(address_of(definition_name)):
+        again = f"rlhf-pipeline run {typed(definition_name)} --resume"
+        raise DefinitionError(f"{definition_name} is a run, not a definition. Go on with it: {again}")
+    definition = definitions.find(definition_name)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
-    command = _command(args, named, out=args.out)
-    return _made(args, definition, _overrides(args), out, command=command, supervised=_supervisor(args))
+    command = _command(args, definition_name, out=args.out)
+    return _new_run(args, definition, _overrides(args), out, command=command, supervised=_supervisor(args))
 
 
 def _branched(args: argparse.Namespace) -> Run:
@@ -126,7 +126,7 @@ def _branched(args: argparse.Namespace) -> Run:
         raise DefinitionError("--from begins a run and --resume continues one: leave one of them out.")
     source, checkpoint = checkpoint_named(args.begin_from)
     moved = "name its new place before --from: rlhf-pipeline run FILE.py:function --from RUN"
-    run = _made(
+    run = _new_run(
         args,
         definition_of(source, args.definition, trust=args.trust, moved=moved),
         _merged(source.config.overrides, _overrides(args)),
@@ -142,20 +142,22 @@ def _branched(args: argparse.Namespace) -> Run:
 
 def _resumed(args: argparse.Namespace) -> Run:
     """Take definition, overrides, seed and device from the run; options on the command line win."""
-    named = args.definition
-    if named is not None and not args.out and is_run(address_of(named)):
-        out, named = address_of(named), None  # `run runs/copy_digits --resume`
+    definition_name = args.definition
+    if definition_name is not None and not args.out and is_run(address_of(definition_name)):
+        out, definition_name = address_of(definition_name), None  # `run runs/copy_digits --resume`
     elif args.out:
         out = address_of(args.out)
-    elif named is not None:
-        out = Path("runs") / definitions.find(named).function
+    elif definition_name is not None:
+        out = Path("runs") / definitions.find(definition_name).function
     else:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     folder = RunFolder(out)
     folder.check_free_or_recorded(resume=True)
-    command = _command(args, named, out=out if args.out or named is None else None)
+    command = _command(args, definition_name, out=out if args.out or definition_name is None else None)
     supervised = _supervisor(args, folder.heartbeat_of("supervisor"))
-    return _recorded(args, out, named, "--resume --out", _overrides(args), command=command, supervised=supervised)
+    return _recorded(
+        args, out, definition_name, "--resume --out", _overrides(args), command=command, supervised=supervised
+    )
 
 
 def _resumed_replay(args: argparse.Namespace) -> Run:
@@ -183,7 +185,7 @@ def _new_replay(args: argparse.Namespace) -> Run:
         if args.definition is None or _is_started_with(run, definition):
             overrides, recorded = _of_a_run(args, run), {"seed": run.config.seed, "device": run.config.device}
     overrides = (*overrides, *_typed_for_replay(args))
-    return _made(args, definition, overrides, _replay_folder(args), command=_replay_command(args), **recorded)
+    return _new_run(args, definition, overrides, _replay_folder(args), command=_replay_command(args), **recorded)
 
 
 def _is_started_with(run: RunFolder, definition: definitions.Definition) -> bool:
@@ -216,8 +218,8 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     epochs = [] if args.epochs is None else [args.epochs]
     skip = ["true"] if args.skip_damaged else []
     lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs, "skip_damaged": skip}
-    named = [(f"replay.{name}", ",".join(map(str, values))) for name, values in lists.items() if values]
-    return (*named, *_steps(args), *args.overrides)
+    overrides = [(f"replay.{name}", ",".join(map(str, values))) for name, values in lists.items() if values]
+    return (*overrides, *_steps(args), *args.overrides)
 
 
 def _replay_folder(args: argparse.Namespace) -> Address:
@@ -236,9 +238,9 @@ def _replay_command(args: argparse.Namespace) -> str:
 
 def _command(args: argparse.Namespace, *words: str | None, **options: object) -> str:
     """Return the command that starts the same run, without `--resume`."""
-    given = options | {name: getattr(args, name, None) for name in ("collectors", "learners", "ray")}
-    named = [f"--{name} {typed(value)}" for name, value in given.items() if value]
-    return " ".join(["rlhf-pipeline", args.command, *(typed(word) for word in words if word), *named])
+    option_values = options | {name: getattr(args, name, None) for name in ("collectors", "learners", "ray")}
+    option_words = [f"--{name} {typed(value)}" for name, value in option_values.items() if value]
+    return " ".join(["rlhf-pipeline", args.command, *(typed(word) for word in words if word), *option_words])
 
 
 def _supervisor(args: argparse.Namespace, before: Mapping[str, int] | None = None) -> SupervisorConfig | None:

@@ -120,7 +120,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.processes.on_ray import on_ray
 
     gpus = 1.0 if run.device.startswith("cuda") else 0.0
-    own = gpus if args.collector_gpus is None else args.collector_gpus
+    collector_gpus = gpus if args.collector_gpus is None else args.collector_gpus
     number = processes.collectors + processes.learners
-    ray = on_ray(args.ray, run.run_dir, processes=number, collector_gpus=own, learner_gpus=gpus)
+    ray = on_ray(args.ray, run.run_dir, processes=number, collector_gpus=collector_gpus, learner_gpus=gpus)
     return conduct(run, what, args=args, launching=ray)

@@ -73,9 +73,9 @@ def execute(args: argparse.Namespace) -> int:
     learned = step.get("num", len(items))
     if learned > len(items):
         say(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
-    for one in step.get("evaluations", ()):
-        name = f", {one['name']}" if one["name"] else ""
-        say(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(one['figures'])}")
+    for evaluation in step.get("evaluations", ()):
+        name = f", {evaluation['name']}" if evaluation["name"] else ""
+        say(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(evaluation['figures'])}")
     say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
     return 0
 

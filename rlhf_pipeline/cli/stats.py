@@ -38,41 +38,42 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
 
     with closing(View(args.path)) as view:
-        found = {**view.stats(args.filters), "evaluations": view.evaluations()}
+        counts = {**view.stats(args.filters), "evaluations": view.evaluations()}
     if args.json:
-        say_json(found)
+        say_json(counts)
     else:
-        say("\n".join(lines(found)))
+        say("\n".join(lines(counts)))
     return 0
 
 
-def lines(found: Answer) -> Iterator[str]:
+def lines(counts: Answer) -> Iterator[str]:
     """Yield counts, rewards and lengths, of `View.stats`, as lines of text."""
-    sizes = [int(size) for size in found["group_sizes"]]
+    sizes = [int(size) for size in counts["group_sizes"]]
     of = f" of {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "") if sizes else ""
-    yield _row("trajectories", f"{found['trajectories']:,} in {count(found['groups'], 'group')}{of}")
-    prompts = found["prompt_tokens"]
+    yield _row("trajectories", f"{counts['trajectories']:,} in {count(counts['groups'], 'group')}{of}")
+    prompts = counts["prompt_tokens"]
     where = "; where prompts end is not stored (num_prompt_tokens)"
-    told = (where, "") if prompts is None else (" of completions", f"{prompts:,} of prompts, ")
-    yield _row("tokens", f"{told[1]}{found['completion_tokens']:,}{told[0]}")
-    if found["versions"]:
-        first, last, num = *found["versions"], found["num_versions"]
+    token_words = (where, "") if prompts is None else (" of completions", f"{prompts:,} of prompts, ")
+    yield _row("tokens", f"{token_words[1]}{counts['completion_tokens']:,}{token_words[0]}")
+    if counts["versions"]:
+        first, last, num = *counts["versions"], counts["num_versions"]
         yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")
-    if found["finish"]:
-        yield _row("finished by", ", ".join(f"{plain(name) or '-'} {num:,}" for name, num in found["finish"].items()))
-    if found["no_reward"]:
-        yield _row("no reward", f"{found['no_reward']:,}")
-    if found["reward_quantiles"]:
-        shares = " | ".join(number(value) for value in found["reward_quantiles"])
-        spread = f"mean {number(found['reward_mean'], 3)}, deviation {number(found['reward_std'])}"
+    if counts["finish"]:
+        yield _row("finished by", ", ".join(f"{plain(name) or '-'} {num:,}" for name, num in counts["finish"].items()))
+    if counts["no_reward"]:
+        yield _row("no reward", f"{counts['no_reward']:,}")
+    if counts["reward_quantiles"]:
+        shares = " | ".join(number(value) for value in counts["reward_quantiles"])
+        spread = f"mean {number(counts['reward_mean'], 3)}, deviation {number(counts['reward_std'])}"
         yield _row("reward", f"{spread}, quartiles {shares}")
-    for one in found.get("evaluations", ()):
-        newest = {name: values[-1] for name, values in one["values"].items()}
-        yield _row("evaluation", f"{one['name'] or one['store']} of step {one['step'][-1]}: {evaluation_words(newest)}")
-    if found["lengths"]:
+    for evaluation in counts.get("evaluations", ()):
+        newest = {name: values[-1] for name, values in evaluation["values"].items()}
+        name, step = evaluation["name"] or evaluation["store"], evaluation["step"][-1]
+        yield _row("evaluation", f"{name} of step {step}: {evaluation_words(newest)}")
+    if counts["lengths"]:
         yield "  completion lengths, in tokens"
-        most, width = max(num for *_, num in found["lengths"]), len(str(found["lengths"][-1][1]))
-        for low, high, num in found["lengths"]:
+        most, width = max(num for *_, num in counts["lengths"]), len(str(counts["lengths"][-1][1]))
+        for low, high, num in counts["lengths"]:
             span = f"{low:>{width}}" + (f" to {high:>{width}}" if high > low else "")
             yield f"    {span}  {num:>10,}  {'#' * -(-num * _BAR // most)}"
 

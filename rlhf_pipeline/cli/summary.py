@@ -15,23 +15,23 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.run import Run
 
 
-def finish(finished: RunFinished | CollectorFinished, asked: Run, view: RunView) -> None:
+def finish(finished: RunFinished | CollectorFinished, request: Run, view: RunView) -> None:
     """Write the report, and print the result of the run and the next commands; of a collector, only its own."""
     if isinstance(finished, CollectorFinished):
-        view.say("\n".join(_collected(finished, asked)))
+        view.say("\n".join(_collected(finished, request)))
         return
     from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.report.show import before_and_after
 
     run = RunFolder.open(finished.run_dir)
-    if asked.pipeline.replay is not None:
-        view.say(replay_sentence(finished, run, resumed=asked.resume))
+    if request.pipeline.replay is not None:
+        view.say(replay_sentence(finished, run, resumed=request.resume))
     else:
-        view.say(result_sentence(finished, resumed=asked.resume))
+        view.say(result_sentence(finished, resumed=request.resume))
     if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
-        view.say(f"next:\n  {asked.again}\n      continue where it stopped")
+        view.say(f"next:\n  {request.again}\n      continue where it stopped")
         return
-    if asked.pipeline.replay is None:
+    if request.pipeline.replay is None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
             view.say(line)
     written = write_report(run)
@@ -39,11 +39,11 @@ def finish(finished: RunFinished | CollectorFinished, asked: Run, view: RunView)
     for line in _trained(run):
         view.say(line)
     view.say("next:")
-    for command, meaning in next_commands(finished, asked):
+    for command, meaning in next_commands(finished, request):
         view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
 
 
-def _collected(event: CollectorFinished, asked: Run) -> Iterator[str]:
+def _collected(event: CollectorFinished, request: Run) -> Iterator[str]:
     why = {"finished": "the run has ended", "interrupted": "stopped"}[event.reason]
     yield (
         f"{event.collector}: {why}; {count(event.num_rollouts, 'rollout')} stored, "
@@ -54,7 +54,7 @@ def _collected(event: CollectorFinished, asked: Run) -> Iterator[str]:
     if event.reason == "finished":
         yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
     else:
-        yield f"  {asked.again}    continue collecting"
+        yield f"  {request.again}    continue collecting"
     yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
 
 
@@ -90,25 +90,25 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
     steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
     stores = len((run.chosen() or {}).get("sources", ()))
-    there = f"{count(finished.num_trajectories, 'trajectory')} of {count(stores, 'store')}"
+    replayed = f"{count(finished.num_trajectories, 'trajectory')} of {count(stores, 'store')}"
     uses = sum(len(row["row_ids"]) for row in run.ledger) / max(finished.num_trajectories, 1)
-    return f"{why}{steps} on {there}; {uses:.2f} uses of each"
+    return f"{why}{steps} on {replayed}; {uses:.2f} uses of each"
 
 
-def next_commands(finished: RunFinished, asked: Run) -> list[tuple[str, str]]:
+def next_commands(finished: RunFinished, request: Run) -> list[tuple[str, str]]:
     """Return useful next commands, each with its meaning."""
     folder = typed(finished.run_dir)
     more = {
-        "interrupted": (f"{asked.again}", "continue where it stopped"),
-        "steps": (f"{asked.again} --steps {2 * finished.steps}", "continue for as many steps again"),
-        "target": (f"{asked.again} --set learn.stop_at_reward=none", "continue beyond the target"),
+        "interrupted": (f"{request.again}", "continue where it stopped"),
+        "steps": (f"{request.again} --steps {2 * finished.steps}", "continue for as many steps again"),
+        "target": (f"{request.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
     looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored; with --grade, grade it again")]
     if finished.num_trajectories:
         looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
     again = more[finished.reason]
-    replay, early = asked.pipeline.replay, finished.steps < asked.pipeline.learn.steps
+    replay, early = request.pipeline.replay, finished.steps < request.pipeline.learn.steps
     if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):
         return looks  # there is nothing left for more steps to learn from
     return [again, *looks] if finished.reason == "interrupted" else [*looks, again]

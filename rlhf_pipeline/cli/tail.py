@@ -121,9 +121,9 @@ def _wait_for_store(folder: Path | str) -> None:
     """Wait until a run that has just started has a store."""
     from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
 
-    said = False
+    reported = False
     while is_run(folder) and not is_store(RunFolder.open(folder).store_path):
-        if not said:
+        if not reported:
             warn(f"{folder} has stored nothing yet; waiting for it")
-            said = True
+            reported = True
         time.sleep(_POLL_S)

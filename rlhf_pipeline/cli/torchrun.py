@@ -62,8 +62,8 @@ def join_in(args: argparse.Namespace) -> int:
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     joins = args.command == "learn"
-    named = args.run if joins else args.out
-    run = None if named is None else RunFolder(address_of(named))
+    run_name = args.run if joins else args.out
+    run = None if run_name is None else RunFolder(address_of(run_name))
     recorded = run is not None and (joins or args.resume) and run.is_recorded
     device = args.device or (run.config.device if run is not None and recorded else "cpu")
     import_torch(device)
@@ -95,26 +95,28 @@ def import_torch(device: str) -> None:
     if device == "cuda" and PLACE in os.environ and not is_one_of_several():
         _take_a_gpu(int(os.environ[PLACE]), torch.cuda.device_count())
     if kind == "cuda":
-        found = torch.cuda.device_count()
-        if int(index or 0) >= found:
-            seen = f"torch sees {count(found, 'CUDA device')}" if found else "torch sees no CUDA device"
-            raise DefinitionError(f"--device {device}: {seen}. Use --device cpu, or see `rlhf-pipeline doctor`.")
+        num_devices = torch.cuda.device_count()
+        if int(index or 0) >= num_devices:
+            device_text = (
+                f"torch sees {count(num_devices, 'CUDA device')}" if num_devices else "torch sees no CUDA device"
+            )
+            raise DefinitionError(f"--device {device}: {device_text}. Use --device cpu, or see `rlhf-pipeline doctor`.")
         if index:
             torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
     if kind == "mps" and not torch.backends.mps.is_available():
         raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
 
 
-def _take_a_gpu(place: int, found: int) -> None:
+def _take_a_gpu(place: int, num_devices: int) -> None:
     """Let this process see one GPU alone: a supervisor's processes take them in turn.
 
     Other libraries, such as vLLM, then use it as well. CUDA reads the variable when it is first used.
     """
-    if found < 2:
+    if num_devices < 2:
         return
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = named.split(",")[:found] if named else [str(number) for number in range(found)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen[place % found]
+    configured = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = configured.split(",")[:num_devices] if configured else [str(number) for number in range(num_devices)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[place % num_devices]
 
 
 def leave() -> None:

@@ -123,8 +123,8 @@ def _imported(file: Path, folder: Path, tokenizer: str | None, fields: Mapping[s
 def _say_notices(report: ImportReport) -> None:
     """Say what the files do not tell, which an import would ask for."""
     if report.other_files:
-        shown = ", ".join(str(path) for path in report.other_files[:3])
-        say(f"{count(len(report.other_files), 'file')} without rollouts left out: {shown}")
+        paths = ", ".join(str(path) for path in report.other_files[:3])
+        say(f"{count(len(report.other_files), 'file')} without rollouts left out: {paths}")
     for file in report.files:
         if file.num_assumed_one_turn:
             say(
