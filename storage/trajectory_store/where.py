@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import arithmetic
 from trajectory_store.errors import SchemaError, StoreError, UnknownColumnError
 from trajectory_store.ragged import RaggedArray
 from trajectory_store.texts import Texts
@@ -47,12 +48,16 @@ class Operands:
     missing: Callable[[str], Mask]
 
 
+class _Written(ast.Constant):
+    """The value of the short form, as written: a text, a number, a date or a range, as the column needs."""
+
+
 @dataclass(frozen=True)
 class _Word:
-    """A name that is no column: a text without quotes, if it is compared with one."""
+    """A text without quotes: the value of the short form, or a name that is no column."""
 
-    name: str
-    error: UnknownColumnError
+    text: str
+    error: UnknownColumnError | None = None
 
 
 def names_in(condition: str) -> set[str]:
@@ -73,11 +78,16 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
 
     An expression is comparisons of columns, numbers and texts, joined by `and`, `or`, `not`; `in (1, 2)`; `+ - * / %`;
     `column is None`; `isnan(column)`; `len(column)`, and of a ragged column of numbers `sum`, `min`, `max` and `mean`
-    of a row, without its NaN; of a text `'part' in column`, `column.startswith('x')`, `column.endswith('x')`. A row has
-    no value, so that it `is None`, where none was given, or it is NaN or an empty text.
+    of a row, without its NaN; of a text `'part' in column`, `column.startswith('x')`, `column.endswith('x')`, and
+    `column.contains('x')`, which takes ASCII letters of either case. A row has no value, so that it `is None`, where
+    none was given, or it is NaN or an empty text.
 
-    The short form is one column, `>= <= == = != > < ~` and a value as it stands: `finish_reason=stop`. `~` asks whether
-    a text contains another, ASCII letters of either case; `0.2..0.8` is a range, either end of which may be left out.
+    Integers are computed and compared exactly, whatever the types of the columns; floats as float64. A decimal beside
+    a column of float16 or float32 is the value that prints like it, so `temperature == 0.7` finds what is shown as 0.7.
+    A row whose divisor is 0 has no value.
+
+    The short form stands for one comparison: a column, `>= <= == = != > < ~` and the value without quotes:
+    `finish_reason=stop`. `~` is `contains`; `0.2..0.8` is a range, and either end may be omitted.
 
     In both, a date is `2026-01-31` or `2026-01-31T12:00`, UTC; `nan`, `null`, `true` and `false` are values.
 
@@ -94,7 +104,8 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
     if not isinstance(condition, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's mistake
         raise SchemaError(f"a condition is text, got {type(condition).__name__}. {_EXAMPLE}")
     try:
-        found: Any = np.asarray(_meets(condition, source))
+        with np.errstate(all="ignore"):
+            found: Any = np.asarray(_Expression(condition, source).value(_parsed(condition, source)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, StoreError):
             raise  # damage is one of these, and no fault of the condition
@@ -104,19 +115,29 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _meets(condition: str, source: Operands) -> Any:
-    short = _SHORT.match(condition)
-    if short is not None and short[2] in ("=", "~"):
-        return _Short(condition, short[1], short[2], short[3], source).meets()
+def _parsed(condition: str, source: Operands) -> ast.expr:
+    """Return the expression that a condition is; the short form is one comparison."""
+    found = _SHORT.match(condition)
+    short = None if found is None else _comparison(*found.groups())
+    if found is not None and short is not None and found[2] in ("=", "~"):
+        return short
     try:
         tree = ast.parse(_with_dates_quoted(condition), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        if short is not None and not short[3].startswith((">", "<", "=")):
-            return _Short(condition, short[1], short[2], short[3], source).meets()
+        if found is not None and short is not None and not found[3].startswith((">", "<", "=")):
+            return short
         raise SchemaError(f"the condition {condition!r} cannot be read: {error}. {_EXAMPLE}") from None
-    if short is not None and (_RANGE.match(short[3]) or _is_one_name(short[1], source)):
-        return _Short(condition, short[1], short[2], short[3], source).meets()
-    return _Expression(condition, source).value(tree)
+    if found is not None and short is not None and (_RANGE.match(found[3]) or _is_one_name(found[1], source)):
+        return short
+    return tree
+
+
+def _comparison(name: str, sign: str, text: str) -> ast.expr:
+    """Return the comparison that the short form stands for; `~` is `contains`."""
+    column, value = ast.Name(name), _Written(text)
+    if sign == "~":
+        return ast.Call(ast.Attribute(column, "contains"), [value], [])
+    return ast.Compare(column, [_SIGNS[sign]()], [value])
 
 
 def _is_one_name(name: str, source: Operands) -> bool:
@@ -142,7 +163,7 @@ def seconds_of(moment: str | datetime.datetime) -> float:
     return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-# Comparisons, which both forms share
+# Comparisons
 
 
 def _is_in(left: Any, right: Any) -> Any:
@@ -151,28 +172,44 @@ def _is_in(left: Any, right: Any) -> Any:
         return right.contains(_plain(left))
     if not isinstance(right, list):
         raise SchemaError("what follows 'in' is a list of values, such as (1, 2), or a column of text.")
-    values = cast("list[Any]", right)
-    if isinstance(left, Texts):
-        return left.is_in([part.name if isinstance(part, _Word) else part for part in values])
-    return np.isin(left, np.asarray([_plain(part) for part in values]))
+    values = [_alike(value, left) for value in cast("list[Any]", right)]
+    return left.is_in(values) if isinstance(left, Texts) else arithmetic.is_in(_plain(left), values)
 
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a comparison of numbers, or of texts in the order of their characters."""
 
     def compared(left: Any, right: Any) -> Any:
+        if isinstance(right, _Word) and isinstance(left, np.ndarray) and (ends := _RANGE.match(right.text)):
+            return within(left, *ends.groups())
         left, right = _alike(left, right), _alike(right, left)
-        if isinstance(left, Texts) and compare in (operator.eq, operator.ne):
+        if isinstance(left, Texts) or isinstance(right, Texts):
+            return of_texts(left, right)
+        if isinstance(left, (str, bytes)) or isinstance(right, (str, bytes)):
             return compare(left, right)
-        if isinstance(right, Texts) and compare in (operator.eq, operator.ne):
-            return compare(right, left)
-        if _is_nan(left) or _is_nan(right):
-            if compare not in (operator.eq, operator.ne):
-                raise SchemaError("nan is compared by == and != only.")
-            same: Any = np.isnan(cast("Mask", right if _is_nan(left) else left))
-            return same if compare is operator.eq else ~same
-        plain = [np.array(side.to_list(), object) if isinstance(side, Texts) else side for side in (left, right)]
-        return compare(*plain)
+        if not (_is_nan(left) or _is_nan(right)):
+            return arithmetic.compare(compare, left, right)
+        same = arithmetic.is_nan(right if _is_nan(left) else left)
+        return same_or_not(same, "nan")
+
+    def of_texts(left: Any, right: Any) -> Any:
+        if compare in (operator.eq, operator.ne):
+            return compare(left, right) if isinstance(left, Texts) else compare(right, left)
+        return compare(
+            *(np.array(side.to_list(), object) if isinstance(side, Texts) else side for side in (left, right))
+        )
+
+    def within(values: Any, low: str, high: str) -> Any:
+        inside = np.ones(len(values), bool)
+        for end, side in ((low, operator.ge), (high, operator.le)):
+            if end:
+                inside &= arithmetic.compare(side, values, _number(end))
+        return same_or_not(inside, "a range")
+
+    def same_or_not(same: Any, what: str) -> Any:
+        if compare not in (operator.eq, operator.ne):
+            raise SchemaError(f"{what} is compared by == and != only.")
+        return same if compare is operator.eq else ~same
 
     return compared
 
@@ -183,25 +220,46 @@ def _is_nan(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Return an operand; a word that is no column is an error."""
-    if isinstance(value, _Word):
+    if isinstance(value, _Word) and value.error is not None:
         raise value.error
     return value
 
 
 def _alike(value: Any, other: Any) -> Any:
     """Return an operand in the kind of the one that it is compared with: a word as text, a date as seconds."""
+    if isinstance(other, Texts):
+        text = _unquoted(value.text) if isinstance(value, _Word) else value
+        return text.encode() if isinstance(text, str) and other.kind is bytes else text
     if isinstance(value, _Word):
-        if isinstance(other, Texts):
-            return value.name.encode() if other.kind is bytes else value.name
-        raise UnknownColumnError(f"'{value.name}' is not a number, a date or a column: {value.error}")
-    if isinstance(value, str) and isinstance(other, Texts) and other.kind is bytes:
-        return value.encode()
+        try:
+            return _number(_unquoted(value.text))
+        except SchemaError:
+            if value.error is None:
+                raise
+        raise UnknownColumnError(f"'{value.text}' is not a number, a date or a column: {value.error}")
     if isinstance(value, str) and isinstance(other, np.ndarray):
         try:
             return seconds_of(value)
         except ValueError:
             raise SchemaError(f"{value!r} is not a number or a date, and is compared with numbers.") from None
     return value
+
+
+def _number(text: str) -> float | int | bool:
+    if text.lower() in ("true", "false", "nan"):
+        return _WORDS[text.lower()]
+    for kind in (int, float, seconds_of):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if text.startswith((">", "<", "=")):
+        raise SchemaError("an operator is one of >= <= == != > < ~, for example >=.")
+    raise SchemaError(f"{text!r} is not a number or date.")
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 _COMPARE: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
@@ -214,82 +272,38 @@ _COMPARE: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
     ast.In: _is_in,
     ast.NotIn: lambda a, b: ~_is_in(a, b),
 }
-_SIGNS: Final = {
-    "<": _COMPARE[ast.Lt],
-    "<=": _COMPARE[ast.LtE],
-    ">": _COMPARE[ast.Gt],
-    ">=": _COMPARE[ast.GtE],
-    "==": _COMPARE[ast.Eq],
-    "=": _COMPARE[ast.Eq],
-    "!=": _COMPARE[ast.NotEq],
+_SIGNS: Final[dict[str, type[ast.cmpop]]] = {
+    "<": ast.Lt,
+    "<=": ast.LtE,
+    ">": ast.Gt,
+    ">=": ast.GtE,
+    "==": ast.Eq,
+    "=": ast.Eq,
+    "!=": ast.NotEq,
 }
 _ARITHMETIC: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: a / b,
-    ast.Mod: operator.mod,
+    ast.Add: arithmetic.add,
+    ast.Sub: arithmetic.subtract,
+    ast.Mult: arithmetic.multiply,
+    ast.Div: arithmetic.divide,
+    ast.Mod: arithmetic.modulo,
 }
-
-
-# The short form
-
-
-@dataclass(frozen=True)
-class _Short:
-    condition: str
-    name: str
-    sign: str
-    text: str
-    source: Operands
-
-    def meets(self) -> Mask:
-        operand, text = self.source.read(self.name), self.text
-        if self.sign == "~":
-            wanted = _unquoted(text)
-            if not isinstance(operand, Texts) or not wanted:
-                raise self._refused("~ looks for a text in a column of text.")
-            return operand.contains(wanted.encode() if operand.kind is bytes else wanted, any_case=True)
-        if text.lower() in ("null", "none"):
-            return self._same_or_not(self.source.missing(self.name), "null")
-        if isinstance(operand, Texts):
-            return _SIGNS[self.sign](operand, _unquoted(text))
-        ends = _RANGE.match(text)
-        if ends is None:
-            value = self._number(_unquoted(text))
-            if value != value and self.sign not in ("==", "=", "!="):
-                raise self._refused("nan is compared by == and != only.")
-            return _SIGNS[self.sign](operand, value)
-        low, high = (self._number(end) if end else None for end in ends.groups())
-        inside = np.ones(len(operand), bool) if low is None else operand >= low
-        return self._same_or_not(inside if high is None else inside & (operand <= high), "a range")
-
-    def _same_or_not(self, same: Mask, what: str) -> Mask:
-        if self.sign not in ("==", "=", "!="):
-            raise self._refused(f"{what} is compared by == and != only.")
-        return ~same if self.sign == "!=" else same
-
-    def _number(self, text: str) -> float | int | bool:
-        if text.lower() in ("true", "false", "nan"):
-            return _WORDS[text.lower()]
-        for kind in (int, float, seconds_of):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        if text.startswith((">", "<", "=")):
-            raise self._refused("an operator is one of >= <= == != > < ~, for example >=.")
-        raise self._refused(f"{text!r} is not a number or date.")
-
-    def _refused(self, why: str) -> SchemaError:
-        return SchemaError(f"the condition {self.condition!r}: {why}")
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+_FIGURES: Final[dict[str, Callable[[RaggedArray], Mask]]] = {
+    "sum": arithmetic.total,
+    "min": arithmetic.smallest,
+    "max": arithmetic.largest,
+    "mean": arithmetic.mean,
+}
 
 
 # Expressions
+
+
+def _of_numbers(operand: Any) -> Any:
+    """Return an operand of arithmetic; texts have none."""
+    if isinstance(_plain(operand), (Texts, str, bytes, list)):
+        raise SchemaError(f"arithmetic is for numbers. {_EXAMPLE}")
+    return operand
 
 
 @dataclass(frozen=True)
@@ -299,6 +313,8 @@ class _Expression:
 
     def value(self, node: ast.expr) -> Any:
         match node:
+            case _Written(value=str() as text):
+                return _Word(text)
             case ast.Constant(value=None):
                 return None
             case ast.Constant(value=bool() | int() | float() | str() | bytes() as value):
@@ -308,14 +324,14 @@ class _Expression:
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return [self.value(part) for part in parts]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -_plain(self.value(operand))
+                return arithmetic.negate(_of_numbers(self.value(operand)))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._boolean(operand)
             case ast.BoolOp(op=op, values=values):
                 join = np.logical_and if isinstance(op, ast.And) else np.logical_or
                 return join.reduce([self._boolean(value) for value in values])
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](_plain(self.value(left)), _plain(self.value(right)))
+                return _ARITHMETIC[type(op)](_of_numbers(self.value(left)), _of_numbers(self.value(right)))
             case ast.Compare(left=left, ops=ops, comparators=others):
                 sides = [left, *others]
                 return np.logical_and.reduce(
@@ -324,16 +340,23 @@ class _Expression:
             case ast.Call(func=ast.Name(id=function), args=[argument], keywords=[]):
                 return self._called(node, function, argument)
             case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=name), attr="startswith" | "endswith" as how),
+                func=ast.Attribute(value=ast.Name(id=name), attr="startswith" | "endswith" | "contains" as how),
                 args=[argument],
                 keywords=[],
             ):
-                texts, part = self.source.read(name), self.value(argument)
-                if not isinstance(texts, Texts):
-                    raise SchemaError(f"{name}.{how} is for a column of text, and '{name}' is none. {_EXAMPLE}")
-                return texts.startswith(part) if how == "startswith" else texts.endswith(part)
+                return self._searched(name, how, self.value(argument))
             case _:
                 raise self._not_allowed(node)
+
+    def _searched(self, name: str, how: str, part: Any) -> Any:
+        texts = self.source.read(name)
+        if how == "contains":
+            if not isinstance(texts, Texts) or not (sought := _alike(part, texts)):
+                raise SchemaError(f"the condition {self.condition!r}: ~ looks for a text in a column of text.")
+            return texts.contains(sought, any_case=True)
+        if not isinstance(texts, Texts):
+            raise SchemaError(f"{name}.{how} is for a column of text, and '{name}' is none. {_EXAMPLE}")
+        return texts.startswith(part) if how == "startswith" else texts.endswith(part)
 
     def _named(self, name: str) -> Any:
         try:
@@ -356,18 +379,20 @@ class _Expression:
         return _COMPARE[type(op)](self.value(left), self.value(right))
 
     def _is_none(self, node: ast.expr) -> bool:
+        if isinstance(node, _Written):
+            return str(node.value).lower() in ("null", "none")
         if isinstance(node, ast.Name):
             return node.id.lower() in ("null", "none") and self._named(node.id) is None
         return isinstance(node, ast.Constant) and node.value is None
 
     def _called(self, node: ast.expr, function: str, argument: ast.expr) -> Any:
         if function == "isnan":
-            return np.isnan(_plain(self.value(argument)))
-        if function not in ("len", *_AGGREGATES) or not isinstance(argument, ast.Name):
+            return arithmetic.is_nan(_of_numbers(self.value(argument)))
+        if function not in ("len", *_FIGURES) or not isinstance(argument, ast.Name):
             raise self._not_allowed(node)
         if function == "len":
             return self.source.lengths(argument.id)
-        return _AGGREGATES[function](self.source.ragged(argument.id))
+        return _FIGURES[function](self.source.ragged(argument.id))
 
     def _boolean(self, node: ast.expr) -> npt.NDArray[np.bool_]:
         found: Any = np.asarray(_plain(self.value(node)))
@@ -379,51 +404,3 @@ class _Expression:
     def _not_allowed(self, node: ast.expr) -> SchemaError:
         part = ast.get_source_segment(self.condition, node) or self.condition
         return SchemaError(f"{part!r} is not allowed in the condition {self.condition!r}. {_EXAMPLE}")
-
-
-# Aggregates of the elements of each row
-
-
-def _reduced(reduce: np.ufunc, empty: float) -> Callable[[RaggedArray], Mask]:
-    def reduced(rows: RaggedArray) -> Mask:
-        values, lengths = _known(rows)
-        if values.dtype.kind == "f" or (reduce is not np.add and not lengths.all()):
-            values = values.astype(np.float64, copy=False)
-        elif reduce is np.add:
-            values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False)
-        out = np.full(len(lengths), empty if values.dtype.kind == "f" else 0, values.dtype)
-        filled = lengths > 0
-        starts = (np.cumsum(lengths) - lengths)[filled]
-        if len(starts):
-            out[filled] = reduce.reduceat(values, starts)
-        return out
-
-    return reduced
-
-
-def _known(rows: RaggedArray) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Return the elements that are no NaN, and how many there are of each row; one with a shape is several."""
-    values, lengths = rows.values, rows.lengths
-    if values.ndim > 1:
-        lengths = lengths * int(np.prod(values.shape[1:]))
-        values = values.reshape(-1)
-    if values.dtype.kind == "f" and bool((unknown := np.isnan(values)).any()):
-        before = np.zeros(len(values) + 1, np.int64)
-        np.cumsum(~unknown, out=before[1:])
-        edges = np.concatenate(([0], np.cumsum(lengths)))
-        return values[~unknown], np.diff(before[edges])
-    return values, lengths
-
-
-def _mean(rows: RaggedArray) -> Mask:
-    sums, (_, counts) = _SUM(rows), _known(rows)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-_SUM: Final = _reduced(np.add, 0.0)
-_AGGREGATES: Final[dict[str, Callable[[RaggedArray], Mask]]] = {
-    "sum": _SUM,
-    "min": _reduced(np.minimum, math.nan),
-    "max": _reduced(np.maximum, math.nan),
-    "mean": _mean,
-}
