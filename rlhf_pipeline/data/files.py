@@ -95,8 +95,8 @@ class SourceFile:
             if self.container == "hf":
                 # datasets itself cannot load what it saved without rows
                 if json.loads((self.path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
-                    found = need("datasets").load_from_disk(str(self.path))
-                    for table in found.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+                    dataset = need("datasets").load_from_disk(str(self.path))
+                    for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
                         yield from table.to_batches()
                 return
             place = io.BytesIO(_bytes_of(self.path)) if _is_gzip(self.path) else str(self.path)
@@ -124,19 +124,19 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
     A pattern such as `part-*.jsonl` names the files that fit it. `10.jsonl` comes after `9.jsonl`, and a file that is
     named twice, or that a folder or a link names again, is read once.
     """
-    found: list[SourceFile] = []
-    for given in paths:
-        path = Path(given).expanduser()
+    sources: list[SourceFile] = []
+    for pattern in paths:
+        path = Path(pattern).expanduser()
         if path.is_dir():
-            found += _in_folder(path)
+            sources += _in_folder(path)
         elif path.exists():
-            found.append(SourceFile(path, _container_of(path, container)))
+            sources.append(SourceFile(path, _container_of(path, container)))
         elif matching := sorted(map(Path, glob.glob(str(path), recursive=True)), key=natural):
-            found += [SourceFile(file, _container_of(file, container)) for file in matching if file.is_file()]
+            sources += [SourceFile(file, _container_of(file, container)) for file in matching if file.is_file()]
         else:
             near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
             raise MissingPathError(f"there is no file or folder at {path}." + (f" Beside it: {near}." if near else ""))
-    return list(dict.fromkeys(SourceFile(source.path.resolve(), source.container) for source in found))
+    return list(dict.fromkeys(SourceFile(source.path.resolve(), source.container) for source in sources))
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
@@ -172,28 +172,29 @@ def need(module: str) -> Any:
         ) from error
 
 
-def _container_of(path: Path, asked: Container | None) -> Container:
+def _container_of(path: Path, container: Container | None) -> Container:
     with _readable(path) as file:
         head = file.read(4096)
-    said = next((what for start, what in _STARTS.items() if head.startswith(start)), None)
-    if said in ("parquet", "arrow"):
-        return said
+    content_kind = next((what for start, what in _STARTS.items() if head.startswith(start)), None)
+    if content_kind in ("parquet", "arrow"):
+        return content_kind
     suffixes = [suffix for suffix in path.suffixes if suffix.lower() != ".gz"]
-    named = asked or _SUFFIXES.get(suffixes[-1].lower() if suffixes else "")
-    if said is None and head and b"\0" in head:
-        said = "binary"
-    if said is None and named in ("parquet", "arrow"):
-        said = "no such file by its content"
-    if said is not None:
+    kind = container or _SUFFIXES.get(suffixes[-1].lower() if suffixes else "")
+    if content_kind is None and head and b"\0" in head:
+        content_kind = "binary"
+    if content_kind is None and kind in ("parquet", "arrow"):
+        content_kind = "no such file by its content"
+    if content_kind is not None:
         raise DefinitionError(
-            f"{path} is {said}. Read are JSON lines, JSON arrays, CSV (in UTF-8), Parquet, Arrow, and these in gzip."
+            f"{path} is {content_kind}. Supported formats: JSON Lines, JSON arrays, CSV (in UTF-8), Parquet, Arrow, "
+            "and each of these compressed with gzip."
         )
-    if named is None:
+    if kind is None:
         raise DefinitionError(
-            f"{path}: neither the name nor the content tells the format. Rename it to end in .jsonl, .json, .csv, "
+            f"{path}: neither the name nor the content shows the format. Rename it to end in .jsonl, .json, .csv, "
             ".parquet or .arrow (an import takes --format jsonl as well)."
         )
-    return named
+    return kind
 
 
 def _in_folder(folder: Path) -> list[SourceFile]:
@@ -307,12 +308,12 @@ def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
                 if growing and not line.endswith(b"\n"):
                     return
                 torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
-                shown = line.strip()[:60].decode("utf-8", "replace")
+                excerpt = line.strip()[:60].decode("utf-8", "replace")
                 show = f"sed -n {number}p {typed(path)}"
                 yield (
                     number,
                     DataError(
-                        f"{path}:{number}: this line is not JSON ({error}): {shown!r}.{torn} Fix or delete it; "
+                        f"{path}:{number}: this line is not JSON ({error}): {excerpt!r}.{torn} Fix or delete it; "
                         f"`{show}` shows it whole."
                     ),
                 )

@@ -93,7 +93,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
             raise DefinitionError(f"prompts: {name} has no prompts (its length is {size}).")
         at = _in_order(source, size, cursor, seed)
     try:
-        found = cast(object, source.prompt(at, seed))
+        prompt = cast(object, source.prompt(at, seed))
     except PipelineError:
         raise
     except (IndexError, StopIteration) as error:
@@ -106,12 +106,12 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
             f"prompts: {name}.prompt({at}, {seed}) raised {type(error).__name__}: {error}. "
             "A prompt source has a method prompt(cursor, seed) that returns a Prompt."
         ) from error
-    if not isinstance(found, Prompt):
+    if not isinstance(prompt, Prompt):
         raise DefinitionError(
-            f"prompts: {name}.prompt({at}, {seed}) returned {type(found).__name__}; it must return a "
+            f"prompts: {name}.prompt({at}, {seed}) returned {type(prompt).__name__}; it must return a "
             "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
         )
-    return found
+    return prompt
 
 
 _PROMPTS_LOOKED_AT: Final = 16
@@ -219,15 +219,15 @@ class RowsInMemory:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> RowsInMemory:
         """Take over rows: a list of mappings, or a data set of `datasets`."""
-        found: list[dict[str, Any]] = []
+        json_rows: list[dict[str, Any]] = []
         digest = hashlib.sha256()
         for number, row in enumerate(rows):
             if not isinstance(cast(object, row), Mapping):
                 raise DataError(f"row {number}: expected a mapping of names to values, got {type(row).__name__}.")
-            kept = {str(name): json_value(value, f"row {number}: {name!r}") for name, value in row.items()}
-            digest.update(json.dumps(kept).encode())
-            found.append(kept)
-        return cls(len(found), digest.hexdigest(), tuple(found))
+            json_row = {str(name): json_value(value, f"row {number}: {name!r}") for name, value in row.items()}
+            digest.update(json.dumps(json_row).encode())
+            json_rows.append(json_row)
+        return cls(len(json_rows), digest.hexdigest(), tuple(json_rows))
 
 
 Skip = Literal["too_long", "empty", "no_answer"]
@@ -284,13 +284,13 @@ class Prompts(Settings):
     limit: int | None = setting(None, min=1, help="Use only the first `limit` rows.")
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {"rows": self.rows, "skip": self.skip, "path": self.path}
-        if isinstance(given["skip"], str):
-            object.__setattr__(self, "skip", (given["skip"],))
-        if isinstance(given["rows"], Iterable) and not isinstance(given["rows"], (str, bytes, Mapping)):
-            object.__setattr__(self, "rows", RowsInMemory.of(cast("Iterable[Mapping[str, Any]]", given["rows"])))
-        if hasattr(given["path"], "__fspath__"):
-            object.__setattr__(self, "path", str(given["path"]))
+        fields: dict[str, Any] = {"rows": self.rows, "skip": self.skip, "path": self.path}
+        if isinstance(fields["skip"], str):
+            object.__setattr__(self, "skip", (fields["skip"],))
+        if isinstance(fields["rows"], Iterable) and not isinstance(fields["rows"], (str, bytes, Mapping)):
+            object.__setattr__(self, "rows", RowsInMemory.of(cast("Iterable[Mapping[str, Any]]", fields["rows"])))
+        if hasattr(fields["path"], "__fspath__"):
+            object.__setattr__(self, "path", str(fields["path"]))
         Settings.__post_init__(self)
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -325,8 +325,8 @@ class Prompts(Settings):
             MissingPathError: the path is not there.
             DataError: a row cannot be read, or lacks a field.
         """
-        found = self.all_prompts()
-        return found[_in_order(self, len(found), cursor, seed)]
+        prompts = self.all_prompts()
+        return prompts[_in_order(self, len(prompts), cursor, seed)]
 
     def _reading(self) -> _Reading:
         return _Reading(
@@ -458,8 +458,8 @@ class Mix(Settings):
         Raises:
             PipelineError: as the source does.
         """
-        source, given = turn(self.base_weights, cursor)
-        return prompt_at(self.sources[source], given[source], seed)
+        source, cursors = turn(self.base_weights, cursor)
+        return prompt_at(self.sources[source], cursors[source], seed)
 
     @property
     def base_weights(self) -> tuple[float, ...]:
@@ -482,13 +482,13 @@ def turn(weights: Sequence[float], cursor: int) -> tuple[int, list[int]]:
     """
     shares = [Fraction(weight) for weight in weights]
     start = max(Fraction(cursor - len(shares), 1) / sum(shares), Fraction(0))
-    given = [int(start * share + Fraction(1, 2)) for share in shares]
+    cursors = [int(start * share + Fraction(1, 2)) for share in shares]
     while True:
-        times = [(number + Fraction(1, 2)) / share for number, share in zip(given, shares, strict=True)]
+        times = [(number + Fraction(1, 2)) / share for number, share in zip(cursors, shares, strict=True)]
         source = times.index(min(times))
-        if sum(given) == cursor:
-            return source, given
-        given[source] += 1
+        if sum(cursors) == cursor:
+            return source, cursors
+        cursors[source] += 1
 
 
 def skips_too_long(source: PromptSource) -> bool:
@@ -530,9 +530,9 @@ def json_value(value: object, where: str) -> JsonValue:
         return str(value)
     plain: Any = getattr(value, "tolist", None)
     if type(value).__module__.partition(".")[0] == "numpy" and callable(plain):
-        found = plain()
-        if type(found) is not type(value):
-            return json_value(found, where)
+        native = plain()
+        if type(native) is not type(value):
+            return json_value(native, where)
     raise DataError(f"{where} is of type {type(value).__name__}, which JSON does not have.")
 
 
@@ -577,9 +577,9 @@ class _Reading:
                 "datasets.load_dataset(NAME, split='train').save_to_disk(FOLDER)"
             ) from error
         for source in sources:
-            named = {"source_file": source.path.name} if len(sources) > 1 else {}
+            provenance = {"source_file": source.path.name} if len(sources) > 1 else {}
             for number, row in source.rows():
-                yield source.where(number), row, named | {"source_line": number}
+                yield source.where(number), row, provenance | {"source_line": number}
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,20 +591,20 @@ class _Read:
 
 @functools.lru_cache(maxsize=8)
 def _read(reading: _Reading) -> _Read:
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     skipped: dict[str, int] = {}
     for number, (where, row, provenance) in enumerate(reading.located()):
         if reading.limit is not None and number >= reading.limit:
             break
         rule, prompt = _prompt_of(row, where, provenance, reading)
         if prompt is not None:
-            found.append(prompt)
+            prompts.append(prompt)
         else:
             skipped[rule] = skipped.get(rule, 0) + 1
-    if not found:
+    if not prompts:
         gone = "".join(f" {count:,} rows were left out by skip={rule}." for rule, count in skipped.items())
         raise DataError(f"{reading.path or 'rows'} holds no prompts with a field '{reading.prompt_field}'.{gone}")
-    return _Read(tuple(found), skipped, tuple(sorted({name for prompt in found for name in prompt.meta})))
+    return _Read(tuple(prompts), skipped, tuple(sorted({name for prompt in prompts for name in prompt.meta})))
 
 
 def _prompt_of(
@@ -628,8 +628,8 @@ def _prompt_of(
                 raise
         if answer is None and "no_answer" in reading.skip:
             return "no_answer", None
-    taken = {reading.prompt_field, reading.answer_field}
-    names = [name for name in row if name not in taken] if reading.meta_fields is None else reading.meta_fields
+    used_fields = {reading.prompt_field, reading.answer_field}
+    names = [name for name in row if name not in used_fields] if reading.meta_fields is None else reading.meta_fields
     meta = {name: _field(row, name, where) for name in names}
     if not isinstance(value, (str, list, tuple)):
         raise DataError(
@@ -638,8 +638,8 @@ def _prompt_of(
     text, messages = (value, None) if isinstance(value, str) else ("", tuple(cast("Sequence[Message]", value)))
     if reading.system is not None:
         turns = messages if messages is not None else ({"role": "user", "content": text},)
-        own = bool(turns) and isinstance(cast(object, turns[0]), Mapping) and turns[0].get("role") == "system"
-        messages = turns if own else ({"role": "system", "content": reading.system}, *turns)
+        has_system = bool(turns) and isinstance(cast(object, turns[0]), Mapping) and turns[0].get("role") == "system"
+        messages = turns if has_system else ({"role": "system", "content": reading.system}, *turns)
     try:
         return "", Prompt(text=text, messages=messages, answer=answer, meta={**provenance, **meta})
     except DataError as error:
@@ -650,8 +650,10 @@ def _is_blank(value: object) -> bool:
     """Return whether a prompt says nothing: text without a letter, or messages without one in any of them."""
     if isinstance(value, str):
         return not value.strip()
-    said = [one.get("content") for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-    return bool(said) and all(isinstance(one, str) and not one.strip() for one in said)
+    contents = (
+        [message.get("content") for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
+    )
+    return bool(contents) and all(isinstance(content, str) and not content.strip() for content in contents)
 
 
 def _sentence(error: str, reading: _Reading) -> str:
@@ -666,32 +668,32 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
     try:
         return field_of(row, name)
     except KeyError:
-        known = did_you_mean(name, row)
-        raise DataError(f"{where}: there is no field '{name}'.{known}") from None
+        hint = did_you_mean(name, row)
+        raise DataError(f"{where}: there is no field '{name}'.{hint}") from None
 
 
 def _listed(messages: object) -> Sequence[object]:
     if not isinstance(messages, (list, tuple)):
         raise DataError(f"messages must be a list, got {type(messages).__name__}.")
-    found = cast("Sequence[object]", messages)
-    if not found:
+    listed = cast("Sequence[object]", messages)
+    if not listed:
         raise DataError("the prompt is empty: there are no messages.")
-    last = found[-1]
+    last = listed[-1]
     if isinstance(last, Mapping) and cast("Message", last).get("role") == "assistant":
         raise DataError(
             "the last message is the assistant's, and a completion answers a user's or a tool's. Leave it out."
         )
-    return found
+    return listed
 
 
 def _message(message: object, index: int) -> Message:
     """Return a message as JSON, with its text parts joined; columns that Arrow filled with null are left out."""
     if not isinstance(message, Mapping):
         raise DataError(f"message {index} must be an object with role and content, got {type(message).__name__}.")
-    given = cast("Mapping[str, object]", message)
-    found = {str(name): json_value(value, f"message {index}: {name!r}") for name, value in given.items()}
-    content = found.get("content")
-    if not isinstance(found.get("role"), str):
+    fields = cast("Mapping[str, object]", message)
+    json_fields = {str(name): json_value(value, f"message {index}: {name!r}") for name, value in fields.items()}
+    content = json_fields.get("content")
+    if not isinstance(json_fields.get("role"), str):
         raise DataError(f"message {index} has no role.")
     if isinstance(content, list):
         texts: list[str] = []
@@ -702,14 +704,14 @@ def _message(message: object, index: int) -> Message:
                 raise DataError(f"message {index} has content of type {kind}; the policy reads text only.")
             texts.append(text)
         content = "".join(texts)
-    elif content is None and found.get("tool_calls"):
+    elif content is None and json_fields.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
         raise DataError(f"message {index} must have text as its content, got {type(content).__name__}.")
-    return {name: value for name, value in found.items() if value is not None} | {"content": content}
+    return {name: value for name, value in json_fields.items() if value is not None} | {"content": content}
 
 
 def _text_of(messages: tuple[Message, ...]) -> str:
     """Return the last user's text; without a user, all texts."""
-    said = [str(message["content"]) for message in messages if message["role"] == "user"]
-    return said[-1] if said else "\n".join(str(message["content"]) for message in messages)
+    user_texts = [str(message["content"]) for message in messages if message["role"] == "user"]
+    return user_texts[-1] if user_texts else "\n".join(str(message["content"]) for message in messages)

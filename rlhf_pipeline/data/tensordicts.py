@@ -199,18 +199,18 @@ def _strip(columns: Trajectories, keep: Tensor, padded: Tensor) -> None:
 
 def leaves_of(rows: Sequence[Any], key: Key) -> list[Any] | None:
     """Return one leaf of every row, or None if any row lacks it."""
-    found: Sequence[Any] = rows
+    leaves: Sequence[Any] = rows
     for name in (key,) if isinstance(key, str) else key:
-        if set(map(type, found)) == {TensorDict}:
+        if set(map(type, leaves)) == {TensorDict}:
             try:
-                found = [row._tensordict[name] for row in found]
+                leaves = [row._tensordict[name] for row in leaves]
             except KeyError:
                 return None
         else:
-            found = [row.get(name, None) if is_tensor_collection(row) else None for row in found]
-            if any(leaf is None for leaf in found):
+            leaves = [row.get(name, None) if is_tensor_collection(row) else None for row in leaves]
+            if any(leaf is None for leaf in leaves):
                 return None
-    return list(found)
+    return list(leaves)
 
 
 def holds(td: TensorDictBase, key: Key) -> bool:
@@ -250,14 +250,14 @@ def _placed(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
         return td
     new: dict[Key, Tensor] = {}
     if td.get(ASSISTANT_MASK, None) is None:
-        said = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), torch.ones_like(response, dtype=torch.bool)], -1)
+        mask = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), torch.ones_like(response, dtype=torch.bool)], -1)
         real = td.get(ATTENTION_MASK, None)
-        new[ASSISTANT_MASK] = said if real is None or real.shape != said.shape else said & real.bool()
+        new[ASSISTANT_MASK] = mask if real is None or real.shape != mask.shape else mask & real.bool()
     if td.get(log_probs, None) is None and scores is not None and scores.shape == response.shape:
         first = torch.arange(response.shape[-1], device=scores.device) == 0
-        known = torch.where(first & (scores == 0), torch.nan, scores)
-        unknown = torch.full(prompt.shape, torch.nan, dtype=known.dtype, device=known.device)
-        new[log_probs] = torch.cat([unknown, known], -1)
+        sampled = torch.where(first & (scores == 0), torch.nan, scores)
+        unknown = torch.full(prompt.shape, torch.nan, dtype=sampled.dtype, device=sampled.device)
+        new[log_probs] = torch.cat([unknown, sampled], -1)
     return with_leaves(td, new) if new else td
 
 
@@ -378,8 +378,8 @@ def on_device(batch: TensorDict, device: torch.device) -> TensorDict:
     """
     if device.type != "cuda":
         return batch if device.type == "cpu" else batch.to(device)
-    there = iter(upload([leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor)], device))
-    return batch.apply(lambda _: next(there), device=device)
+    moved = iter(upload([leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor)], device))
+    return batch.apply(lambda _: next(moved), device=device)
 
 
 # -- padded, jagged and dense TensorDicts ---------------------------------------------------------------------

@@ -141,18 +141,18 @@ def version_range(
     """Return the oldest version of each trajectory, the newest or -1, and the spans of those with several, if any."""
     assert spans.lengths is not None
     counts, pairs = spans.lengths.numpy(), spans.values.numpy()
-    known = counts > 0
-    begins = (np.cumsum(counts) - counts)[known]
+    has_spans = counts > 0
+    begins = (np.cumsum(counts) - counts)[has_spans]
     oldest, newest = versions.copy(), versions.copy()
     if len(begins):
-        oldest[known] = np.minimum.reduceat(pairs[:, 1], begins)
-        newest[known] = np.maximum.reduceat(pairs[:, 1], begins)
+        oldest[has_spans] = np.minimum.reduceat(pairs[:, 1], begins)
+        newest[has_spans] = np.maximum.reduceat(pairs[:, 1], begins)
     several = counts > 1
-    kept = None
+    mixed_spans = None
     if several.any():
         inside = torch.from_numpy(np.repeat(several, counts))
-        kept = Flat(spans.values[inside], torch.from_numpy(np.where(several, counts, 0)))
-    return oldest, np.where(oldest < newest, newest, -1), kept
+        mixed_spans = Flat(spans.values[inside], torch.from_numpy(np.where(several, counts, 0)))
+    return oldest, np.where(oldest < newest, newest, -1), mixed_spans
 
 
 def _rows_in_order(parts: Sequence[Flat], order: Sequence[int], pool: BufferPool | None = None) -> Tensor:
@@ -216,8 +216,8 @@ def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat |
     if like is None or like.lengths is None or like.lengths is column.lengths:
         return column
     if column.lengths is None or not torch.equal(column.lengths, like.lengths):
-        seen = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
-        raise DataError(f"{key!r} has {seen}, the tokens have lengths {like.lengths.tolist()[:8]}")
+        shape_text = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
+        raise DataError(f"{key!r} has {shape_text}, the tokens have lengths {like.lengths.tolist()[:8]}")
     return column
 
 
@@ -261,11 +261,11 @@ def _concat_flat(
         chosen = [rows[i] for i in order]
         counted = torch.tensor([row.numel() for row in chosen])
         return Flat(torch.cat([row.reshape(-1) for row in chosen]), counted, [row.shape for row in chosen])
-    found = tuple(id(c.lengths) for c in flats)
-    lengths = shared.get(found) if all(c.lengths is not None for c in flats) else None
+    shared_key = tuple(id(c.lengths) for c in flats)
+    lengths = shared.get(shared_key) if all(c.lengths is not None for c in flats) else None
     if lengths is None:
         lengths = torch.cat([c.lengths for c in ragged if c.lengths is not None])[torch.tensor(order)]
-        shared[found] = lengths
+        shared[shared_key] = lengths
     return Flat(_rows_in_order(ragged, order, pool), lengths)
 
 
@@ -386,8 +386,8 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     counts = lengths.numpy()
     ends = np.cumsum(counts)
     if flat.dtype == torch.bool:
-        found = np.searchsorted(np.flatnonzero(flat.numpy()), np.stack([ends - counts, ends]))
-        return torch.from_numpy((found[1] - found[0]).astype(np.float64))
+        bounds = np.searchsorted(np.flatnonzero(flat.numpy()), np.stack([ends - counts, ends]))
+        return torch.from_numpy((bounds[1] - bounds[0]).astype(np.float64))
     filled, out = counts > 0, np.zeros(len(counts))
     if filled.any():
         out[filled] = np.add.reduceat(flat.to(torch.float64).numpy(), (ends - counts)[filled])

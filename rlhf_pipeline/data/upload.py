@@ -29,19 +29,19 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         if place is not None:
             _view(memory, place, tensor).copy_(tensor)
     # The pinned memory returns to torch's pool, which does not reuse it before the copy is complete.
-    there = memory.to(device, non_blocking=True)
+    on_device = memory.to(device, non_blocking=True)
     return [
-        tensor.to(device) if place is None else _view(there, place, tensor)
+        tensor.to(device) if place is None else _view(on_device, place, tensor)
         for tensor, place in zip(tensors, places, strict=True)
     ]
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors on the host, waiting once for each device that they are on."""
-    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)  # which need not be the current one
-    return found
+    return copies
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ class Gatherer:
             None,
             turns=rewards,
             turn_discount=how.turn_discount,
-            named=self._named({name: values[name][at] for name in values if name.startswith("reward_")}),
+            named_rewards=self._named({name: values[name][at] for name in values if name.startswith("reward_")}),
         )
         if name in schema:
             turns = np.array(values[name])

@@ -228,8 +228,8 @@ def start_passes(
         if not bool(targets.any()):
             continue
         ids = torch.where(real, tokens.values[at], 0).to(torch.int64)
-        given = [ids, real, targets]
-        scores = model.log_probs(*(given if device is None else upload(given, device)))
+        inputs = [ids, real, targets]
+        scores = model.log_probs(*(inputs if device is None else upload(inputs, device)))
         passes.append(Pass(rows, targets, scores))
     return passes
 
@@ -240,12 +240,12 @@ def placed(passes: Sequence[Pass], tokens: Flat, *, fill: float) -> Tensor:
     assert lengths is not None
     out = torch.full(tokens.values.shape, fill, dtype=torch.float32, device=home)
     starts = lengths.cumsum(0) - lengths
-    scores = [one.scores for one in passes]
+    scores = [scored_pass.scores for scored_pass in passes]
     # The host prepared each pass while the device computed the one before, and waits once for all.
-    scores = download(scores) if home.type == "cpu" else [found.to(home) for found in scores]
-    for one, found in zip(passes, scores, strict=True):
-        index = (starts[one.rows, None] + torch.arange(found.shape[1]))[one.targets]
-        picked = found[one.targets].float()
+    scores = download(scores) if home.type == "cpu" else [pass_scores.to(home) for pass_scores in scores]
+    for scored_pass, pass_scores in zip(passes, scores, strict=True):
+        index = (starts[scored_pass.rows, None] + torch.arange(pass_scores.shape[1]))[scored_pass.targets]
+        picked = pass_scores[scored_pass.targets].float()
         out = out.index_put((index,), picked) if picked.requires_grad else out.index_copy_(0, index, picked)
     return out
 

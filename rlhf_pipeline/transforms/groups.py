@@ -75,7 +75,7 @@ class Member:
     row: int = -1
     failed: int = 0
     turns: Sequence[float] = ()
-    named: Sequence[float] = ()
+    named_rewards: Sequence[float] = ()
 
 
 class Closed(NamedTuple):
@@ -105,11 +105,11 @@ class GroupRules:
     by_reward: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def named(self, members: Sequence[Member]) -> NamedRewards | None:
+    def named_rewards(self, members: Sequence[Member]) -> NamedRewards | None:
         """Return the named rewards of members, if the estimator takes them and there are any."""
         if not self.by_reward or not self.rewards:
             return None
-        values = torch.tensor([[*member.named] for member in members], dtype=torch.float64)
+        values = torch.tensor([[*member.named_rewards] for member in members], dtype=torch.float64)
         return NamedRewards(values.reshape(-1, len(self.rewards)), tuple(self.rewards), tuple(self.rewards.values()))
 
 
@@ -138,15 +138,15 @@ class GroupQueue:
     def arrive(self, arrived: Sequence[Member]) -> list[Closed]:
         """Add trajectories and return the groups that they complete."""
         groups = {member.group for member in arrived}
-        seen = {(group, member.name) for group in groups for member in self.waiting.get(group, ())}
+        arrivals = {(group, member.name) for group in groups for member in self.waiting.get(group, ())}
         for group, name in ((member.group, member.name) for member in arrived if member.name >= 0):
-            if (group, name) in seen:
+            if (group, name) in arrivals:
                 raise DataError(
                     f"trajectory_id {name} came to group {group!r} twice, and a member counts once. Nothing of "
                     "this call was taken: leave out what waits already (TrajectoryReplayBuffer.waiting() lists "
                     "it), and give each member an id of its own, or none."
                 )
-            seen.add((group, name))
+            arrivals.add((group, name))
         closed: list[Closed] = []
         for member in arrived:
             if self.late and self._is_late(member.group):
@@ -178,7 +178,7 @@ class GroupQueue:
                 first = batch_of(group, each) * each
                 together = list(range(first, first + each))
             if all(self._is_due(name, now) for name in together):
-                closed += [one for name in together for one in self.close(name)]
+                closed += [closed_group for name in together for closed_group in self.close(name)]
         return closed
 
     def close(self, group: Hashable) -> list[Closed]:
@@ -220,7 +220,7 @@ class GroupQueue:
             batches,
             turns=[member.turns for member in members] if rules.by_turn else None,
             turn_discount=rules.turn_discount,
-            named=rules.named(members),
+            named_rewards=rules.named_rewards(members),
         )
         flat = len(set(codes[graded.degenerate].tolist()))
         dropped = flat if rules.zero_variance == "drop" else 0
@@ -232,8 +232,8 @@ class GroupQueue:
         stats["dropped_groups"] += dropped
         if not dropped:
             return members, graded
-        kept = torch.nonzero(~graded.degenerate).reshape(-1)
-        return [members[i] for i in kept.tolist()], graded.take(kept)
+        varied = torch.nonzero(~graded.degenerate).reshape(-1)
+        return [members[i] for i in varied.tolist()], graded.take(varied)
 
     def _is_due(self, group: Hashable, now: float) -> bool:
         rules, members, failed = self.rules, self.waiting.get(group), self.failed.get(group, 0)
@@ -297,14 +297,14 @@ def hold(members: Sequence[Member]) -> None:
     if not members:
         return
     batch, bounds = gather(members)
-    held = Trajectories(batch.n)
+    copied = Trajectories(batch.n)
     for key, column in batch.items():
         if isinstance(column, Text):
-            held[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
+            copied[key] = Text([item.clone() if isinstance(item, TensorDictBase) else item for item in column.items])
         else:
-            held[key] = replace(column, values=column.values.clone())
+            copied[key] = replace(column, values=column.values.clone())
     for member, first, end in zip(members, bounds, bounds[1:], strict=False):
-        member.batch, member.first, member.end = held, first, end
+        member.batch, member.first, member.end = copied, first, end
 
 
 class MemberScores(NamedTuple):
@@ -424,7 +424,7 @@ def graded_groups(
     *,
     turns: Sequence[Sequence[float]] | None = None,
     turn_discount: float = 1.0,
-    named: NamedRewards | None = None,
+    named_rewards: NamedRewards | None = None,
 ) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
 
@@ -435,7 +435,7 @@ def graded_groups(
         batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
         turns: the rewards of each trajectory's turns, for an estimator that compares turns.
         turn_discount: see `functional.advantage.turn_advantage`.
-        named: the rewards one by one, for an estimator that takes them.
+        named_rewards: the rewards one by one, for an estimator that takes them.
     """
     finite = scores.returns.isfinite()
     if batches is None and bool(finite.all()):
@@ -451,7 +451,7 @@ def graded_groups(
             codes[part],
             estimator,
             lengths=lengths,
-            named=None if named is None else named.take(part),
+            named=None if named_rewards is None else named_rewards.take(part),
             **penalised,
         )
     graded = Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
@@ -464,17 +464,22 @@ def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: floa
     A trajectory that failed did so in its last turn, unless a reward before it is not finite either.
     """
     finite = graded.returns.isfinite()
-    each = [[*given] or [value] for given, value in zip(rewards, graded.returns.tolist(), strict=True)]
-    each = [one if known else [*one[:-1], math.nan] for one, known in zip(each, finite.tolist(), strict=True)]
-    counts = torch.tensor([len(one) for one in each])
-    flat = torch.tensor([value for one in each for value in one], dtype=torch.float64)
-    found = turn_advantage(flat, graded.codes, counts, discount=discount)
-    turns = found.advantages.float().split(counts.tolist())
-    varied = spread(graded.codes, counts)[~found.degenerate]
+    each = [[*turn_rewards] or [value] for turn_rewards, value in zip(rewards, graded.returns.tolist(), strict=True)]
+    each = [
+        turn_rewards if is_finite else [*turn_rewards[:-1], math.nan]
+        for turn_rewards, is_finite in zip(each, finite.tolist(), strict=True)
+    ]
+    counts = torch.tensor([len(turn_rewards) for turn_rewards in each])
+    flat = torch.tensor([value for turn_rewards in each for value in turn_rewards], dtype=torch.float64)
+    graded_turns = turn_advantage(flat, graded.codes, counts, discount=discount)
+    turns = graded_turns.advantages.float().split(counts.tolist())
+    varied = spread(graded.codes, counts)[~graded_turns.degenerate]
     return graded._replace(
-        advantages=torch.stack([one[one.abs().argmax()] for one in turns]).double(),
+        advantages=torch.stack([turn_advantages[turn_advantages.abs().argmax()] for turn_advantages in turns]).double(),
         degenerate=~finite | ~torch.isin(graded.codes, varied),
-        turns=[one[: len(given)] for one, given in zip(turns, rewards, strict=True)],
+        turns=[
+            turn_advantages[: len(turn_rewards)] for turn_advantages, turn_rewards in zip(turns, rewards, strict=True)
+        ],
     )
 
 
@@ -494,7 +499,9 @@ def new_columns(
         advantage = Flat(values, reward.lengths, reward.shapes)
     columns = {rules.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
     if graded.turns is not None:
-        columns[TURN_ADVANTAGES] = Flat(torch.cat(graded.turns), torch.tensor([len(one) for one in graded.turns]))
+        columns[TURN_ADVANTAGES] = Flat(
+            torch.cat(graded.turns), torch.tensor([len(turn_advantages) for turn_advantages in graded.turns])
+        )
     if rules.zero_variance == "mark" and bool(degenerate.any()):
         old = batch.get(PRIORITY)
         base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
@@ -534,8 +541,10 @@ def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: b
     """Return hashable identities of the groups of the trajectories whose first steps are `first`."""
     if isinstance(column, Text):
         items: list[Any] = column.plain()
-        found: list[Hashable] = [tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i] for i in first]
-        odd = [type(item).__name__ for item in found if not isinstance(item, (str, int, tuple))]
+        identities: list[Hashable] = [
+            tuple(items[i]) if isinstance(items[i], (list, tuple)) else items[i] for i in first
+        ]
+        odd = [type(item).__name__ for item in identities if not isinstance(item, (str, int, tuple))]
         if odd:
             raise DataError(
                 f"the group identity under {key!r} is a {odd[0]}; it must be a string, a number or a tensor"
@@ -544,8 +553,8 @@ def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: b
         values, lengths = column.values, column.lengths
         parts: Any = values.reshape(values.shape[0], -1) if lengths is None else values.split(lengths.tolist())
         rows = [part.reshape(-1).tolist() for part in parts] if lengths is not None else parts.tolist()
-        found = [tuple(rows[i]) if len(rows[i]) != 1 else rows[i][0] for i in first]
-    return [number_of_group(group) for group in found] if numbers else found
+        identities = [tuple(rows[i]) if len(rows[i]) != 1 else rows[i][0] for i in first]
+    return [number_of_group(group) for group in identities] if numbers else identities
 
 
 def hashable(group: Any) -> Hashable:

@@ -123,9 +123,9 @@ class KLReward(ColumnTransform):
     @property
     def coef(self) -> Tensor:
         """The coefficient for the next batch, a scalar buffer; the controller decides it, this shows it."""
-        held = self._buffers["coef"]
-        assert held is not None
-        return held.fill_(self.controller.coef)
+        buffer = self._buffers["coef"]
+        assert buffer is not None
+        return buffer.fill_(self.controller.coef)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; `coef`, a number or a tensor, in the controller."""

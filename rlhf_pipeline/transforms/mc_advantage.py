@@ -207,8 +207,8 @@ class MCAdvantage(Transform):
         rewards: Mapping[str, float] | None = None,
         **unknown: Any,
     ) -> None:
-        known = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
-        refuse_unknown("MCAdvantage", unknown, known, _NO_CANDIDATES, dict.fromkeys(_NO_CANDIDATES, (None,)))
+        parameters = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
+        refuse_unknown("MCAdvantage", unknown, parameters, _NO_CANDIDATES, dict.fromkeys(_NO_CANDIDATES, (None,)))
         super().__init__()
         self.grpo_size = int(grpo_size)
         self.prompt_key = prompt_key
@@ -294,7 +294,7 @@ class MCAdvantage(Transform):
         Without an attached store (`attach`) these are the complete groups; the others wait in memory. With one, they
         are all trajectories: members of incomplete groups have no advantage yet, and `stored_updates` adds it later.
         """
-        done = self._taken(batch, "write")
+        done = self._take_members(batch, "write")
         return None if done is None else done.batch
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -306,7 +306,7 @@ class MCAdvantage(Transform):
             return None
         empty = 0 in tensordict.batch_size
         batch = None if empty else some_steps_of(tensordict, self._needed(tensordict))
-        done = self._taken(batch, "inv")
+        done = self._take_members(batch, "inv")
         if done is None:
             return None
         if done.source is batch and tensordict.batch_dims == 1:
@@ -316,7 +316,7 @@ class MCAdvantage(Transform):
             return stack_with(rows.items, done.columns)
         return in_form_of(tensordict, done.batch)
 
-    def _taken(self, batch: Trajectories | None, method: str) -> _Finished | None:
+    def _take_members(self, batch: Trajectories | None, method: str) -> _Finished | None:
         """Take trajectories into their groups, and return those to write."""
         with self._lock:
             call, queue, now = self._on_store(method, "extend"), self._queue, self.clock()
@@ -325,7 +325,7 @@ class MCAdvantage(Transform):
                 needed = (ROWS, ASSISTANT_MASK, PRIORITY, self._reward_key(batch))
                 for key in [key for key in batch if key not in needed]:
                     del batch[key]
-            if call is not None and (len(call.rows.known()) or not queue.are_whole(arrived)):
+            if call is not None and (len(call.rows.waiting_positions()) or not queue.are_whole(arrived)):
                 call.read(queue, {member.group for member in arrived})
             closed = queue.arrive(arrived)
             if call is not None or self.group_timeout_s is not None:
@@ -345,16 +345,16 @@ class MCAdvantage(Transform):
                 call.rows.check_new(
                     [m for m in call.waits if m.group in queue.waiting and queue.waiting[m.group][0].row < 0]
                 )
-            return self._finish([group for group in closed if not any(group is one for one in apart)])
+            return self._finish([group for group in closed if not any(group is separate for separate in apart)])
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
-        named = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
-        named += [self.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self.by_turn else [])]
-        named += map(reward_column, self.rewards if self._rules.by_reward else ())
+        needed = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
+        needed += [self.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self.by_turn else [])]
+        needed += map(reward_column, self.rewards if self._rules.by_reward else ())
         if not is_stack(td) or holds(td, KL_COEF):
-            named.append(LOG_PROBS)  # for the rounding error of the penalty
-        return list(dict.fromkeys(named))
+            needed.append(LOG_PROBS)  # for the rounding error of the penalty
+        return list(dict.fromkeys(needed))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the batch unchanged: advantages are those of whole groups, which only the write path sees."""
@@ -391,9 +391,9 @@ class MCAdvantage(Transform):
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
         scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps).each()
-        given, names = batch.get(TRAJECTORY_ID), [-1] * len(groups)
-        if isinstance(given, Flat) and given.lengths is None and given.values.numel() == n:
-            names = given.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
+        trajectory_ids, names = batch.get(TRAJECTORY_ID), [-1] * len(groups)
+        if isinstance(trajectory_ids, Flat) and trajectory_ids.lengths is None and trajectory_ids.values.numel() == n:
+            names = trajectory_ids.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
         each = zip(groups, names, scores, bounds, bounds[1:], strict=False)
         members = [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
         if self.by_turn:
@@ -415,7 +415,7 @@ class MCAdvantage(Transform):
                 )
             columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
         for member, values in zip(members, torch.stack(columns, 1).tolist(), strict=True):
-            member.named = values
+            member.named_rewards = values
 
     def _give_turns(self, members: Sequence[Member], turns: Flat | Text | None) -> None:
         """Give members the rewards of their turns."""
@@ -642,7 +642,9 @@ class MCAdvantage(Transform):
         with self._lock:
             queue, chunks = self._queue, list[dict[str, Any]]()
             for waiting in queue.waiting.values():
-                for members in (list(found) for _, found in groupby(waiting, lambda member: id(member.batch))):
+                for members in (
+                    list(batch_members) for _, batch_members in groupby(waiting, lambda member: id(member.batch))
+                ):
                     (batch, bounds), since = gather(members), [member.since for member in members]
                     chunks.append({"bounds": bounds, "columns": columns_state(with_all_columns(batch)), "since": since})
             failed, late = ([[group, num] for group, num in of.items()] for of in (queue.failed, queue.late))
@@ -673,8 +675,8 @@ class MCAdvantage(Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process that gets a copy finds the waiting rows in the store.
-        kept = {name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_pool")}
-        return kept | {"rows": None}
+        state = {name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_pool")}
+        return state | {"rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -697,8 +699,8 @@ class MCAdvantage(Transform):
         """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
         with self._lock:
             members = [member for group in self._waiting().values() for member in group]
-            found = [self._steps(member, key) for member in members]
-        ends = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in found]
+            last_steps = [self._steps(member, key) for member in members]
+        ends = [batch.select(torch.tensor([batch.n - 1])).get(key) for batch in last_steps]
         values = [column.values.tolist() if isinstance(column, Flat) else column.plain() for column in ends if column]
         return [value for each in values for value in each]
 

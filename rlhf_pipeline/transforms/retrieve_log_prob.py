@@ -107,20 +107,20 @@ class RetrieveLogProb(ColumnTransform):
         out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
         # As in TorchRL's wrappers, rows given as text are returned padded if the model says so.
-        given = model if model is not None else actor
-        pads = getattr(given, "pad_output", False)
+        scorer = model if model is not None else actor
+        pads = getattr(scorer, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
-        self.__dict__["actor"] = given
+        self.__dict__["actor"] = scorer
         self.tokenizer_kwargs = {**_ENCODING, **(tokenizer_kwargs or {})}
-        self.__dict__["model"] = as_scorer(given, "RetrieveLogProb")
+        self.__dict__["model"] = as_scorer(scorer, "RetrieveLogProb")
         self.__dict__["behaviour_model"] = (
             None if behaviour_model is None else as_scorer(behaviour_model, "RetrieveLogProb")
         )
         if tokenizer is None:
             tokenizer = getattr(self.model, "tokenizer", None)
         else:
-            named = {name: getattr(given, name, None) for name in ("chat_template", "chat_template_name")}
-            tokenizer = tokenizer_with_template(tokenizer, named)
+            templates = {name: getattr(scorer, name, None) for name in ("chat_template", "chat_template_name")}
+            tokenizer = tokenizer_with_template(tokenizer, templates)
         self.__dict__["tokenizer"] = tokenizer_with_template(tokenizer, tokenizer_kwargs)
         self.padding_side: Side | None = padding_side if pads else None
         self.history_key: Key = ("history", "full") if history_key is None else history_key
@@ -227,7 +227,7 @@ class ScoringBeside:
     def columns(self, batch: Trajectories) -> dict[Key, Flat]:
         """Return the log-probs of the rollout's trajectories, which hold all its completions in sequence."""
         self._start()
-        tokens, scored = per_token(batch, TOKENS), sum(len(one.rows) for one in self._passes)
+        tokens, scored = per_token(batch, TOKENS), sum(len(scored_pass.rows) for scored_pass in self._passes)
         if tokens is None or scored != batch.n:
             raise EngineError(
                 f"the engine passed on {scored} of {batch.n} completions when they ended, so the others have no "
@@ -247,8 +247,10 @@ class ScoringBeside:
         batch = Trajectories(len(rows), {TOKENS: tokens, NUM_PROMPT_TOKENS: Flat(torch.tensor(prompts))})
         # The slots are in inference mode, and a model must not keep a tensor of it.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
-            for one in self._retrieve.start(batch, self._retrieve.model)[0]:
-                self._passes.append(Pass(torch.tensor(indices)[one.rows], one.targets, one.scores))
+            for scored_pass in self._retrieve.start(batch, self._retrieve.model)[0]:
+                self._passes.append(
+                    Pass(torch.tensor(indices)[scored_pass.rows], scored_pass.targets, scored_pass.scores)
+                )
 
 
 @cache

@@ -69,9 +69,11 @@ class WaitingRows:
         refresh: shows the rows of other processes.
     """
 
-    def __init__(self, store: TrajectoryStore, known: Callable[[], Ints], refresh: Callable[[], object]) -> None:
+    def __init__(
+        self, store: TrajectoryStore, waiting_positions: Callable[[], Ints], refresh: Callable[[], object]
+    ) -> None:
         self.store = store
-        self.known = known
+        self.waiting_positions = waiting_positions
         self.refresh = refresh
         self.eps = torch.finfo(torch.float32).eps
         self.one_each = self.by_turn = False
@@ -81,8 +83,8 @@ class WaitingRows:
     def check(self, advantage_key: Key) -> None:
         """Check that the columns which rows get when their group is complete can be updated."""
         later = (WAITING, FAILED_MEMBERS, RETURN, DEGENERATE, PRIORITY, TURN_ADVANTAGES, advantage_key)
-        held = (self.store.schema.find(column_name(key)) for key in later)
-        if fixed := [column.name for column in held if column is not None and not column.mutable]:
+        later_columns = (self.store.schema.find(column_name(key)) for key in later)
+        if fixed := [column.name for column in later_columns if column is not None and not column.mutable]:
             raise DefinitionError(
                 f"rows of {self.store.path} that wait for their group get {', '.join(fixed)} when it is complete: make "
                 "such columns with mutable=True."
@@ -104,12 +106,12 @@ class WaitingRows:
     def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
         """Add the waiting rows of all processes to an empty queue, identified by their group's number."""
         self.refresh()
-        rows, rules = self.known(), queue.rules
+        rows, rules = self.waiting_positions(), queue.rules
         groups, failed = (self._scalars(name, rows, 0) for name in ("waiting", "failed_members"))
         if among is not None and rules.batch_groups is None and len(rows):
             _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
-            wanted = np.array([*among, *queue.failed, *groups[failed > 0]], np.int64)
-            near = (count >= rules.least)[code] | np.isin(groups, wanted)
+            open_groups = np.array([*among, *queue.failed, *groups[failed > 0]], np.int64)
+            near = (count >= rules.least)[code] | np.isin(groups, open_groups)
             rows, groups, failed = rows[near], groups[near], failed[near]
         names, since = self._scalars("trajectory_id", rows, -1), self._scalars("created_at", rows, math.nan)
         returns = self._scalars("return", rows, 0.0)
@@ -120,8 +122,8 @@ class WaitingRows:
                 queue.failed[group] = queue.failed.get(group, 0) + lost
 
     def _scalars(self, name: str, rows: Ints, missing: float) -> Any:
-        known = name in self.store.schema
-        return self.store.read_scalars(name, rows) if known else np.full(len(rows), missing)
+        is_stored = name in self.store.schema
+        return self.store.read_scalars(name, rows) if is_stored else np.full(len(rows), missing)
 
     def score(self, members: Sequence[Member]) -> None:
         """Complete the scores of members that `read` gave."""
@@ -134,9 +136,9 @@ class WaitingRows:
         for member, scores in zip(members, with_penalty(read, returns, tokens, self.eps).each(), strict=True):
             member.scores = scores
         if self.by_reward:
-            named = np.stack([self._scalars(reward_column(name), rows, math.nan) for name in self.by_reward], 1)
-            for member, values in zip(members, named.tolist(), strict=True):
-                member.named = values
+            reward_values = np.stack([self._scalars(reward_column(name), rows, math.nan) for name in self.by_reward], 1)
+            for member, values in zip(members, reward_values.tolist(), strict=True):
+                member.named_rewards = values
         if self.by_turn:
             turns = self.store.read_ragged(column_name(TURN_REWARDS), rows)
             for member, values in zip(members, np.split(turns.values, np.cumsum(turns.lengths)[:-1]), strict=True):
@@ -169,9 +171,9 @@ class WaitingRows:
         for name in (name for name in names if name in self.store.schema):
             key, column = key_of(name), self.store.schema[name]
             if column.ragged:
-                found = self.store.read_ragged(name, rows)
-                lengths = np.array(found.lengths, np.int64)
-                out[key] = Flat(torch.from_numpy(np.array(found.values)), torch.from_numpy(lengths))
+                ragged = self.store.read_ragged(name, rows)
+                lengths = np.array(ragged.lengths, np.int64)
+                out[key] = Flat(torch.from_numpy(np.array(ragged.values)), torch.from_numpy(lengths))
             elif column.is_text:
                 out[key] = Text(self.store.read(rows, [name])[name])
             else:
@@ -198,13 +200,19 @@ class WaitingRows:
     def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[RowUpdate]:
         """Return the updates that complete closed groups whose members are in the store."""
         (members, graded), rules = queue.grade(groups), queue.rules
-        rows, kept = np.array([member.row for member in members], np.int64), {id(member) for member in members}
+        rows, graded_members = (
+            np.array([member.row for member in members], np.int64),
+            {id(member) for member in members},
+        )
         left = [
-            member.row for group in groups for member in group.members if member.row >= 0 and id(member) not in kept
+            member.row
+            for group in groups
+            for member in group.members
+            if member.row >= 0 and id(member) not in graded_members
         ]
         out = [RowUpdate(np.array(left), {"waiting": np.full(len(left), LEFT_OUT)}, complete=False)] if left else []
-        there = self.store.holds(rows)  # a ring may have evicted some
-        rows, graded = rows[there], graded.take(torch.from_numpy(there))
+        is_present = self.store.holds(rows)  # a ring may have evicted some
+        rows, graded = rows[is_present], graded.take(torch.from_numpy(is_present))
         if not len(rows):
             return out
         degenerate = graded.degenerate.numpy()
@@ -216,7 +224,7 @@ class WaitingRows:
         if name is not None:
             columns[name] = self._stored_advantage(name, rows, graded, rules)
         if graded.turns is not None:
-            columns[column_name(TURN_ADVANTAGES)] = [one.numpy() for one in graded.turns]
+            columns[column_name(TURN_ADVANTAGES)] = [turn_advantages.numpy() for turn_advantages in graded.turns]
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
         return [*out, RowUpdate(rows, columns, complete=True)]
 
