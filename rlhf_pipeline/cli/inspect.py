@@ -15,9 +15,9 @@ from rlhf_pipeline.errors import DefinitionError, plain, typed
 from rlhf_pipeline.report.formatting import count, number
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.data.reward_forms import BoundRewards
     from rlhf_pipeline.report.query import Answer
     from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.user_code.arguments import BoundRewards
 
 HELP = "count what a run has stored, and grade it again"
 DETAILS = """\

@@ -39,7 +39,6 @@ from rlhf_pipeline.data.prompts import (
     template_options,
     through_template,
 )
-from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled, bind
 from rlhf_pipeline.data.rewards import EnvironmentReward, Reward, RewardFunction, environment_reward
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories
 from rlhf_pipeline.environments.environment import has_effects
@@ -54,6 +53,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
+from rlhf_pipeline.user_code.arguments import BoundRewards, Sampled, bind
 
 _MOST_NAMED: Final = 64
 _REWARD: Final = reward_column("")
@@ -95,7 +95,7 @@ class Collector:
         policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
             engine (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
-        reward: one function or several, see `rlhf_pipeline.data.reward_forms`, which are bound to the columns of
+        reward: one function or several, see `rlhf_pipeline.user_code.arguments`, which are bound to the columns of
             `prompts`; or what `bind` returned. A call that raises fails its trajectory only.
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.

@@ -23,8 +23,6 @@ from rlhf_pipeline.environments.environment import (
     Step,
     Turn,
     checked,
-    checked_messages,
-    checked_rewards,
     rewards_of_environment,
     tools_of,
 )
@@ -45,6 +43,7 @@ from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, TurnRow
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
+from rlhf_pipeline.user_code.outputs import checked_messages, checked_rewards
 
 _CHARACTERS_A_TOKEN: Final = 32
 """A reply with more characters per token of room is not encoded to see that it is too long."""

@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rlhf_pipeline.data.reward_forms import BoundRewards, Form, Result, Sampled, result_of, results_of
 from rlhf_pipeline.data.rewards import (
     LARGEST,
     LeftOut,
@@ -33,6 +32,8 @@ from rlhf_pipeline.data.rewards import (
 from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
 from rlhf_pipeline.errors import RewardError, StopAskedError
+from rlhf_pipeline.user_code.arguments import BoundRewards, Form, Sampled
+from rlhf_pipeline.user_code.outputs import Result, result_of, results_of
 
 _LOOK_S: Final = 0.05
 """How often the waiting thread looks for a deadline or a request to stop; a call that ends wakes it at once."""
@@ -89,7 +90,7 @@ class Grader:
     """Calls the reward functions of a definition, as they are bound to its data.
 
     >>> from rlhf_pipeline.data.prompts import Prompt
-    >>> from rlhf_pipeline.data.reward_forms import bind
+    >>> from rlhf_pipeline.user_code.arguments import bind
     >>> from rlhf_pipeline.data.rewards import exact_match
     >>> grader = Grader(bind([exact_match, lambda completions, **columns: [len(text) for text in completions]]))
     >>> grades = grader.grade([Sampled(prompt=Prompt(text="2+2=", answer="4"), completion="4")])

@@ -1,7 +1,7 @@
 """Reward functions, several of them with weights, and those that are built in.
 
 They take text, return a number and import nothing heavy, so `inspect` can grade a stored trajectory again without
-loading a model. `rlhf_pipeline.data.reward_forms` says what arguments and results a function may have.
+loading a model. `rlhf_pipeline.user_code.arguments` says what arguments and results a function may have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_pipeline.data.prompts import JsonValue
 from rlhf_pipeline.errors import DefinitionError, plain
 
 RewardFunction = Callable[..., Any]
-"""A function that grades completions: plain, batched or `async`; see `rlhf_pipeline.data.reward_forms`."""
+"""A function that grades completions: plain, batched or `async`; see `rlhf_pipeline.user_code.arguments`."""
 
 _COLUMN = re.compile(r"[A-Za-z](?:[A-Za-z0-9]|_(?!_))*\Z")
 

@@ -18,19 +18,15 @@ token for token. One with effects outside itself says so with a class attribute,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import LARGEST
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.outputs import checked_info, checked_messages, checked_rewards, plain_json
 
 Message = Mapping[str, Any]
-
-DEEPEST: Final = 64
-"""Levels of nesting in what is stored as JSON; deeper values are text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,104 +151,3 @@ def checked(step: object) -> Step:
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # NumPy's, which is not imported here
-
-
-def checked_info(info: object) -> dict[str, Any]:
-    """Return what is to be stored with a trajectory."""
-    if not isinstance(info, Mapping):
-        raise TypeError(f"info is {type(info).__name__}; it must be a mapping of names to values")
-    return {str(name): value for name, value in cast("Mapping[Any, Any]", info).items()}
-
-
-def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
-    """Return messages whose contents are text, that of parts joined.
-
-    >>> checked_messages([{"role": "tool", "content": [{"type": "text", "text": "4"}]}], "the reply")
-    [{'role': 'tool', 'content': '4'}]
-    """
-    if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise TypeError(f"{what} is {type(messages).__name__}; it must be text or a list of messages")
-    found: list[dict[str, Any]] = []
-    for one in cast("Sequence[Any]", messages):
-        if not isinstance(one, Mapping) or not isinstance(cast("Mapping[str, Any]", one).get("role"), str):
-            raise TypeError(f"{what} has {one!r:.60}; a message must be a mapping with a role")
-        message = dict(cast("Mapping[str, Any]", one))
-        found.append({**message, "content": text_of(message.get("content"), what)})
-    return found
-
-
-def text_of(content: object, what: str) -> str:
-    """Return a message's content as text: parts are joined, a number is written.
-
-    >>> text_of([{"type": "text", "text": "4"}, "2"], "it"), text_of(None, "it"), text_of(7, "it")
-    ('42', '', '7')
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, (int, float)):
-        return str(content)
-    if isinstance(content, Mapping):
-        content = [content]
-    if not isinstance(content, (list, tuple)):
-        raise TypeError(f"{what} has a content of {type(content).__name__}; it must be text, or parts of text")
-    texts: list[str] = []
-    for part in cast("Sequence[Any]", content):
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise TypeError(f"{what} has a part of type {kind!r:.40}; the policy reads text alone")
-        texts.append(text)
-    return "".join(texts)
-
-
-def checked_rewards(rewards: object) -> dict[str, float]:
-    """Return named rewards as floats.
-
-    >>> checked_rewards({"reached": True})
-    {'reached': 1.0}
-    """
-    if not isinstance(rewards, Mapping):
-        raise TypeError(f"rewards are {type(rewards).__name__}; they must be a mapping of names to numbers")
-    found = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
-    for name, value in found.items():
-        if not abs(value) <= LARGEST:
-            raise ValueError(f"the reward {name!r} is {value}; it must be finite, and fit float32")
-    return found
-
-
-def plain_json(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON has it: NumPy's and torch's as numbers and lists, what JSON has no form for as text.
-
-    >>> plain_json({1: (2, float("inf")), "a": {3}})
-    {'1': [2, 'inf'], 'a': [3]}
-    """
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return clean_text(value)
-    if depth < DEEPEST:
-        if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            return {clean_text(str(name)): plain_json(part, depth + 1) for name, part in items}
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return [plain_json(part, depth + 1) for part in cast("Sequence[Any]", value)]
-        if hasattr(value, "tolist"):
-            return plain_json(value.tolist(), depth + 1)
-    return clean_text(repr(value))
-
-
-def clean_text(text: str) -> str:
-    r"""Return text that UTF-8 can hold: half a surrogate pair, which JSON can write, becomes a question mark.
-
-    >>> clean_text("a\ud800")
-    'a?'
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text

@@ -19,9 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.environments.environment import Step, Turn, checked_rewards, rewards_of_environment, text_of
+from rlhf_pipeline.environments.environment import Step, Turn, rewards_of_environment
 from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.outputs import checked_rewards, text_of
 
 TOLD: Final = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, re.error, SyntaxError),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rlhf_pipeline.environments.environment import clean_text, plain_json, text_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.outputs import clean_text, plain_json, text_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

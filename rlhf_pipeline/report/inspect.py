@@ -17,10 +17,10 @@ from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.config_text import name_of
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import BoundRewards, Sampled
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.query import Answer, View, finite
 from rlhf_pipeline.report.stored import Context, Ids, Stored
+from rlhf_pipeline.user_code.arguments import BoundRewards, Sampled
 
 TOLERANCE = 1e-5
 """Rewards are stored as float32; a difference above this is a disagreement."""

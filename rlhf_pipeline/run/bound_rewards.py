@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.prompts import PromptSource, columns_of
-from rlhf_pipeline.data.reward_forms import BoundRewards, bind
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, function_name
+from rlhf_pipeline.user_code.arguments import BoundRewards, bind
 
 
 def bound_rewards(pipeline: Pipeline, stored: Iterable[str] = ()) -> BoundRewards:

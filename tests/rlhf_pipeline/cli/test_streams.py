@@ -15,9 +15,9 @@ import pytest
 from rlhf_pipeline.cli.progress import RunView
 from rlhf_pipeline.collectors.grading import Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.user_code.arguments import Sampled, bind
 
 from .conftest import Cli
 

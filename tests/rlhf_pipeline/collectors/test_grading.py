@@ -29,10 +29,10 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import FAILURES
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.data.rewards import LeftOut
 from rlhf_pipeline.errors import StopAskedError
 from rlhf_pipeline.run.build import build_learner
+from rlhf_pipeline.user_code.arguments import Sampled, bind
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column
 

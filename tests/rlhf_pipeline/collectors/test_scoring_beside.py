@@ -25,11 +25,11 @@ from rlhf_pipeline import (
     scratch_policy,
 )
 from rlhf_pipeline.collectors.grading import Grader
-from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.http import HTTPEngine
 from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slots import SlotEngine
+from rlhf_pipeline.user_code.arguments import bind
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 
 ENGINES = ["slots", "server"]

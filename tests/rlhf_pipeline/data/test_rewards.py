@@ -10,8 +10,8 @@ import pytest
 from rlhf_pipeline import exact_match, final_number, final_number_match, token_match
 from rlhf_pipeline.collectors.grading import Grade, Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import Sampled, bind
 from rlhf_pipeline.errors import RewardError
+from rlhf_pipeline.user_code.arguments import Sampled, bind
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ import pytest
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.cli.stats import lines
-from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.data.rewards import token_match
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.inspect import grade
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.tail import Tail
+from rlhf_pipeline.user_code.arguments import bind
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore
 
 from .conftest import write_run

@@ -17,7 +17,6 @@ import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate, Pipeline
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.reward_forms import bind
 from rlhf_pipeline.environments.environment import Step, Turn
 from rlhf_pipeline.errors import DefinitionError, RunMismatchError
 from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
@@ -27,6 +26,7 @@ from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.events import Event, EventHandler, Notice, RolloutDone, RunStarted
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from rlhf_pipeline.user_code.arguments import bind
 from tests.rlhf_pipeline.small import changed, collect, in_a_fork, learn, tiny, weights
 from trajectory_store import TrajectoryStore
 

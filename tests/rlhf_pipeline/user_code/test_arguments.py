@@ -13,8 +13,9 @@ import torch
 from rlhf_pipeline import LeftOut, Matches, Reward, SoftOverlong, exact_match, mask_truncated
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.data.prompts import CopyDigits, Mix, Prompt, Prompts, columns_of
-from rlhf_pipeline.data.reward_forms import Sampled, bind, form_of, result_of, results_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.arguments import Sampled, bind, form_of
+from rlhf_pipeline.user_code.outputs import result_of, results_of
 
 META = {"data_source": "gsm8k", "level": 3}
 GROUP = [

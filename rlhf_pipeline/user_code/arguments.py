@@ -17,9 +17,6 @@ its result. For prompts that are messages, `prompts` and `completions` are lists
 `answer` is the prompt's answer, or the column of that name where the prompt has none; for a batched function the column
 comes first, as in TRL every argument is one. A function none of whose arguments has a name that is known is called by
 position, with `(prompt, completion, answer, meta)`; one unknown name beside known ones is refused.
-
-A result is a number (of Python, NumPy or torch), None if the function does not apply, a dict of components, or a number
-with such a dict. The reward of a dict is its `score` (as in verl), `reward` or `rewards`, or the sum of its values.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.data.rewards import LARGEST, TOTALS, Reward, RewardFunction, has_columns, rewards_of
+from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns, rewards_of
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 
@@ -345,100 +342,3 @@ def bind(
         columns=None if columns is None else tuple(columns),
         named=has_columns(reward),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """The result of one reward function for one completion."""
-
-    value: float | None
-    """None if the function does not apply."""
-    parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The components that it gave beside."""
-
-
-_LOGS: Final = "extra_logs"
-"""OpenRLHF's figures beside the reward, which count for nothing."""
-
-
-def result_of(given: Any) -> Result:
-    """Read what a reward function returned for one completion.
-
-    Raises:
-        ValueError: it is no finite number that fits float32.
-        TypeError: it is no number at all.
-
-    >>> result_of({"accuracy": 1.0, "format": 0.5}).value, result_of({"score": 1, "format": 0.5}).value
-    (1.5, 1.0)
-    >>> result_of(None).value is None, result_of([0.5]).value
-    (True, 0.5)
-    """
-    if given is None:
-        return Result(value=None)
-    if isinstance(given, Mapping):
-        whole = cast("Mapping[str, Any]", given)
-        parts, logged = _numbers(whole), _numbers(whole.get(_LOGS))
-        if not parts:
-            raise ValueError(f"the dict {_short(given)} has no number")
-        total = next((parts[name] for name in TOTALS if name in parts), None)
-        return Result(value=_number(sum(parts.values()) if total is None else total), parts=logged | parts)
-    if isinstance(given, (list, tuple)):
-        several = cast("Sequence[Any]", given)
-        if len(several) == 2 and isinstance(several[1], Mapping):
-            first = result_of(several[0])
-            return Result(value=first.value, parts={**first.parts, **result_of(several[1]).parts})
-        if len(several) == 1:
-            return result_of(several[0])
-        raise TypeError(f"it returned {len(several)} values for one completion: {_short(given)}")
-    return Result(value=_number(given))
-
-
-def results_of(given: Any, count: int) -> list[Result]:
-    """Read what a batched reward function returned for `count` completions."""
-    several = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
-        columns = cast("Mapping[str, Any]", several)
-        logs = columns.get(_LOGS)
-        lists = {name: _listed(values) for name, values in columns.items() if name != _LOGS}
-        if isinstance(logs, Mapping):  # a figure of the whole batch is each one's
-            named = {name: _listed(values) for name, values in cast("Mapping[str, Any]", logs).items()}
-            logs = {name: values if isinstance(values, list) else [values] * count for name, values in named.items()}
-            lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
-        if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
-            raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
-        several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
-    if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
-        raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
-    return [result_of(one) for one in cast("list[Any]", several)]
-
-
-def _listed(values: Any) -> Any:
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
-def _of_one(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a dict of lists says of one completion, with OpenRLHF's further figures in a dict of their own."""
-    logs = {name.removeprefix(f"{_LOGS}."): part for name, part in parts.items() if name.startswith(f"{_LOGS}.")}
-    rest = {name: part for name, part in parts.items() if not name.startswith(f"{_LOGS}.")}
-    return rest | ({_LOGS: logs} if logs else {})
-
-
-def _numbers(given: Any) -> dict[str, float]:
-    """Return the numbers of a dict; notes and None are left out."""
-    items = cast("Mapping[Any, Any]", given).items() if isinstance(given, Mapping) else ()
-    no_number = (str, bytes, Mapping, list, tuple)
-    return {str(name): _number(part) for name, part in items if part is not None and not isinstance(part, no_number)}
-
-
-def _number(given: Any) -> float:
-    """Return a number of Python, NumPy or torch as a float."""
-    single = given.item() if hasattr(given, "item") else given
-    value = float(single)
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"the reward is {value}; it must be a finite float32")
-    return value
-
-
-def _short(given: Any) -> str:
-    text = repr(given)
-    return text if len(text) <= 60 else f"{text[:57]}..."
