@@ -6,29 +6,31 @@ slots, and on rows that are neither, which get transformers' SDPA.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Final
+from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_pipeline.policies._packed_attention import packed_attention
 from rlhf_pipeline.policies._packing import Segments
+from rlhf_pipeline.policies.attention_name import NAME, implementation_of, named
 
-NAME: Final = "rlhf_pipeline"
 Attended = Callable[[Tensor, Tensor, Tensor, Any, float | None], Tensor]
 """Takes queries `[S, heads, 1, D]`, keys and values, the model's mask, and the scaling; returns `[S, 1, heads, D]`."""
 
 _without_mask: ContextVar[bool] = ContextVar("without_mask", default=False)
 _attended: ContextVar[Attended | None] = ContextVar("attended", default=None)
-_lock = threading.Lock()
-_uses: dict[int, tuple[int, str]] = {}
-"""By the id of a config that has the name: by how many contexts, and its own implementation."""
+_OF_STEPS = frozenset({"dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"})
+"""Arguments of a step's attention that its mask already contains, or that change nothing."""
 
 
 def _attention(
@@ -46,6 +48,9 @@ def _attention(
         return found, None
     attended = _attended.get()
     if attended is not None:
+        unknown = sorted(name for name, argument in kwargs.items() if argument is not None and name not in _OF_STEPS)
+        if unknown:
+            raise TypeError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention")
         return attended(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # pyright: ignore[reportReturnType]
 
@@ -59,19 +64,8 @@ def _named(config: Any) -> Iterator[None]:
     """Let models of this config use the attention above within the context."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    with _lock:
-        uses, own = _uses.get(id(config), (0, config._attn_implementation))
-        _uses[id(config)] = uses + 1, own
-        config._attn_implementation = NAME
-    try:
+    with named(config):
         yield
-    finally:
-        with _lock:
-            uses, own = _uses.pop(id(config))
-            if uses > 1:
-                _uses[id(config)] = uses - 1, own
-            else:
-                config._attn_implementation = own
 
 
 @contextmanager
@@ -102,5 +96,43 @@ def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[
 
 
 def is_sdpa(config: Any) -> bool:
-    """Return whether models of this config use PyTorch's scaled dot product attention."""
-    return config._attn_implementation in ("sdpa", NAME)
+    """Return whether a model's own attention is PyTorch's scaled dot product attention."""
+    return implementation_of(config) == "sdpa"
+
+
+def grouped_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention of a step, see `steps_attended_by`: heads that share keys are queries at several positions.
+
+    Args:
+        query: `[rows, heads, 1, D]`.
+        key: `[rows, key heads, columns, D]`.
+        value: as `key`.
+        mask: bool or additive, `[rows, 1, 1, columns]`.
+        scaling: of the products.
+    """
+    shared = key.shape[1]
+    by_key = query.unflatten(1, (shared, -1)).squeeze(3)
+    out = scaled_dot_product_attention(by_key, key, value, attn_mask=mask, scale=scaling)
+    return out.flatten(1, 2).unsqueeze(1)
+
+
+class _KeyHeads(TorchFunctionMode):
+    """Notes the number of key heads that reach PyTorch's attention."""
+
+    heads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self.heads = args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def repeats_keys() -> bool:
+    """Return whether transformers copies keys for each head that shares them, in a step with a mask: 5.17 does."""
+    module: Any = nn.Module()
+    module.num_key_value_groups = 2
+    query, key = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 8, 8)
+    with _KeyHeads() as keys:
+        sdpa_attention_forward(module, query, key, key, torch.ones(1, 1, 1, 8, dtype=torch.bool))
+    return keys.heads > 1

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.attention_name import implementation_of
 
 # Config fields with which models of transformers scale their logits: 1 multiplies by the field's value, -1 divides.
 _SCALES = {
@@ -327,9 +328,7 @@ def _builds_own_mask(config: Any) -> bool:
         if layer_types is not None
         else getattr(config, "sliding_window", None) is None
     )
-    return (
-        not uniform or getattr(config, "_attn_implementation", None) != "sdpa" or bool(getattr(config, "alibi", False))
-    )
+    return not uniform or implementation_of(config) != "sdpa" or bool(getattr(config, "alibi", False))
 
 
 def _num_states(config: Any) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.engines.decode_step import DecodeStep
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache, prefill
 from rlhf_pipeline.policies.model_parts import ModelParts, evaluated, rounding
 
@@ -113,16 +114,10 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
     sizes = {"num_slots": 2, "longest_prompt": longest, "longest_completion": _NEW}
     cache = SlotCache(parts.num_layers, parts.num_states, **sizes, device=device)
     cache.begin(0, rows=0, to_come=2)
-    cache.insert(rows, states, rows, lengths)
+    cache.insert(rows, states, rows)
+    decode = DecodeStep(dataclasses.replace(parts, builds_own_mask=own), cache)
     for step in range(_NEW):
-        mask = cache.open_column(2, longest + step)
-        hidden = parts.hidden(
-            input_ids=tokens[rows, lengths + step].unsqueeze(1),
-            position_ids=(lengths + step).unsqueeze(1),
-            attention_mask=mask if own else mask[:, None, None, :],
-            cache=cache,
-            use_cache=True,
-        )
+        cache.open_window(2, longest + step)
+        out.append(decode.feed(tokens[rows, lengths + step], lengths + step))
         cache.column += 1
-        out.append(hidden[:, 0])
     return torch.stack(out, 1)

@@ -181,20 +181,26 @@ class _SlotLayer(CacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
         keys, values = self.storage(key_states, value_states, owner.num_slots, owner.num_columns)
-        rows, column, low = owner.rows, owner.column, owner.low
-        keys[:rows, :, column] = key_states[:, :, 0]
-        values[:rows, :, column] = value_states[:, :, 0]
-        return keys[:rows, :, low : column + 1], values[:rows, :, low : column + 1]
+        rows, low, high = owner.rows, owner.low, owner.high
+        owner.write(keys[:rows], key_states)
+        owner.write(values[:rows], value_states)
+        return keys[:rows, :, low:high], values[:rows, :, low:high]
 
     def get_seq_length(self) -> int:
         return self.owner.column - self.owner.low
 
 
 class SlotCache(Cache):
-    """Keys and values of the live completions.
+    """Keys and values of the live completions, in exactly the rows and columns that they need.
 
     Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the gaps, so a forward pass never
     computes a finished row.
+
+    Attributes:
+        column: the shared column, which the next step writes.
+        rows: how many slots the next step computes, from the first on.
+        low: the first column that it reads.
+        high: the column after the last one that it reads.
     """
 
     def __init__(
@@ -213,10 +219,9 @@ class SlotCache(Cache):
         self.lead = longest_prompt
         self.bound = longest_prompt + longest_completion
         self.num_columns = longest_prompt + min(longest_completion, _HEADROOM)
-        self.mask = torch.zeros((num_slots, self.num_columns), dtype=torch.bool, device=device)
+        self.device = device
         self.rows = 0
-        self.column = self.lead
-        self.low = self.lead
+        self.column = self.low = self.high = self.lead
 
     def begin(self, longest: int, *, rows: int, to_come: int, widest: int = 0) -> None:
         """Make sure that the shared column is free. Call this before rows are inserted."""
@@ -235,27 +240,28 @@ class SlotCache(Cache):
         # per page, and a copy of the window is paid once per window / 4 steps, each of which reads the whole of it.
         growth = min(window, self.bound - window)
         columns = max(self.num_columns, window + max(growth, window // 4, _HEADROOM))
-        source = slice(self.column - longest, self.column)
-        target = slice(window - longest, window)
         rows = min(self.rows, most_rows)
         if columns > self.num_columns:
             # New buffers are sized for the remaining rows: near the end of a call these are few.
             self.num_slots = most_rows
+        self.move_window(longest, window, rows=rows, columns=columns)
+
+    def move_window(self, longest: int, column: int, *, rows: int, columns: int) -> None:
+        """Move the last `longest` columns of rows `0 .. rows - 1` to end before `column`, in buffers of `columns`."""
+        source = slice(self.column - longest, self.column)
+        target = slice(column - longest, column)
         for layer in self.slot_layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = self._moved(layer.keys, rows, source, target, columns)
                 layer.values = self._moved(layer.values, rows, source, target, columns)
-        mask = self.mask.new_zeros((self.num_slots, columns))
-        mask[:rows, target] = self.mask[:rows, source]
-        self.mask = mask
         self.num_columns = columns
-        self.column = window
+        self.column = column
 
     def _moved(self, x: Tensor, rows: int, source: slice, target: slice, columns: int) -> Tensor:
         live = x[:rows, :, source]
         if columns > x.shape[2]:
             x = x.new_zeros((self.num_slots, x.shape[1], columns, x.shape[3]))
-        elif source.start < target.stop:
+        elif source.start < target.stop and target.start < source.stop:
             live = live.clone()
         x[:rows, :, target] = live
         return x
@@ -269,22 +275,14 @@ class SlotCache(Cache):
                 layer.values[target, :, window] = layer.values[source, :, window]
             for held in layer.held.values():
                 held[target] = held[source]
-        self.mask[target] = self.mask[source]
 
-    def insert(
-        self,
-        target: Tensor,
-        states: States,
-        source: Tensor,
-        lengths: Tensor,
-    ) -> None:
+    def insert(self, target: Tensor, states: States, source: Tensor) -> None:
         """Copy prompts into slots, so that each ends right before the shared column.
 
         Args:
             target: slots, int64 `[k]`.
             states: what each layer keeps of prompts, from `prefill`.
             source: which prompt goes to which slot, int64 `[k]`.
-            lengths: the tokens of each of these prompts, int64 `[k]`.
         """
         for layer, (pair, rows) in zip(self.slot_layers, states, strict=True):
             layer.hold(target, rows, source)
@@ -294,15 +292,22 @@ class SlotCache(Cache):
             window = slice(self.column - pair[0].shape[2], self.column)
             keys[target, :, window] = pair[0][source]
             values[target, :, window] = pair[1][source]
-        columns = torch.arange(self.num_columns, device=self.mask.device)
-        begin = self.column - lengths
-        self.mask[target] = (columns >= begin[:, None]) & (columns < self.column)
 
-    def open_column(self, rows: int, longest: int) -> Tensor:
-        """Mark the shared column as used by rows `0 .. rows - 1` and return their mask."""
+    def open_window(self, rows: int, longest: int) -> None:
+        """Let the next step compute rows `0 .. rows - 1`, whose longest has `longest` tokens, and no column more."""
         self.rows = rows
         for layer in self.slot_layers:
             layer.show(rows)
-        self.low = self.column - longest
-        self.mask[:rows, self.column] = True
-        return self.mask[:rows, self.low : self.column + 1]
+        self.low, self.high = self.column - longest, self.column + 1
+
+    def write(self, rows: Tensor, new: Tensor) -> None:
+        """Write keys or values of one token per row, `[rows, heads, 1, dim]`, at the shared column."""
+        rows[:, :, self.column] = new[:, :, 0]
+
+    def visible(self, lengths: Tensor) -> Tensor:
+        """Return which columns of the window a step sees, bool `[rows, high - low]`: its own and `lengths` before it.
+
+        Args:
+            lengths: int64 `[rows]`.
+        """
+        return torch.arange(self.low - self.column, 1, device=self.device) >= -lengths[:, None]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
+from rlhf_pipeline.policies.engines.decode_step import DecodeStep
 from rlhf_pipeline.policies.engines.protocol import (
     Ended,
     Int64Array,
@@ -38,7 +39,7 @@ from rlhf_pipeline.policies.engines.protocol import (
     Weights,
 )
 from rlhf_pipeline.policies.engines.rollout import EngineRollout, Gate
-from rlhf_pipeline.policies.engines.sampling import drawn, uniforms
+from rlhf_pipeline.policies.engines.sampling import uniforms
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache
 from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
 from rlhf_pipeline.policies.model_parts import ModelParts
@@ -156,6 +157,7 @@ class RaggedRun(EngineRollout):
             longest_completion=int(self.limits.max()),
             device=self.device,
         )
+        self.decode = DecodeStep(self.parts, self.cache, temperature=self.temperature, truncation=self.truncation)
         # Per live slot: its row, and the tokens in its cache.
         self.live = np.zeros(0, dtype=np.int64)
         self.stored = np.zeros(0, dtype=np.int64)
@@ -184,6 +186,7 @@ class RaggedRun(EngineRollout):
             return self.cut(rows[~leaves])
         if changed:
             self.forget()
+            self.decode.weight = self.weight
         if leaves.all():
             self.live = self.stored = np.zeros(0, dtype=np.int64)
             self.hidden = None
@@ -230,18 +233,13 @@ class RaggedRun(EngineRollout):
         self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.to_come)
         for part, states, _ in self.prefilled_again(self.live, self.stored):
             slots = np.arange(part.start, part.stop, dtype=np.int64)
-            self.cache.insert(
-                self.upload(slots), states, self.upload(slots - part.start), self.upload(self.stored[part])
-            )
+            self.cache.insert(self.upload(slots), states, self.upload(slots - part.start))
 
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
         u = self.upload(uniforms(self.keys[rows], sampled))
-        # Autocast would round the logits to half precision.
-        with torch.autocast(self.device.type, enabled=False):
-            logits = self.parts.logits(hidden, self.weight)
-            tokens, log_probs, log_mass = drawn(logits, u, self.temperature, self.truncation)
+        tokens, log_probs, log_mass = self.decode.draw(hidden, u)
         if self.device.type == "cpu":
             return tokens.numpy(), log_probs.numpy(), None if log_mass is None else log_mass.numpy()
         # One transfer; float64 holds all of them exactly.
@@ -278,8 +276,7 @@ class RaggedRun(EngineRollout):
         to_come = len(starting) + self.to_come
         self.cache.begin(longest, rows=total - len(starting), to_come=to_come, widest=widest)
         for batch, mine, at in found:
-            lengths = self.upload(self.prompt_lengths[owners[mine]])
-            self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(at), lengths)
+            self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(at))
         self.stored = stored[slot_row]
         return slot_row
 
@@ -287,18 +284,8 @@ class RaggedRun(EngineRollout):
         """Feed the sampled tokens of the live rows and keep their hidden states."""
         longest = int(self.stored.max())
         self.cache.begin(longest, rows=len(tokens), to_come=self.to_come)
-        inputs = self.upload(np.stack((tokens, self.stored)))
-        mask = self.cache.open_column(len(tokens), longest)
-        if not self.parts.builds_own_mask:
-            mask = mask[:, None, None, :]
-        hidden = self.parts.hidden(
-            input_ids=inputs[0].unsqueeze(1),
-            position_ids=inputs[1].unsqueeze(1),
-            attention_mask=mask,
-            cache=self.cache,
-            use_cache=True,
-        )
-        self.hidden = hidden[:, 0]
+        self.cache.open_window(len(tokens), longest)
+        self.hidden = self.decode.feed(*self.upload(np.stack((tokens, self.stored))))
         self.stored = self.stored + 1
         self.cache.column += 1
 
