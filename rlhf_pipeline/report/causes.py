@@ -46,9 +46,9 @@ class Causes:
         new = ids[len(self._ids) :]
         for first in range(0, len(new), _BLOCK_ROWS):
             some = new[first : first + _BLOCK_ROWS]
-            found = [cause_of(text) for text in messages(stored, some)]
+            causes = [cause_of(text) for text in messages(stored, some)]
             self._ids.extend(some.tolist())
-            self._codes.extend(self._names.setdefault(one, len(self._names)) for one in found)
+            self._codes.extend(self._names.setdefault(cause, len(self._names)) for cause in causes)
 
     def answer(self) -> list[Answer]:
         """Return the most frequent causes: `cause`, `num` of trajectories, and `newest`, one of them."""
@@ -63,9 +63,9 @@ class Causes:
         """How many causes there are."""
         return len(self._names)
 
-    def of(self, wanted: str) -> Ids:
+    def of(self, cause: str) -> Ids:
         """Return the trajectories of a cause, ascending."""
-        return np.asarray(self._ids, np.int64)[np.asarray(self._codes) == self._names.get(wanted, -1)]
+        return np.asarray(self._ids, np.int64)[np.asarray(self._codes) == self._names.get(cause, -1)]
 
 
 def messages(stored: Stored, ids: Ids) -> list[str]:

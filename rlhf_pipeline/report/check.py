@@ -66,11 +66,11 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
     if is_store(run.rollouts):
         yield from check_store(run.rollouts, part=run.rollouts.name, what="rollout")
     for check in (_check_choice, _check_rows, _check_checkpoints, _check_weights):
-        found = list(check(run))
-        if not all(finding.ok for finding in found):
+        findings = list(check(run))
+        if not all(finding.ok for finding in findings):
             # A step, a checkpoint or weights may have been written between two reads: damage shows in a second check.
-            found = list(check(RunFolder(run.address)))
-        yield from found
+            findings = list(check(RunFolder(run.address)))
+        yield from findings
 
 
 def _check_choice(run: RunFolder) -> Iterator[Finding]:
@@ -126,11 +126,11 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
     except StoreError:
         return  # the store's own check has reported it
     limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
-    wanted, evicted, missing = 0, 0, 0
+    num_uses, evicted, missing = 0, 0, 0
     example = ""
     for row in run.ledger:
         used: Ids = np.asarray(row.get("row_ids", []), np.int64)
-        wanted += len(used)
+        num_uses += len(used)
         places = np.minimum(np.searchsorted(ids, used), max(len(ids) - 1, 0))
         absent = used[ids[places] != used] if len(ids) else used
         # The oldest segments are evicted first, so evicted rows have smaller ids than the remaining ones.
@@ -144,18 +144,18 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         yield Finding(part="ledger ids", ok=False, text=text)
         return
     left = f" or evicted since ({evicted:,}), as max_trajectories asks" if evicted else ""
-    yield Finding(part="ledger ids", ok=True, text=f"{wanted:,} uses of trajectories, all of them in the store{left}")
+    yield Finding(part="ledger ids", ok=True, text=f"{num_uses:,} uses of trajectories, all of them in the store{left}")
 
 
 def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
-    found = run.saved()
-    for checkpoint in found:
+    checkpoints = run.saved()
+    for checkpoint in checkpoints:
         problem = folder_problem(run.bring(checkpoint)) or _lines_problem(run, checkpoint)
         if problem is not None:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
-    newest = f", the newest {found[-1].name}: every checksum holds" if found else ""
-    yield Finding(part="checkpoints", ok=True, text=f"{count(len(found), 'checkpoint')}{newest}")
+    newest = f", the newest {checkpoints[-1].name}: every checksum holds" if checkpoints else ""
+    yield Finding(part="checkpoints", ok=True, text=f"{count(len(checkpoints), 'checkpoint')}{newest}")
 
 
 def _lines_problem(run: RunFolder, checkpoint: Path) -> str | None:
@@ -188,9 +188,9 @@ def _weights_misfit(run: RunFolder, published: Published | None) -> str | None:
         return None  # it compares them itself when it starts, and replaces those of steps that the run has lost
     try:
         if published is None:
-            taken = run.metrics.last_step
-            return f"none are published, and {count(taken, 'step')} were taken" if taken else None
-        known = not published.version or run.ledger.place_of(published.version) is not None
-        return None if known else "the ledger has no such step"
+            num_steps = run.metrics.last_step
+            return f"none are published, and {count(num_steps, 'step')} were taken" if num_steps else None
+        is_recorded = not published.version or run.ledger.place_of(published.version) is not None
+        return None if is_recorded else "the ledger has no such step"
     except DataError:
         return None  # the check of the rows has reported it

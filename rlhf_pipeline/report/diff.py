@@ -31,10 +31,10 @@ def compare_rows(
     skip = {*ignore, *CLOCKS}
     key = KEY if all(KEY in side.columns and side.columns[KEY].axis is None for side in (left, right)) else None
     try:
-        found = diff(left.store, right.store, key, ignore=skip, on_rows=on_rows)
+        difference = diff(left.store, right.store, key, ignore=skip, on_rows=on_rows)
     except SchemaError:  # trajectories without ids
         key = None
-        found = diff(left.store, right.store, ignore=skip, on_rows=on_rows)
+        difference = diff(left.store, right.store, ignore=skip, on_rows=on_rows)
     columns = [
         {
             "name": name,
@@ -43,19 +43,19 @@ def compare_rows(
             "example": _example(left, right, left.columns[name], pairs[:1]),
             "largest": _largest(left, right, left.columns[name], pairs),
         }
-        for name, pairs in found.changed.items()
+        for name, pairs in difference.changed.items()
     ]
     return {
-        "same": not (len(found.only_left) or len(found.only_right) or found.redefined or columns),
+        "same": not (len(difference.only_left) or len(difference.only_right) or difference.redefined or columns),
         "key": key,
-        "num_both": found.num_pairs,
-        "num_only_left": len(found.only_left),
-        "num_only_right": len(found.only_right),
-        "first_only_left": found.only_left[:_EXAMPLES].tolist(),
-        "first_only_right": found.only_right[:_EXAMPLES].tolist(),
-        "columns_left": list(found.columns_left),
-        "columns_right": list(found.columns_right),
-        "redefined": list(found.redefined),
+        "num_both": difference.num_pairs,
+        "num_only_left": len(difference.only_left),
+        "num_only_right": len(difference.only_right),
+        "first_only_left": difference.only_left[:_EXAMPLES].tolist(),
+        "first_only_right": difference.only_right[:_EXAMPLES].tolist(),
+        "columns_left": list(difference.columns_left),
+        "columns_right": list(difference.columns_right),
+        "redefined": list(difference.redefined),
         "columns": columns,
         "not_compared": [name for name in left.columns if name in skip and name in right.columns],
     }

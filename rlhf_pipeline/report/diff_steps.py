@@ -78,33 +78,33 @@ def compare_configs(left: RunFolder, right: RunFolder) -> list[Answer]:
 
 def compare_steps(left: RunFolder, right: RunFolder) -> StepsDifference:
     """Compare ledgers and metrics step by step, with a few lines in memory at a time."""
-    batch, taken = StepDifference("batch"), min(left.metrics.last_step, right.metrics.last_step)
+    batch, common_steps = StepDifference("batch"), min(left.metrics.last_step, right.metrics.last_step)
     for step, mine, theirs in _joined(left.ledger, right.ledger):
         sizes = [None if row is None else len(row.get("row_ids", ())) for row in (mine, theirs)]
         if mine is not None and theirs is not None:
             batch.note(step, *sizes, differs=_batch(mine, theirs) != _batch(theirs, mine))
-        elif step <= taken:  # both took the step, and one ledger lacks its batch
+        elif step <= common_steps:  # both took the step, and one ledger lacks its batch
             batch.note(step, *sizes, differs=True)
-    found = compare_figures(left, right)
-    found.differences = _in_order([batch, *found.differences])
-    return found
+    difference = compare_figures(left, right)
+    difference.differences = _in_order([batch, *difference.differences])
+    return difference
 
 
 def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[str] = ()) -> StepsDifference:
     """Compare only the figures of the steps, because runs on different stores have different row ids."""
-    found = StepsDifference()
+    difference = StepsDifference()
     values = {name: StepDifference(what) for name, what in STEP_VALUES.items() if name not in without}
     for step, mine, theirs in _joined(left.metrics, right.metrics):
         if mine is None:
-            found.only_right = _extended(found.only_right, step)
+            difference.only_right = _extended(difference.only_right, step)
         elif theirs is None:
-            found.only_left = _extended(found.only_left, step)
+            difference.only_left = _extended(difference.only_left, step)
         else:
-            found.num_both += 1
+            difference.num_both += 1
             for name, value in values.items():
                 value.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
-    found.differences = _in_order(values.values())
-    return found
+    difference.differences = _in_order(values.values())
+    return difference
 
 
 def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | None:
@@ -118,15 +118,15 @@ def compare_weights(left: RunFolder, right: RunFolder) -> tuple[int, bool] | Non
     return None
 
 
-def _in_order(found: Iterable[StepDifference]) -> list[StepDifference]:
+def _in_order(differences: Iterable[StepDifference]) -> list[StepDifference]:
     """Return the aspects that differ, ordered by their first steps."""
-    return sorted((one for one in found if one.num_steps), key=lambda one: one.first_step)
+    return sorted((aspect for aspect in differences if aspect.num_steps), key=lambda aspect: aspect.first_step)
 
 
-def _batch(row: Row, other: Row) -> Any:
+def _batch(row: Row, paired: Row) -> Any:
     """Return the batch's identity: trajectory ids if both rows have them, because row ids depend on the store."""
-    named = "trajectory_ids" in row and "trajectory_ids" in other
-    return row.get("trajectory_ids" if named else "row_ids")
+    have_ids = "trajectory_ids" in row and "trajectory_ids" in paired
+    return row.get("trajectory_ids" if have_ids else "row_ids")
 
 
 def _extended(span: tuple[int, int, int] | None, step: int) -> tuple[int, int, int]:

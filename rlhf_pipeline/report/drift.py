@@ -43,8 +43,8 @@ def turns_problem(
         return f"its turns begin at {starts.tolist()}, in a row of {len(mask)} tokens with a prompt of {num_prompt}"
     sampled = np.repeat(np.append(0, roles), np.diff(np.concatenate([[0], starts, [len(mask)]]))) == POLICY_ROLE
     if (wrong := np.flatnonzero(sampled != mask)).size:
-        whose, said = ("a turn of the policy", "not ") if sampled[wrong[0]] else ("the prompt or a reply", "")
-        return f"token {wrong[0]} is one of {whose}, and the mask says that it was {said}sampled"
+        whose, negation = ("a turn of the policy", "not ") if sampled[wrong[0]] else ("the prompt or a reply", "")
+        return f"token {wrong[0]} is one of {whose}, and the mask says that it was {negation}sampled"
     if (wrong := np.flatnonzero(np.isfinite(log_probs) & ~mask)).size:
         return f"token {wrong[0]} was not sampled and has a log-prob"
     return None
@@ -72,13 +72,13 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
 def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
     """Compare continued conversations with those that they continue, where these are still stored."""
     ids, parents = stored.ids(), stored.scalars("parent_id")
-    named = stored.scalars("trajectory_id")
-    if parents is None or named is None:
+    trajectory_ids = stored.scalars("trajectory_id")
+    if parents is None or trajectory_ids is None:
         return
-    order = np.argsort(named, kind="stable")
+    order = np.argsort(trajectory_ids, kind="stable")
     for at in np.flatnonzero(parents >= 0).tolist():
-        place = min(int(np.searchsorted(named, parents[at], sorter=order)), len(ids) - 1)
-        if named[order[place]] != parents[at]:
+        place = min(int(np.searchsorted(trajectory_ids, parents[at], sorter=order)), len(ids) - 1)
+        if trajectory_ids[order[place]] != parents[at]:
             continue
         pair: Ids = ids[[at, order[place]]]
         rows: dict[str, Any] = stored.store.read(pair, ["input_ids", "num_prompt_tokens"])
@@ -91,10 +91,10 @@ def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
             )
 
 
-def drift_text(found: list[tuple[int, str]]) -> str:
+def drift_text(problems: list[tuple[int, str]]) -> str:
     """Return the finding on drifted conversations in words."""
-    some = "; ".join(f"id {row}: {problem}" for row, problem in found[:_EXAMPLES])
+    some = "; ".join(f"id {row}: {problem}" for row, problem in problems[:_EXAMPLES])
     return (
-        f"{count(len(found), 'conversation')} drifted from what was sampled ({some}). Leave these ids out, and keep "
+        f"{count(len(problems), 'conversation')} drifted from what was sampled ({some}). Leave these ids out, and keep "
         "the sampler's own tokens where they were written."
     )

@@ -156,13 +156,15 @@ def figure_of(name: str) -> Figure | None:
     >>> [figure_of(f"evaluation/{name}").unit for name in ("hard/pass@4", "hard/reward/format", "reward/format")]
     ['share', 'reward', 'reward']
     """
-    known = figures()
+    by_name = figures()
     parts = name.split("/")
-    if parts[0] == "evaluation" and name not in known and len(parts) > 2 and parts[1] != "reward":
+    if parts[0] == "evaluation" and name not in by_name and len(parts) > 2 and parts[1] != "reward":
         return figure_of("/".join(["evaluation", *parts[2:]]))  # of a set with a name
     head, mark, _ = name.rpartition("/") if "@" not in name else name.partition("@")
     tails = ("NAME", "KIND", "N", "K")
-    return known.get(name) or next((known[key] for tail in tails if (key := f"{head}{mark}{tail}") in known), None)
+    return by_name.get(name) or next(
+        (by_name[key] for tail in tails if (key := f"{head}{mark}{tail}") in by_name), None
+    )
 
 
 def page() -> Iterator[str]:

@@ -101,15 +101,15 @@ def record(view: View) -> Answer:
     room = MOST_BYTES - len(json.dumps(curves)) - _STEP_BYTES * len(curves["step"])
     room = max(room, MOST_BYTES // 5)
     share = room // 5 // max(len(evaluations), 1)
-    for one in evaluations:
-        answers |= _rows_of(view.evaluation(one["store"]), f"{here}~{one['store']}", share)
+    for evaluation in evaluations:
+        answers |= _rows_of(view.evaluation(evaluation["store"]), f"{here}~{evaluation['store']}", share)
     answers |= _rows_of(view, here, room - share * len(evaluations))
-    known = {row["id"] for row in answers[f"{here}/trajectories"]["rows"]}
+    included = {row["id"] for row in answers[f"{here}/trajectories"]["rows"]}
     for name in LISTS:
-        found = view.list(name)
-        if "rows" in found:
-            found["rows"] = [row for row in found["rows"] if row["id"] in known]
-        answers[f"{here}/lists/{name}"] = found
+        listed = view.list(name)
+        if "rows" in listed:
+            listed["rows"] = [row for row in listed["rows"] if row["id"] in included]
+        answers[f"{here}/lists/{name}"] = listed
     answers |= _steps_of(view, here, answers)
     return answers
 
@@ -117,48 +117,52 @@ def record(view: View) -> Answer:
 def _steps_of(view: View, here: str, answers: Answer) -> Answer:
     """Return the answers about every step that a page of the report leads to."""
     whole = _steps(view)
-    asked = {*answers[f"{here}/metrics"]["step"], *whole}
+    linked = {*answers[f"{here}/metrics"]["step"], *whole}
     used = [item["steps"] for place, item in answers.items() if place.startswith(f"{here}/trajectories/")]
-    asked |= {step for steps in used for step in steps}
-    asked |= {one["step"] for one in answers[f"{here}/lists/mismatch"]["steps"]}
-    order = sorted(asked)
+    linked |= {step for steps in used for step in steps}
+    linked |= {mismatch["step"] for mismatch in answers[f"{here}/lists/mismatch"]["steps"]}
+    order = sorted(linked)
     places = {step: place for place, step in enumerate(order)}
-    found: Answer = {}
+    answers_of_steps: Answer = {}
     for step, place in places.items():
         item = view.step(step, limit=_GROUPS if step in whole else 0)
         item["prev"] = order[place - 1] if place else None
         item["next"] = order[place + 1] if place + 1 < len(order) else None
-        item["near"] = sorted(sorted(whole, key=lambda one: abs(one - step))[:2])
-        for one in item["evaluations"]:
-            rows = answers[f"{here}~{one['store']}/trajectories"]["rows"]
-            there = {row["id"] for row in rows}
-            one["rows"] = [row for row in one["rows"] if row["id"] in there]
-        found[f"{here}/steps/{step}"] = {**item, "metrics": {}, "ledger": {}}  # the figures are those of the curves
-    return found
+        item["near"] = sorted(sorted(whole, key=lambda near: abs(near - step))[:2])
+        for evaluation in item["evaluations"]:
+            rows = answers[f"{here}~{evaluation['store']}/trajectories"]["rows"]
+            included = {row["id"] for row in rows}
+            evaluation["rows"] = [row for row in evaluation["rows"] if row["id"] in included]
+        answers_of_steps[f"{here}/steps/{step}"] = {
+            **item,
+            "metrics": {},
+            "ledger": {},
+        }  # the figures are those of the curves
+    return answers_of_steps
 
 
 def _rows_of(view: View, here: str, most: int) -> Answer:
     """Return the answers about a choice of trajectories, in about so many bytes: a table, groups, each whole."""
-    taken, used, fields = dict[int, Answer](), 0, view.fields()
+    items, used, fields = dict[int, Answer](), 0, view.fields()
     for id in choose(view):
         item = _shortened(view.trajectory(id))
         # Its texts are in its group and in the table, too.
         used += len(json.dumps(item)) + 2 * len(json.dumps([item["prompt"], item["completion"]])) + 1500
         if used > most:
             break
-        taken[id] = item
-    rows = view.rows(np.array(sorted(taken), np.int64), [field["name"] for field in fields])
+        items[id] = item
+    rows = view.rows(np.array(sorted(items), np.int64), [field["name"] for field in fields])
     answers: Answer = {
         f"{here}/trajectories": {**_EMPTY, "total": len(view.stored.ids()), "rows": rows},
         f"{here}/facets": view.facets(),
         f"{here}/fields": fields,
     }
-    for id, item in taken.items():
+    for id, item in items.items():
         answers[f"{here}/trajectories/{id}"] = {**item, "prev": None, "next": None}
-    known = {row["id"] for row in rows}
+    included = {row["id"] for row in rows}
     for group in sorted({row["group"] for row in rows if row["group"] is not None}):
         whole = view.group(group)
-        if all(row["id"] in known for row in whole["rows"]):
+        if all(row["id"] in included for row in whole["rows"]):
             answers[f"{here}/groups/{group}"] = whole
     return answers
 

@@ -71,43 +71,43 @@ class _RunMetrics:
         try:
             view = View(self._run_dir)
             try:
-                found, rows = status(view, now), view.metrics_rows()
+                state, rows = status(view, now), view.metrics_rows()
                 # Some figures are in a rollout's first step only.
                 newest = {name: value for row in rows[-_ROWS:] for name, value in row.items() if value is not None}
             finally:
                 view.close()
         except (PipelineError, StoreError):  # a file that is being replaced: the next scrape sees it
             return
-        known = {
-            "healthy": not found["alarms"],
-            "alarms": len(found["alarms"]),
-            "step": found["step"] or 0,
-            "steps": found["of"],
-            "stored_trajectories": found["stored"],
-            "failed_trajectories": found["failed"],
-            "disk_bytes": found["bytes"],
-            "disk_bytes_per_hour": found["bytes_per_hour"],
+        gauges = {
+            "healthy": not state["alarms"],
+            "alarms": len(state["alarms"]),
+            "step": state["step"] or 0,
+            "steps": state["of"],
+            "stored_trajectories": state["stored"],
+            "failed_trajectories": state["failed"],
+            "disk_bytes": state["bytes"],
+            "disk_bytes_per_hour": state["bytes_per_hour"],
         }
-        for name, value in known.items():
+        for name, value in gauges.items():
             if value is not None:
                 yield self._gauge(_PREFIX + name, f"{name} of the run", value=float(value))
         for name, value in newest.items():
             if name not in ("step", "time") and isinstance(value, (int, float)):
-                yield self._gauge(f"{_PREFIX}metric_{named(name)}", f"the newest {name}", value=float(value))
+                yield self._gauge(f"{_PREFIX}metric_{metric_name(name)}", f"the newest {name}", value=float(value))
         alive = self._gauge(f"{_PREFIX}process_alive", "1 if the process is alive", labels=["process", "state"])
         silent = self._gauge(f"{_PREFIX}process_silent_seconds", "since it was last seen", labels=["process"])
-        for one in found["processes"]:
-            alive.add_metric([one["name"], str(one.get("state"))], float(one["alive"]))
-            if one["seen"] is not None:
-                silent.add_metric([one["name"]], max(now - one["seen"], 0.0))
+        for process in state["processes"]:
+            alive.add_metric([process["name"], str(process.get("state"))], float(process["alive"]))
+            if process["seen"] is not None:
+                silent.add_metric([process["name"]], max(now - process["seen"], 0.0))
         yield alive
         yield silent
 
 
-def named(figure: str) -> str:
+def metric_name(figure: str) -> str:
     """Return a figure's name as Prometheus takes it.
 
-    >>> named("evaluation/pass@4"), named("kl_k1")
+    >>> metric_name("evaluation/pass@4"), metric_name("kl_k1")
     ('evaluation_pass_4', 'kl_k1')
     """
     return re.sub(r"\W", "_", figure)

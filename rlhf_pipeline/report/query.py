@@ -70,7 +70,7 @@ class _Search:
     left: Iterator[tuple[Ids, int]]
     among: Ids
     """The rows that meet the conditions, places in the order of arrival."""
-    found: list[Ids] = field(default_factory=list[Ids])
+    match_places: list[Ids] = field(default_factory=list[Ids])
     """Places of hits, ascending within a part and the newest part first."""
     hits: int = 0
     down_to: int = 0
@@ -78,13 +78,13 @@ class _Search:
 
     def hits_of(self, ids: Ids) -> Ids:
         """Return the ids that were found so far, in the order of arrival."""
-        return ids[np.concatenate([np.zeros(0, np.int64), *self.found[::-1]])]
+        return ids[np.concatenate([np.zeros(0, np.int64), *self.match_places[::-1]])]
 
     def go_on(self, seconds: float, enough: int | None) -> None:
         """Search for some seconds, or until there are enough hits and the shorter time has passed."""
         began = time.perf_counter()
         for places, first in self.left:
-            self.found.append(self.among[places])
+            self.match_places.append(self.among[places])
             self.hits += len(places)
             self.down_to = int(self.among[first]) if first else 0
             took = time.perf_counter() - began
@@ -167,8 +167,8 @@ class View:
 
     def _newest_evaluation(self, pipeline: Mapping[str, Any]) -> float | None:
         """Return the mean reward of the newest evaluation that a step has in its line."""
-        rows, (name, one) = self.metrics_rows(), next(iter(recorded_sets(pipeline).items()), ("", {}))
-        every = one.get("every")
+        rows, (name, evaluation) = self.metrics_rows(), next(iter(recorded_sets(pipeline).items()), ("", {}))
+        every = evaluation.get("every")
         row = rows.of_step(rows[-1]["step"] // every * every) if every and len(rows) else None
         return (row or {}).get(f"evaluation/{name}/reward" if name else "evaluation/reward")
 
@@ -176,33 +176,33 @@ class View:
         """Return the processes of a run of several, as each last said of itself."""
         if self.run is None or not self.run.processes.is_dir():
             return []
-        found = []
+        processes = []
         for file in sorted(self.run.processes.glob("*.json")):
-            said = self.run.heartbeat_of(file.stem)
-            if said:
+            heartbeat = self.run.heartbeat_of(file.stem)
+            if heartbeat:
                 alive = self.run.is_alive(file.stem)
-                found.append({**said, "name": file.stem, "seen": said.get("time"), "alive": alive})
-        return found
+                processes.append({**heartbeat, "name": file.stem, "seen": heartbeat.get("time"), "alive": alive})
+        return processes
 
     def metrics(self, names: Sequence[str] = (), *, points: int = 600, after: int = 0) -> Answer:
         """Return figures of `metrics.jsonl` as columns, in evenly spaced steps, with their units and meanings."""
         rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
-        wanted = list(names) or sorted(numbers - {"step", "time"})
-        about = {name: figure_of(name) for name in wanted}
+        selected = list(names) or sorted(numbers - {"step", "time"})
+        about = {name: figure_of(name) for name in selected}
         return {
             "num": len(rows),
             "units": {name: [figure.unit, figure.meaning] for name, figure in about.items() if figure is not None},
             "step": [row["step"] for row in some],
             "time": [row.get("time") for row in some],
-            "values": {name: [finite(row.get(name)) for row in some] for name in wanted},
+            "values": {name: [finite(row.get(name)) for row in some] for name in selected},
         }
 
     def changes(self) -> Answer:
         """Return what a page polls for: watermark, newest step, and the processes' states."""
         rows = self.metrics_rows()
-        beats = [[one["name"], one.get("state"), one["seen"]] for one in self.processes()]
+        beats = [[process["name"], process.get("state"), process["seen"]] for process in self.processes()]
         return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
 
     def health(self) -> Answer:
@@ -259,14 +259,14 @@ class View:
         if text:
             hunt = self._search(text, column, where, prompt_of, ids, snapshot)
             hunt.go_on(_BUDGET_S, None if everything or sort != "-id" else offset + limit + 1)
-            found, scanned = hunt.hits_of(ids), hunt.down_to
+            matches, scanned = hunt.hits_of(ids), hunt.down_to
         else:
             keep, scanned = self._keep(where, prompt_of, ids), 0
-            found = ids if keep.all() else ids[keep]
-        page = self._page(found, sort, offset, min(max(limit, 1), MOST_ROWS))
+            matches = ids if keep.all() else ids[keep]
+        page = self._page(matches, sort, offset, min(max(limit, 1), MOST_ROWS))
         return {
             "total": len(ids),
-            "matched": len(found),
+            "matched": len(matches),
             "complete": scanned == 0,
             "scanned_to": scanned,
             "offset": offset,
@@ -293,12 +293,12 @@ class View:
         self, where: Sequence[str], *, text: str = "", column: str = "completion", prompt_of: int | None = None
     ) -> list[str]:
         """Return the conditions, as `select` reads them, that choose what `trajectories` shows."""
-        found = [*where]
+        conditions = [*where]
         if text:
-            found.append(f'{column}~"{text}"')
+            conditions.append(f'{column}~"{text}"')
         if prompt_of is not None:
-            found.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
-        return found
+            conditions.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
+        return conditions
 
     def _keep(self, where: Sequence[str], prompt_of: int | None, ids: Ids) -> npt.NDArray[np.bool_]:
         keep = meets(self.stored.store, where, ids)
@@ -314,12 +314,12 @@ class View:
 
     def _of_prompt(self, prompt: bytes, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return which trajectories have a prompt, compared by bytes in blocks."""
-        keep, wanted = np.zeros(len(ids), bool), np.frombuffer(prompt, np.uint8)
+        keep, prompt_bytes = np.zeros(len(ids), bool), np.frombuffer(prompt, np.uint8)
         for first in range(0, len(ids), _BLOCK_ROWS):
             flat, starts = text_bytes(self.stored.store, "prompt", ids[first : first + _BLOCK_ROWS])
-            rows = np.flatnonzero(np.diff(starts) == len(wanted))
-            for begin in range(0, len(wanted), 64):  # few rows are left after the first part
-                part = wanted[begin : begin + 64]
+            rows = np.flatnonzero(np.diff(starts) == len(prompt_bytes))
+            for begin in range(0, len(prompt_bytes), 64):  # few rows are left after the first part
+                part = prompt_bytes[begin : begin + 64]
                 rows = rows[(flat[starts[rows, None] + np.arange(begin, begin + len(part))] == part).all(1)]
             keep[first + rows] = True
         return keep
@@ -329,15 +329,15 @@ class View:
         ids = self._ids(None)
         if "prompt" not in self.stored.columns:
             return {"name": self.name, "num": 0, "versions": [], "newest": None}
-        found = ids[self._of_prompt(text, ids)]
-        versions = self.stored.scalars("policy_version", found)
-        rewards = self._floats("task_reward", found)
-        known, place = np.unique(np.zeros(len(found), int) if versions is None else versions, return_inverse=True)
-        rows = [rewards[place == at] for at in range(len(known))]
+        matches = ids[self._of_prompt(text, ids)]
+        versions = self.stored.scalars("policy_version", matches)
+        rewards = self._floats("task_reward", matches)
+        distinct, place = np.unique(np.zeros(len(matches), int) if versions is None else versions, return_inverse=True)
+        rows = [rewards[place == at] for at in range(len(distinct))]
         return {
             "name": self.name,
-            "num": len(found),
-            "newest": str(found[-1]) if len(found) else None,
+            "num": len(matches),
+            "newest": str(matches[-1]) if len(matches) else None,
             "versions": [
                 {
                     "version": int(version),
@@ -345,7 +345,7 @@ class View:
                     "reward": _mean(mine[np.isfinite(mine)].tolist()),
                     "best": float(np.nanmax(mine)) if np.isfinite(mine).any() else None,
                 }
-                for version, mine in zip(known.tolist(), rows, strict=True)
+                for version, mine in zip(distinct.tolist(), rows, strict=True)
             ],
         }
 
@@ -393,23 +393,23 @@ class View:
 
     def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
         """Return all of one trajectory."""
-        stored, one = self.stored, np.array([id], np.int64)
+        stored, single = self.stored, np.array([id], np.int64)
         ids, here = stored.ids(), self._check_there(id)
-        (row,), (context,) = self.rows(one, self._named_rewards()), stored.contexts(one)
+        (row,), (context,) = self.rows(single, self._named_rewards()), stored.contexts(single)
         near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here - 1, here + 1)]
-        tokens = self._row("input_ids", one)
-        head = stored.scalars("num_prompt_tokens", one)
+        tokens = self._row("input_ids", single)
+        head = stored.scalars("num_prompt_tokens", single)
         start = max(int(head[0]), 0) if head is not None else 0
-        mask = self._row("assistant_mask", one)  # one that was left out reads as False
+        mask = self._row("assistant_mask", single)  # one that was left out reads as False
         mask = mask if any(mask) else [0] * start + [1] * (len(tokens) - start)
-        spans, heat = stored.rows("version_spans", one), stored.scalars("temperature", one)
-        meta = self.stored.texts("meta", one)[0]
+        spans, heat = stored.rows("version_spans", single), stored.scalars("temperature", single)
+        meta = self.stored.texts("meta", single)[0]
         data = json.loads(meta) if meta else {}
         messages, encoded = data.get("messages"), data.get("encoded")
         encoder = str(encoded.get("tokenizer", "")) if isinstance(encoded, dict) else ""
         part = slice(first, None if most is None else first + most)
         per_token = {
-            name: self._per_token(column, one, part, len(tokens))
+            name: self._per_token(column, single, part, len(tokens))
             for name, column in (
                 ("log_probs", "log_probs"),
                 ("ref", "ref_log_probs"),
@@ -426,17 +426,17 @@ class View:
             "spans": [] if spans is None else [[int(at), int(of)] for at, of in spans[0]],
             "error": context.error,
             "components": _components(data.get("rewards")),
-            "turn_rewards": self._turn_rewards(one),
-            "engine": stored.texts("engine", one)[0],
+            "turn_rewards": self._turn_rewards(single),
+            "engine": stored.texts("engine", single)[0],
             "temperature": None if heat is None else finite(heat[0]),
-            "log_prob_mode": stored.texts("log_prob_mode", one)[0],
+            "log_prob_mode": stored.texts("log_prob_mode", single)[0],
             "messages": messages if isinstance(messages, list) else None,
             "num_tokens": len(tokens),
             "prompt_tokens": start,
             "first": first,
             "ids": tokens[part],
             "pieces": self._texts.pieces(tokens, start, row["prompt"], row["completion"], encoded_by=encoder)[part],
-            "mask": [int(own) for own in mask[part]],
+            "mask": [int(sampled) for sampled in mask[part]],
             **per_token,
             "log_probs": per_token["log_probs"] or [],
         }
@@ -449,43 +449,45 @@ class View:
         ids = self.stored.ids()
         here = np.flatnonzero(ids == id)
         if not len(here):
-            known = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
-            raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {known}.")
+            available = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
+            raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {available}.")
         return int(here[0])
 
-    def _turn_rewards(self, one: Ids) -> dict[str, list[float | None]]:
+    def _turn_rewards(self, single: Ids) -> dict[str, list[float | None]]:
         """Return the rewards per turn of a trajectory, by name."""
         names = [name for name in sorted(self.stored.columns) if name.startswith(("turn_reward_", "turn_rewards"))]
-        found = {name: [finite(value) for value in self._row(name, one)] for name in names}
-        return {name: values for name, values in found.items() if any(value is not None for value in values)}
+        by_name = {name: [finite(value) for value in self._row(name, single)] for name in names}
+        return {name: values for name, values in by_name.items() if any(value is not None for value in values)}
 
     def members(self, group: int) -> Ids:
         """Return the members of a group."""
         groups = self.stored.scalars("group_id")
-        found = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
-        if not len(found):
-            known = "" if groups is None or not len(groups) else f"; groups go from {groups.min()} to {groups.max()}"
-            raise MissingKeyError(f"there is no group {group} in {self.name}{known}.")
-        return found
+        members = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
+        if not len(members):
+            available = (
+                "" if groups is None or not len(groups) else f"; groups go from {groups.min()} to {groups.max()}"
+            )
+            raise MissingKeyError(f"there is no group {group} in {self.name}{available}.")
+        return members
 
     def group(self, group: int) -> Answer:
         """Return all members of a group."""
-        found = self.members(group)
-        rewards, flat = self._floats("task_reward", found), self.stored.scalars("degenerate", found)
-        versions = self.stored.scalars("policy_version", found)
+        members = self.members(group)
+        rewards, flat = self._floats("task_reward", members), self.stored.scalars("degenerate", members)
+        versions = self.stored.scalars("policy_version", members)
         oldest = None if versions is None else int(versions.min())
         return {
             "group": group,
-            "num": len(found),
+            "num": len(members),
             "num_failed": int(np.isnan(rewards).sum()),
             "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
             # The write path's verdict: by the returns, and by the estimator's own rule.
-            "spread": None if flat is None or self._is_waiting(found) else not bool(flat.all()),
+            "spread": None if flat is None or self._is_waiting(members) else not bool(flat.all()),
             "uses": [
                 {"step": use["step"], **{what: _num(use[what]) for what in ("taught", "without_gradient")}}
-                for use in uses_of(self.run, found.tolist(), oldest)
+                for use in uses_of(self.run, members.tolist(), oldest)
             ],
-            "rows": self.rows(found[:MOST_ROWS], self._named_rewards()),
+            "rows": self.rows(members[:MOST_ROWS], self._named_rewards()),
         }
 
     def _is_waiting(self, ids: Ids) -> bool:
@@ -495,18 +497,18 @@ class View:
 
     def groups(self, *, newest: int = 20) -> list[Answer]:
         """Return the newest groups, newest first: number, members' rewards, mean, and the best member's text."""
-        ids, names, found = self.stored.ids(), self.stored.scalars("group_id"), list[Answer]()
+        ids, names, groups = self.stored.ids(), self.stored.scalars("group_id"), list[Answer]()
         if names is None or not len(ids):
-            return found
-        most, wanted = 64 * newest, dict[int, None]()
-        while len(wanted) < newest and most < 2 * len(ids) + 64 * newest:  # groups may be of any size
-            wanted, most = dict.fromkeys(names[-most:][::-1].tolist()), 2 * most
+            return groups
+        most, newest_groups = 64 * newest, dict[int, None]()
+        while len(newest_groups) < newest and most < 2 * len(ids) + 64 * newest:  # groups may be of any size
+            newest_groups, most = dict.fromkeys(names[-most:][::-1].tolist()), 2 * most
         rewards = self._floats("task_reward")
-        for name in list(wanted)[:newest]:
+        for name in list(newest_groups)[:newest]:
             at = np.flatnonzero(names == name)
             mine = rewards[at]
             (best,) = self.rows(ids[at[[int(np.argmax(np.where(np.isnan(mine), -np.inf, mine)))]]])
-            found.append(
+            groups.append(
                 {
                     "group": name,
                     "rewards": [finite(value) for value in mine.tolist()],
@@ -514,7 +516,7 @@ class View:
                     "best": self._cut(best),
                 }
             )
-        return found
+        return groups
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -536,29 +538,29 @@ class View:
         figures = self.metrics_rows().of_step(step) if self.run is not None else None
         last = self.metrics_rows().last_step if self.run is not None else 0
         if ledger is None and figures is None:
-            known = "it has no ledger" if self.run is None else f"the newest is {last}"
-            raise MissingKeyError(f"there is no step {step} in {self.name}: {known}.")
-        row, seen = ledger or {}, figures or {}
-        there, idle = self.batch(step), row.get("no_gradient")
+            available = "it has no ledger" if self.run is None else f"the newest is {last}"
+            raise MissingKeyError(f"there is no step {step} in {self.name}: {available}.")
+        row, metrics = ledger or {}, figures or {}
+        present, idle = self.batch(step), row.get("no_gradient")
         groups, num = None, len(row.get("row_ids", []))
-        if len(there):
+        if len(present):
             quiet = None if idle is None else np.array(idle, np.int64)
-            groups = groups_of(self.stored, there, quiet, offset=offset, limit=limit)
+            groups = groups_of(self.stored, present, quiet, offset=offset, limit=limit)
         return {
             "step": step,
             "last": last,
             "prev": step - 1 if step > 1 else None,
             "next": step + 1 if step < last else None,
             "num": num,
-            "num_gone": num - len(there),
-            "num_groups": seen.get("num_groups") or (num_groups(self.stored, there) if len(there) else 0),
+            "num_gone": num - len(present),
+            "num_groups": metrics.get("num_groups") or (num_groups(self.stored, present) if len(present) else 0),
             "num_taught": None if idle is None else num - len(idle),
             "left_out": {name: count for name, count in row.get("left_out", {}).items() if count},
-            "metrics": {name: finite(value) for name, value in seen.items() if value is not None},
+            "metrics": {name: finite(value) for name, value in metrics.items() if value is not None},
             "ledger": {name: value for name, value in row.items() if not isinstance(value, list | dict)},
             "checkpoint": self._checkpoint_of(step),
             "offset": offset,
-            "num_groups_here": num_groups(self.stored, there) if len(there) else 0,
+            "num_groups_here": num_groups(self.stored, present) if len(present) else 0,
             "groups": groups or [],
             "evaluations": list(self._evaluations_of(step)),
         }
@@ -568,7 +570,7 @@ class View:
         saved = [(int(path.name.rpartition("-")[2]), path) for path in (self.run.saved() if self.run else ())]
         if not saved:
             return None
-        at, path = min(saved, key=lambda one: (abs(one[0] - step), one[0]))
+        at, path = min(saved, key=lambda checkpoint: (abs(checkpoint[0] - step), checkpoint[0]))
         return {"step": at, "path": str(below(self.address, f"{path.parent.name}/{path.name}"))}
 
     # -- evaluations -------------------------------------------------------------------------------------------------
@@ -592,9 +594,9 @@ class View:
         watermark = view.refresh()
         if name not in self._evaluated or self._evaluated[name][0] != watermark:
             recorded = {} if self.run is None else recorded_sets(self.run.config.pipeline)
-            found = stored_evaluations(view.stored.store, recorded.get(set_of_store(name), {}))
+            evaluations = stored_evaluations(view.stored.store, recorded.get(set_of_store(name), {}))
             versions, times = view.stored.scalars("policy_version"), view._floats("created_at")
-            names = list(dict.fromkeys(key for one in found for key in one if key != "step"))
+            names = list(dict.fromkeys(key for evaluation in evaluations for key in evaluation if key != "step"))
             self._evaluated[name] = (
                 watermark,
                 {
@@ -602,24 +604,24 @@ class View:
                     "name": set_of_store(name) or None,
                     "address": str(view.address),
                     "num": len(view.stored.ids()),
-                    "step": [one["step"] for one in found],
-                    "time": [finite(times[versions == one["step"]].max()) for one in found],
-                    "values": {key: [finite(one.get(key)) for one in found] for key in names},
+                    "step": [evaluation["step"] for evaluation in evaluations],
+                    "time": [finite(times[versions == evaluation["step"]].max()) for evaluation in evaluations],
+                    "values": {key: [finite(evaluation.get(key)) for evaluation in evaluations] for key in names},
                 },
             )
         return self._evaluated[name][1]
 
     def _evaluations_of(self, step: int) -> Iterator[Answer]:
         """Yield the evaluations of the weights after a step: store, figures, rows."""
-        for found in self.evaluations():
-            if step in found["step"]:
-                at, view = found["step"].index(step), self.evaluation(found["store"])
+        for evaluation in self.evaluations():
+            if step in evaluation["step"]:
+                at, view = evaluation["step"].index(step), self.evaluation(evaluation["store"])
                 ids = view.stored.ids()[view.stored.scalars("policy_version") == step]
                 rows = [self._cut(row) for row in view.rows(ids[:_MOST_EVALUATED])]
-                figures = {name: values[at] for name, values in found["values"].items()}
+                figures = {name: values[at] for name, values in evaluation["values"].items()}
                 yield {
-                    "store": found["store"],
-                    "name": found["name"],
+                    "store": evaluation["store"],
+                    "name": evaluation["name"],
                     "figures": figures,
                     "num": len(ids),
                     "rows": rows,
@@ -627,14 +629,14 @@ class View:
 
     def ledger(self, *, last: int = 20) -> list[Answer]:
         """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""
-        found = []
+        steps = []
         for row in self.ledger_rows()[-last:] if self.run is not None else []:
             ages = row.get("ages") or []
             used = len(row.get("row_ids", []))
             mean = _mean([float(age) for age in ages])
-            kept = {name: value for name, value in row.items() if not isinstance(value, list)}
-            found.append({**kept, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
-        return found
+            scalars = {name: value for name, value in row.items() if not isinstance(value, list)}
+            steps.append({**scalars, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
+        return steps
 
     # -- counts and lists --------------------------------------------------------------------------------------------
 
@@ -644,7 +646,7 @@ class View:
         ids = self._ids(None)
         ids = ids[meets(stored.store, where, ids)]
         rewards, groups = self._floats("task_reward", ids), stored.scalars("group_id", ids)
-        known = rewards[np.isfinite(rewards)]
+        graded = rewards[np.isfinite(rewards)]
         versions, prompts = stored.scalars("policy_version", ids), stored.scalars("num_prompt_tokens", ids)
         tokens = num_completion_tokens(stored.store, ids)
         sizes = np.unique(groups, return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
@@ -653,10 +655,10 @@ class View:
             "trajectories": len(ids),
             "groups": len(sizes),
             "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
-            "no_reward": len(rewards) - len(known),
-            "reward_mean": finite(known.mean()) if len(known) else None,
-            "reward_std": finite(known.std()) if len(known) else None,
-            "reward_quantiles": [float(value) for value in np.quantile(known, shares)] if len(known) else None,
+            "no_reward": len(rewards) - len(graded),
+            "reward_mean": finite(graded.mean()) if len(graded) else None,
+            "reward_std": finite(graded.std()) if len(graded) else None,
+            "reward_quantiles": [float(value) for value in np.quantile(graded, shares)] if len(graded) else None,
             "prompt_tokens": None if prompts is None else int(prompts.sum(dtype=np.int64)),
             "completion_tokens": int(tokens.sum()),
             "lengths": _histogram(tokens),
@@ -697,14 +699,14 @@ class View:
             kinds.append(("untrusted", "reward_trusted==false"))
         if "degenerate" in self.stored.columns:
             kinds.append(("no spread in its group", "degenerate==true"))
-        found = [
+        counted = [
             {"name": name, "where": text, "num": int(meets(self.stored.store, [text], ids).sum())}
             for name, text in kinds
             if "reward" not in text or "task_reward" in self.stored.columns
         ]
         reasons = self._counts("finish_reason", ids).items()
-        found += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
-        return {"kinds": [kind for kind in found if kind["num"]]}
+        counted += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
+        return {"kinds": [kind for kind in counted if kind["num"]]}
 
     def list(self, name: str, *, cause: str = "", offset: int = 0) -> Answer:
         """Return one of the lists: `failed`, `untrusted`, `drift`, `mismatch`.
@@ -719,8 +721,8 @@ class View:
             return {"list": name, "versions": versions, "num_versions": num}
         if name == "mismatch":
             rows = self.metrics_rows().spread(2000) if len(self.metrics_rows()) else []
-            known = [row for row in rows if row.get("sampler_gap") is not None]
-            worst = sorted(known, key=lambda row: -row["sampler_gap"])[:50]
+            compared = [row for row in rows if row.get("sampler_gap") is not None]
+            worst = sorted(compared, key=lambda row: -row["sampler_gap"])[:50]
             steps = [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]
             return {"list": name, "steps": steps, "looked": len(rows), "num_steps": len(self.metrics_rows())}
         ids = self.stored.ids()
@@ -730,8 +732,8 @@ class View:
             bad = ~trusted
         causes = self._causes[name]
         causes.update(self.stored, ids[bad])
-        found = causes.of(cause) if cause else ids[bad]
-        newest = found[::-1][offset : offset + _LISTED]
+        matches = causes.of(cause) if cause else ids[bad]
+        newest = matches[::-1][offset : offset + _LISTED]
         errors = messages(self.stored, newest)
         rows = [
             {**self._cut(row), "error": error, "cause": cause_of(error)}
@@ -743,7 +745,7 @@ class View:
             "num_kinds": causes.num,
             "kinds": causes.answer(),
             "cause": cause or None,
-            "matched": len(found),
+            "matched": len(matches),
             "offset": offset,
             "rows": rows,
         }
@@ -754,21 +756,21 @@ class View:
         if versions is None or not len(versions):
             return [], 0
         rewards, lengths = self._floats("task_reward"), self.stored.store.lengths("input_ids")
-        known, place, num = np.unique(versions, return_inverse=True, return_counts=True)
+        distinct, place, num = np.unique(versions, return_inverse=True, return_counts=True)
         graded = np.isfinite(rewards)
         sums = np.bincount(place, np.where(graded, rewards, 0.0))
         counts, tokens = np.bincount(place, graded), np.bincount(place, lengths)
-        some = np.unique(np.linspace(0, len(known) - 1, min(200, len(known))).round().astype(int))
-        found = [
+        some = np.unique(np.linspace(0, len(distinct) - 1, min(200, len(distinct))).round().astype(int))
+        by_version = [
             {
-                "version": int(known[at]),
+                "version": int(distinct[at]),
                 "num": int(num[at]),
                 "reward": finite(sums[at] / counts[at]) if counts[at] else None,
                 "tokens": float(tokens[at] / num[at]),
             }
             for at in some
         ]
-        return found, len(known)
+        return by_version, len(distinct)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -791,17 +793,17 @@ class View:
 
     def _counts(self, name: str, ids: Ids) -> dict[str, int]:
         """Count a text column's values by their bytes."""
-        found: Counter[bytes] = Counter()
+        counts: Counter[bytes] = Counter()
         for first in range(0, len(ids) if name in self.stored.columns else 0, _BLOCK_ROWS):
             flat, starts = text_bytes(self.stored.store, name, ids[first : first + _BLOCK_ROWS])
             lengths = np.diff(starts)
             for length in np.unique(lengths).tolist():
                 rows = flat[starts[:-1][lengths == length, None] + np.arange(length)]
                 texts = np.ascontiguousarray(rows).view(f"V{length}").ravel() if length else np.zeros(0, "V1")
-                found[b""] += 0 if length else int((lengths == 0).sum())
+                counts[b""] += 0 if length else int((lengths == 0).sum())
                 for text, num in zip(*np.unique(texts, return_counts=True), strict=True):
-                    found[text.tobytes()] += int(num)
-        return {text.decode("utf-8", "replace"): num for text, num in found.most_common(50) if num}
+                    counts[text.tobytes()] += int(num)
+        return {text.decode("utf-8", "replace"): num for text, num in counts.most_common(50) if num}
 
     def _page(self, ids: Ids, sort: str, offset: int, limit: int) -> Ids:
         """Return a page of ids in an order; only as much is sorted as the page needs. NaN comes last."""
@@ -827,13 +829,13 @@ class View:
             short[name] = ("…" if begin else "") + row[name][begin : begin + most]
         return row | short
 
-    def _row(self, name: str, one: Ids) -> list[Any]:
-        rows = self.stored.rows(name, one)
+    def _row(self, name: str, single: Ids) -> list[Any]:
+        rows = self.stored.rows(name, single)
         return [] if rows is None else rows[0].tolist()
 
-    def _per_token(self, name: str, one: Ids, part: slice, num: int) -> list[float | None] | None:
+    def _per_token(self, name: str, single: Ids, part: slice, num: int) -> list[float | None] | None:
         """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
-        values = [finite(value) for value in self._row(name, one)]
+        values = [finite(value) for value in self._row(name, single)]
         return values[part] if len(values) == num and any(value is not None for value in values) else None
 
 
@@ -853,13 +855,13 @@ def _num(ids: Sequence[str] | None) -> int | None:
     return None if ids is None else len(ids)
 
 
-def _components(given: Any) -> dict[str, dict[str, float | None]]:
+def _components(components: Any) -> dict[str, dict[str, float | None]]:
     """Return the components of rewards that a trajectory has, by the name of the reward."""
-    if not isinstance(given, dict):
+    if not isinstance(components, dict):
         return {}
     return {
         str(name): {str(part): finite(value) for part, value in parts.items() if isinstance(value, int | float)}
-        for name, parts in given.items()
+        for name, parts in components.items()
         if isinstance(parts, dict)
     }
 

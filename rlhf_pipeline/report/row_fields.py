@@ -56,10 +56,13 @@ def fields_of(stored: Stored) -> list[dict[str, Any]]:
     rewards = sorted(filter(is_named_reward, names))
     order = [*_FIRST[:1], *rewards, *_FIRST[1:]]
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    shown = {*_ALWAYS, *(rewards if len(rewards) > 1 else ())}
+    default_fields = {*_ALWAYS, *(rewards if len(rewards) > 1 else ())}
     if "kl_coef" in stored.columns and _is_shaped(stored):
-        shown.add("return")
-    return [{"name": name, "label": label(name), "kind": _kind(stored, name), "shown": name in shown} for name in names]
+        default_fields.add("return")
+    return [
+        {"name": name, "label": label(name), "kind": _kind(stored, name), "shown": name in default_fields}
+        for name in names
+    ]
 
 
 def _is_shaped(stored: Stored) -> bool:
@@ -68,8 +71,10 @@ def _is_shaped(stored: Stored) -> bool:
     returns, rewards = stored.scalars("return", ids), stored.scalars("task_reward", ids)
     if returns is None or rewards is None:
         return False
-    both = np.isfinite(returns) & np.isfinite(rewards)
-    return bool((np.abs(returns[both] - rewards[both]) > 1e-6 * np.maximum(np.abs(rewards[both]), 1)).any())
+    comparable = np.isfinite(returns) & np.isfinite(rewards)
+    return bool(
+        (np.abs(returns[comparable] - rewards[comparable]) > 1e-6 * np.maximum(np.abs(rewards[comparable]), 1)).any()
+    )
 
 
 def _kind(stored: Stored, name: str) -> str:
@@ -92,8 +97,8 @@ def values_of(stored: Stored, name: str, ids: Ids) -> list[Any] | npt.NDArray[An
         return stored.texts(name, ids)
     values = stored.scalars(name, ids)
     if values is None:
-        known = [field["name"] for field in fields_of(stored)]
-        raise MissingKeyError(f"there is no column '{name}' to show or order by." + did_you_mean(name, known))
+        names = [field["name"] for field in fields_of(stored)]
+        raise MissingKeyError(f"there is no column '{name}' to show or order by." + did_you_mean(name, names))
     return values
 
 
@@ -106,8 +111,8 @@ def order_of(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
     column = SHORT.get(name, name)
     if column in stored.columns and stored.columns[column].is_text:
         raise MissingKeyError(f"'{name}' is text, and rows are ordered by numbers. Filter by it: {name}=='...'")
-    found = np.asarray(values_of(stored, name, ids))
-    values = found.astype(np.float64)
-    if found.dtype.kind == "i" and column in stored.columns:
+    array = np.asarray(values_of(stored, name, ids))
+    values = array.astype(np.float64)
+    if array.dtype.kind == "i" and column in stored.columns:
         values[~stored.store.present(column, ids)] = np.nan
     return values

@@ -40,8 +40,8 @@ def _used(item: Answer) -> str:
     """Return in which steps the weights learned from a trajectory, and in which it had no gradient."""
     idle = [use["step"] for use in item.get("uses", ()) if use["without_gradient"]]
     learned = [step for step in item["steps"] if step not in idle]
-    said = (("learned from in step", learned), ("without a gradient in step", idle))
-    return "".join(f", {what} {', '.join(map(str, steps))}" for what, steps in said if steps)
+    uses = (("learned from in step", learned), ("without a gradient in step", idle))
+    return "".join(f", {what} {', '.join(map(str, steps))}" for what, steps in uses if steps)
 
 
 def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
@@ -63,7 +63,11 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     yield from _text("completion", item["completion"])
     if item["answer"] is not None:
         yield from _text("answer", item["answer"])
-    mine = [value for value, own in zip(item["log_probs"], item["mask"], strict=False) if own and value is not None]
+    mine = [
+        value
+        for value, is_sampled in zip(item["log_probs"], item["mask"], strict=False)
+        if is_sampled and value is not None
+    ]
     num, rest = sum(item["mask"]), item["num_tokens"] - item["prompt_tokens"] - sum(item["mask"])
     between = f", {count(rest, 'token')} of replies" if rest else ""
     total = f", log-prob {number(sum(mine))} in all, {number(sum(mine) / len(mine))} per token" if mine else ""
@@ -158,17 +162,17 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
     pairs = [(places[versions[places] == first], late[prompt]) for prompt, places in early.items()]
     pairs = [pair for pair in pairs if len(pair[0])] or [(places_of(first), places_of(last))]
     means = mean_of(first), mean_of(last)
-    both = [[typical(places, mean) for places, mean in zip(pair, means, strict=True)] for pair in pairs]
-    before, after = min(both, key=lambda found: found[0][0] + found[1][0])
+    candidates = [[typical(places, mean) for places, mean in zip(pair, means, strict=True)] for pair in pairs]
+    before, after = min(candidates, key=lambda candidate: candidate[0][0] + candidate[1][0])
     return int(ids[before[1]]), int(ids[after[1]])
 
 
 def _by_prompt(stored: Stored, ids: Ids, places: Ids) -> dict[str, Ids]:
     """Return places by the text of their prompt."""
-    found: dict[str, list[int]] = {}
+    by_prompt: dict[str, list[int]] = {}
     for place, prompt in zip(places.tolist(), stored.texts("prompt", ids[places]), strict=True):
-        found.setdefault(prompt, []).append(place)
-    return {prompt: np.array(of) for prompt, of in found.items() if prompt}
+        by_prompt.setdefault(prompt, []).append(place)
+    return {prompt: np.array(of) for prompt, of in by_prompt.items() if prompt}
 
 
 def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
@@ -177,13 +181,13 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
     They are of one held-out prompt where the run evaluates, else of one prompt that came twice, else of two prompts,
     which a third line says.
     """
-    shown: list[Answer] = []
+    examples: list[Answer] = []
     with closing(View(run.address)) as view:
-        for one in (*(view.evaluation(found["store"]) for found in view.evaluations()), view):
-            if pair := typical_of_first_and_last(one.stored):
-                shown = [one.trajectory(id) for id in pair]
+        for source in (*(view.evaluation(evaluation["store"]) for evaluation in view.evaluations()), view):
+            if pair := typical_of_first_and_last(source.stored):
+                examples = [source.trajectory(id) for id in pair]
                 break
-    if not shown:
+    if not examples:
         return []
     room = max((width - 64) // 2, 12)
     parts = [
@@ -194,12 +198,12 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
             f"reward {number(item['reward'])}"
             + ("" if item["answer"] is None else f", answer {one_line(item['answer'], 24)}"),
         )
-        for label, item in zip(("before", "after"), shown, strict=True)
+        for label, item in zip(("before", "after"), examples, strict=True)
     ]
     prompt_width, text_width = (max(len(part[column]) for part in parts) for column in (1, 2))
     lines = [
         f"  {label:<6}  {prompt:<{prompt_width}}  ->  {text:<{text_width}}  ({judged})"
         for label, prompt, text, judged in parts
     ]
-    same = shown[0]["prompt"] == shown[1]["prompt"]
+    same = examples[0]["prompt"] == examples[1]["prompt"]
     return lines if same else [*lines, "  (of two prompts: none that came early came again at the end)"]

@@ -71,19 +71,21 @@ def _group(
     prompt: str,
 ) -> Answer:
     graded = rewards[at][np.isfinite(rewards[at])]
-    known = advantages[at][np.isfinite(advantages[at])]
+    finite_advantages = advantages[at][np.isfinite(advantages[at])]
     some = at[:MOST_CELLS]
     return {
         "group": code if code >= 0 else None,
         "num": len(at),
         "num_failed": len(at) - len(graded),
         "reward_mean": float(graded.mean()) if len(graded) else None,
-        "advantages": [float(known.min()), float(known.max())] if len(known) else None,
+        "advantages": [float(finite_advantages.min()), float(finite_advantages.max())]
+        if len(finite_advantages)
+        else None,
         "num_taught": None if teaches is None else int(teaches[at].sum()),
         "prompt": prompt[:_SHOWN],
         "ids": [str(id) for id in ids[some].tolist()],
         "rewards": [value if np.isfinite(value) else None for value in rewards[some].tolist()],
-        "taught": None if teaches is None else [int(one) for one in teaches[some]],
+        "taught": None if teaches is None else [int(teach) for teach in teaches[some]],
     }
 
 
@@ -112,19 +114,19 @@ def uses_of(run: RunFolder | None, ids: Sequence[int], version: int | None) -> l
     with run.ledger_file.open("rb") as file:
         file.seek(begin)
         data = file.read(min(end - begin, _MOST_LEDGER_BYTES))
-    wanted, names = set(ids), b"|".join(b"%d" % id for id in ids)
+    row_ids, names = set(ids), b"|".join(b"%d" % id for id in ids)
     pattern = re.compile(rb'"row_ids": ?\[[\d, ]*?(?<!\d)(?:%b)(?!\d)' % names)
-    found = []
+    uses = []
     for line in data.split(b"\n"):
         if not pattern.search(line):
             continue
         row = json.loads(line)
-        mine, idle = wanted & set(row["row_ids"]), row.get("no_gradient")
-        found.append(
+        mine, idle = row_ids & set(row["row_ids"]), row.get("no_gradient")
+        uses.append(
             {
                 "step": row["step"],
                 "taught": None if idle is None else sorted(map(str, mine.difference(idle))),
                 "without_gradient": None if idle is None else sorted(map(str, mine.intersection(idle))),
             }
         )
-    return found
+    return uses

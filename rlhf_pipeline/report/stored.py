@@ -72,14 +72,14 @@ class Stored:
 
     def contexts(self, ids: Ids) -> list[Context]:
         """Return the contents of `meta`; equal texts are parsed once."""
-        known: dict[str, Context] = {}
-        found: list[Context] = []
+        parsed: dict[str, Context] = {}
+        contexts: list[Context] = []
         for row, text in zip(ids, self.texts("meta", ids), strict=True):
-            context = known.get(text)
+            context = parsed.get(text)
             if context is None:
-                context = known[text] = _context(text, int(row), self.path)
-            found.append(context)
-        return found
+                context = parsed[text] = _context(text, int(row), self.path)
+            contexts.append(context)
+        return contexts
 
 
 def _context(text: str, row: int, path: Address) -> Context:

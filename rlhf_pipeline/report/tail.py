@@ -49,7 +49,7 @@ class Tail:
 
     def newest(self, num: int) -> Iterator[str]:
         """Yield the heading, the newest trajectories, oldest first, and the newest step."""
-        ids = self._there(self._view.stored.ids(), self._select)
+        ids = self._read_present(self._view.stored.ids(), self._select)
         lines = list(self._lines(ids[max(len(ids) - num, 0) :]))  # first: they set the widths
         yield from (self._line(_HEADINGS, "completion"), *lines)
         yield from map(step_line, self._steps.rows[-1:] if self._steps is not None else ())
@@ -72,7 +72,7 @@ class Tail:
     def _select(self, ids: Ids) -> Ids:
         return select(self._store, self._filters, ids)
 
-    def _there(self, ids: Ids, read: Callable[[Ids], ReadT]) -> ReadT:
+    def _read_present(self, ids: Ids, read: Callable[[Ids], ReadT]) -> ReadT:
         """Read rows; those that are evicted meanwhile are left out."""
         for _ in range(_TRIES):
             try:
@@ -86,10 +86,10 @@ class Tail:
         """Yield one line for each of the trajectories that meet the conditions."""
         for first in range(0, len(ids), _BATCH_ROWS):
             some = ids[first : first + _BATCH_ROWS]
-            yield from self._table(self._there(some, lambda ids: self._view.rows(self._select(ids))))
+            yield from self._table(self._read_present(some, lambda ids: self._view.rows(self._select(ids))))
 
     def _table(self, rows: Sequence[Answer]) -> list[str]:
-        told = [
+        cells = [
             (
                 row["id"],
                 *("-" if row[name] is None else str(row[name]) for name in ("version", "group")),
@@ -100,9 +100,9 @@ class Tail:
             for row in rows
         ]
         self._widths = [
-            max(map(len, texts)) for texts in zip((" " * room for room in self._widths), *told, strict=True)
+            max(map(len, texts)) for texts in zip((" " * room for room in self._widths), *cells, strict=True)
         ]
-        return [self._line(fields, self._text(row)) for fields, row in zip(told, rows, strict=True)]
+        return [self._line(fields, self._text(row)) for fields, row in zip(cells, rows, strict=True)]
 
     def _text(self, row: Answer) -> str:
         """Return a completion; its first tokens if no text is stored."""

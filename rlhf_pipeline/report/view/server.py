@@ -70,8 +70,8 @@ class Guard:
         foreign = origin is not None and origin not in {f"http://{host}" for host in self._hosts}
         if headers.get("host") not in self._hosts or foreign or site in ("cross-site", "same-site"):
             return PlainTextResponse("This server answers its own pages on this machine only.\n", 403, _HEADERS)
-        given = QueryParams(scope["query_string"]).get("key", "")
-        if scope["path"] == "/" and given and _same(given, self._key):
+        key = QueryParams(scope["query_string"]).get("key", "")
+        if scope["path"] == "/" and key and _same(key, self._key):
             moved = RedirectResponse("/", 303, _HEADERS)
             moved.set_cookie(self._cookie_name, self._cookie, httponly=True, samesite="strict")
             return moved
@@ -82,8 +82,8 @@ class Guard:
         return None
 
 
-def _same(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode(), wanted.encode())
+def _same(presented: str, expected: str) -> bool:
+    return hmac.compare_digest(presented.encode(), expected.encode())
 
 
 def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
@@ -129,8 +129,8 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
             export_store(str(view.stored.path), file, filters=conditions)
         except (PipelineError, StoreError) as error:
             folder.cleanup()
-            found = isinstance(error, (MissingKeyError, MissingRowError))
-            return JSONResponse({"error": str(error)}, 404 if found else 400, _HEADERS)
+            is_missing = isinstance(error, (MissingKeyError, MissingRowError))
+            return JSONResponse({"error": str(error)}, 404 if is_missing else 400, _HEADERS)
         return FileResponse(
             file, 200, _HEADERS, _EXPORTS[kind], filename=file.name, background=BackgroundTask(folder.cleanup)
         )
@@ -152,15 +152,15 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
 
 def listen(port: int | None) -> socket.socket:
     """Return a socket on the loopback address: on a port, or on any free one."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((HOST, port or 0))
-        found.listen()  # so that a browser that is quicker than the server waits
+        listener.bind((HOST, port or 0))
+        listener.listen()  # so that a browser that is quicker than the server waits
     except OSError:
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener
 
 
 def serve(views: Sequence[View], bound: socket.socket, key: str) -> None:
