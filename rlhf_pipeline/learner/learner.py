@@ -18,6 +18,7 @@ from rlhf_pipeline.config import Learn, Sample
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
+from rlhf_pipeline.learner.host_copies import HostCopies
 from rlhf_pipeline.learner.metrics import (
     StepMeter,
     StepSeen,
@@ -30,7 +31,7 @@ from rlhf_pipeline.learner.metrics import (
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
-from rlhf_pipeline.learner.state import read_state, read_tensors, write_state, write_tensors
+from rlhf_pipeline.learner.state import LearnerState, learner_state, read_state, read_tensors, write_tensors
 from rlhf_pipeline.learner.step_plan import (
     ChosenRows,
     StepLedger,
@@ -184,6 +185,7 @@ class Learner:
         self._notices: list[str] = []
         self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()
+        self._copies = HostCopies()
 
     @property
     def ledger(self) -> StepLedger:
@@ -206,19 +208,35 @@ class Learner:
 
         `run.checkpoint.save_checkpoint` turns this into a checkpoint atomically.
         """
-        if self.shards is not None:
-            self.shards.tell("write", folder=str(folder))
-            self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
-            if not self.shards.is_first:
-                return
-        else:
-            write_state(folder, policy=self.policy, optimizer=self.optimizer)
+        if self.shards is None:
+            self._state().write(folder)
+            return
+        self.shards.tell("write", folder=str(folder))
+        self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
+        if self.shards.is_first:
+            write_tensors(folder, self._files())
+
+    def copied_state(self) -> LearnerState | None:
+        """Return a copy of everything that `write` writes, for a thread that writes it while steps are taken.
+
+        It is valid until the next call, which reuses its memory. None if this machine has too little memory for it, or
+        if several processes hold the state in shards.
+        """
+        return None if self.shards is not None else self._state().copied(self._copies)
+
+    def _state(self) -> LearnerState:
+        return learner_state(policy=self.policy, optimizer=self.optimizer, more=self._files())
+
+    def _files(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what a checkpoint has beside weights and optimizer."""
+        files: dict[str, dict[str, torch.Tensor]] = {}
         if self.reference is not None:
-            write_tensors(folder, "reference", self.reference.state_tensors())
+            files["reference"] = self.reference.state_tensors()
         if self.loss.decoupled:
-            write_tensors(folder, "proximal", self._proximal.state_tensors())
+            files["proximal"] = self._proximal.state_tensors()
         if self._uses is not None:
-            write_tensors(folder, "uses", {"uses": torch.from_numpy(self._uses.state())})
+            files["uses"] = {"uses": torch.from_numpy(self._uses.state())}
+        return files
 
     def read(self, folder: Path) -> None:
         """Load what `write` wrote.

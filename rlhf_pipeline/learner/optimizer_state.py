@@ -25,7 +25,7 @@ _MASTER: Final = "master"
 
 
 def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as `name/moment`.
+    """Return the optimizer's own tensors as `name/moment`, without copies.
 
     Moments in a tensor subclass (8 bits) are split into parts: `name/moment/part`. Master weights are `name/master`.
     """
@@ -33,8 +33,8 @@ def optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for tensor, values in optimizer.inner.state.items():
         for key, value in values.items():
-            tensors |= {k: v.clone() for k, v in plain_tensors(f"{name_of[id(tensor)]}/{key}", value).items()}
-    return tensors | {f"{name}/{_MASTER}": m.detach().cpu().clone() for name, m in optimizer.masters.items()}
+            tensors |= plain_tensors(f"{name_of[id(tensor)]}/{key}", value)
+    return tensors | {f"{name}/{_MASTER}": master.detach() for name, master in optimizer.masters.items()}
 
 
 def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:

@@ -155,17 +155,18 @@ class TokenPolicy(nn.Module):
         tokenizer = load_tokenizer(name, local=local)
         return cls(model if device is None else model.to(device), tokenizer, **kwargs)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], *, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write config, weights (safetensors) and tokenizer to `folder`, which `from_pretrained` loads.
 
         Args:
             folder: made if absent; files of the same names are replaced.
+            state_dict: weights to write instead of the model's current ones, such as a copy of its state dict.
 
         Raises:
             OSError: the folder cannot be written.
         """
         with quiet_progress(), named_write_errors(Path(folder)):
-            cast(Any, self.model).save_pretrained(folder)
+            cast(Any, self.model).save_pretrained(folder, state_dict=state_dict)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 

@@ -6,7 +6,8 @@
         files.json                      length and CRC32C of every file above
 
 A checkpoint is built under a temporary name, synced and renamed in, and only then is the oldest removed. A kill at any
-moment leaves the earlier checkpoints whole. Imports no torch.
+moment leaves the earlier checkpoints whole. A run writes its checkpoints in a thread, see `CheckpointWriter`. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.errors import DataError, MissingPathError
+from rlhf_pipeline.errors import DataError, MissingPathError, RunStorageError
 from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy
 
 if TYPE_CHECKING:
@@ -39,14 +41,111 @@ def save_checkpoint(
         learner.write(folder / f".{final.name}.tmp")
         shards.barrier()
         return final
-    with new_folder(final) as temporary:
-        learner.write(temporary)
-        content = json.dumps({"step": step, **state}, indent=1)
-        (temporary / _STATE).write_text(content, encoding="utf-8")
+    _write(final, learner.write, _content(step, state))
     drop_checkpoints(folder, step, keep=keep, besides=besides)
     if shards is not None and not shards.leads:
         shards.barrier()
     return final
+
+
+def _content(step: int, state: Mapping[str, Any]) -> str:
+    return json.dumps({"step": step, **state}, indent=1)
+
+
+def _write(final: Path, write: Callable[[Path], None], content: str) -> None:
+    with new_folder(final) as temporary:
+        write(temporary)
+        (temporary / _STATE).write_text(content, encoding="utf-8")
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run in a thread while the run takes its next steps, one at a time.
+
+    `begin` copies the learner's state and starts the thread. Only when `finish` has returned a checkpoint does it
+    count: the loop then deletes older ones, copies it to the bucket and names it in errors. A checkpoint that a kill
+    interrupts leaves the previous one, which `newest_checkpoint` finds.
+
+    Where no copy can be made (too little memory, or several processes that hold the state in shards), `begin` writes
+    the checkpoint itself.
+
+    Args:
+        folder: of the checkpoints.
+        learner: its state is saved.
+        say: receives the notice that the run waits for its checkpoints.
+    """
+
+    def __init__(self, folder: Path, learner: Learner, *, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._learner = learner
+        self._say = say
+        self._has_said = False
+        self._step: int | None = None
+        self._thread: Thread | None = None
+        self._failure: Exception | None = None
+
+    def begin(self, step: int, state: Mapping[str, Any]) -> None:
+        """Copy the state of a step and begin to write it; an earlier checkpoint must be finished.
+
+        Args:
+            step: the last step that was taken.
+            state: of the rest of the run; it is copied as well.
+        """
+        final, content = checkpoint_path(self._folder, step), _content(step, state)
+        self._step = step
+        copy = self._learner.copied_state()
+        if copy is None:
+            self._say_that_it_waits()
+            self._attempt(final, self._learner.write, content)
+            return
+        self._thread = Thread(target=self._attempt, args=(final, copy.write, content), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread is still at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> int | None:
+        """Wait for the checkpoint that was begun; return its step, or None if there is none to finish.
+
+        Raises:
+            RunStorageError: it could not be written. The previous one is intact.
+            OSError: the same, for a reason that a run folder explains (a full disk).
+        """
+        self.wait()
+        step, self._step = self._step, None
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return step
+        what = f"the checkpoint of step {step} was not written"
+        if isinstance(failure, OSError) and type(failure).__module__ == "builtins":
+            raise OSError(failure.errno, f"{what}: {failure.strerror or failure}", failure.filename) from failure
+        raise RunStorageError(
+            f"{what}: {type(failure).__name__}: {failure}. The previous one is intact: continue from it with --resume."
+        ) from failure
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, whatever its result."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _attempt(self, final: Path, write: Callable[[Path], None], content: str) -> None:
+        try:
+            _write(final, write, content)
+        except Exception as error:  # noqa: BLE001 - `finish` raises it in the loop's thread
+            self._failure = error
+
+    def _say_that_it_waits(self) -> None:
+        if self._has_said:
+            return
+        self._has_said = True
+        why = (
+            "this machine has too little free memory for a copy of the learner's state"
+            if self._learner.shards is None
+            else "several processes hold the learner's state in shards"
+        )
+        self._say(f"the run waits while a checkpoint is written: {why}.")
 
 
 def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:

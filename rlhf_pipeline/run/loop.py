@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +16,12 @@ from rlhf_pipeline.errors import DataError, RunStorageError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
+    CheckpointWriter,
+    checkpoint_path,
     drop_checkpoints,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
-    save_checkpoint,
 )
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
@@ -82,6 +82,8 @@ class Source(ABC):
 
     last: int | None = None
     """The step after which there is nothing to learn from, or None if that is not known."""
+    samples_again: bool = False
+    """Whether a resumed run samples again the rollouts since its checkpoint that a ring has evicted."""
 
     @abstractmethod
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
@@ -150,9 +152,18 @@ class Loop:
         self._disk = None if run.place.is_remote else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
         self._repeated = Repeated()
         self._evicts_nothing = asked.pipeline.buffer.max_trajectories is None
+        self._samples_all_again = (
+            source.samples_again
+            and asked.pipeline.sample.strategy == "fresh"
+            and asked.pipeline.max_staleness < self.learn.steps_per_rollout
+        )
+        """Whether a resumed run needs no trajectory from before its checkpoint, if the next step begins a rollout."""
         self._unrecorded: Setup | None = asked
+        self._writer = CheckpointWriter(run.checkpoints, learner, say=lambda notice: tell(on_event, notice))
+        self._begun: int | None = None
+        """The step of the newest checkpoint, finished or not, which is not saved again."""
         self._saved: int | None = None
-        """The step of the newest checkpoint, which is not saved again."""
+        """The step of the newest finished checkpoint."""
         self._started = time.perf_counter() if started is None else started
 
     def restore(self) -> None:
@@ -173,7 +184,7 @@ class Loop:
         self.progress = Progress(**state["progress"])
         if state["source"]:  # else the checkpoint is another run's, with which this one begins
             self.source.load_state(state["source"])
-        self._saved = self.progress.step
+        self._begun = self._saved = self.progress.step
         if not is_url(self.folder.address):  # an object is checked as it is read
             self.folder.ledger.recheck()
             self.metrics.recheck()
@@ -186,7 +197,16 @@ class Loop:
             check_repeated(self.folder, storage, self.progress.step, max_staleness=oldest)
 
     def run(self) -> Reason:
-        """Take steps until the end, the target or a signal."""
+        """Take steps until the end, the target or a signal.
+
+        Whatever ends it, a checkpoint that was begun is written before it returns or raises.
+        """
+        try:
+            return self._run()
+        finally:
+            self._writer.wait()
+
+    def _run(self) -> Reason:
         progress, freed = self.progress, FreedMemory()
         self.on_event(
             RunStarted(
@@ -196,13 +216,16 @@ class Loop:
                 total_steps=self.total_steps,
             )
         )
-        if self._saved is None:
+        if self._begun is None:
             self._save()  # the untrained weights, so that a run killed in its first steps can resume
+            self._finish_checkpoint()
         self.after(progress.step, None)
         try:
             if progress.step == 0:
                 self._evaluate(0)
             while (reason := self._ended()) is None:
+                if not self._writer.is_writing:
+                    self._finish_checkpoint()
                 if self._disk is not None:
                     self._look_at(self._disk)
                 with named_damage(self.folder, progress.step, self._saved):
@@ -213,15 +236,17 @@ class Loop:
                 self._step(batch)
                 self.after(progress.step, None)
                 freed.give_back()
-                if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._kept:
+                if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._kept(progress.step):
                     self._save()
             self._save()
+            self._finish_checkpoint()
             if self.evaluator is not None and reason != "interrupted":
                 reason = reason if self.evaluator.wait(self.stop) else "interrupted"
-                self._drop(list_checkpoints(self.folder.checkpoints))
+                self._drop(progress.step)
         except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
             tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
             reason = "interrupted"
+            self._finish_checkpoint()
         self.after(progress.step, reason)
         self.folder.flush()
         return reason
@@ -289,6 +314,7 @@ class Loop:
             disk.look()
         except RunStorageError:
             self._save()
+            self._finish_checkpoint()
             self.folder.flush()
             raise
 
@@ -303,47 +329,55 @@ class Loop:
         """Evaluate the weights of a step if that is due; return the figures."""
         return {} if self.evaluator is None else self.evaluator.after(step, self.stop)
 
-    @property
-    def _kept(self) -> set[int]:
-        """The steps whose checkpoints are kept beside the newest."""
-        return set() if self.evaluator is None else self.evaluator.kept(self.progress.step)
+    def _kept(self, step: int) -> set[int]:
+        """Return the steps up to this one whose checkpoints are kept beside the newest."""
+        return set() if self.evaluator is None else self.evaluator.kept(step)
 
-    def _drop(self, before: list[Path]) -> None:
-        """Drop checkpoints that are no longer kept, for all processes."""
+    def _drop(self, step: int) -> None:
+        """Drop, for all processes, the checkpoints that are no longer kept; that of this step is the newest."""
         folder = self.folder.checkpoints
-        drop_checkpoints(folder, self.progress.step, keep=self.learn.keep_checkpoints, besides=self._kept)
+        before = list_checkpoints(folder)
+        drop_checkpoints(folder, step, keep=self.learn.keep_checkpoints, besides=self._kept(step))
         for gone in set(before) - set(list_checkpoints(folder)):
             self.folder.drop(gone)
 
     def _save(self) -> None:
-        """Sync everything that the checkpoint refers to, then write it."""
-        if self._saved == self.progress.step:
+        """Sync everything that a checkpoint of the last step refers to, then begin to write it."""
+        step, store = self.progress.step, self.learner.buffer.store
+        if self._begun == step:
             return
-        self.learner.buffer.store.flush()
+        self._finish_checkpoint()
+        store.flush()
         if self.evaluator is not None:
             self.evaluator.flush()
         self.metrics.sync()
         self.folder.rows(self.folder.ledger_file).sync()
         sync_path(self.folder.path)
-        before, store, oldest = (
-            list_checkpoints(self.folder.checkpoints),
-            self.learner.buffer.store,
-            self.learner.max_staleness,
-        )
-        rows = served_rows(self.folder, store, self.progress.step, max_staleness=oldest) if self._evicts_nothing else {}
-        saved = save_checkpoint(
-            self.folder.checkpoints,
-            self.progress.step,
-            self.learner,
+        oldest = self.learner.max_staleness
+        rows = served_rows(self.folder, store, step, max_staleness=oldest) if self._evicts_nothing else {}
+        self._writer.begin(
+            step,
             state={
                 "progress": vars(self.progress),
                 "source": self.source.state(),
                 "rows": rows,
-                "lines": self.folder.lines_of(self.progress.step),
+                "lines": self.folder.lines_of(step),
             },
-            keep=self.learn.keep_checkpoints,
-            besides=self._kept,
         )
-        self.folder.keep(saved)
-        self._drop(before)
-        self._saved = self.progress.step
+        self._begun = step
+        if not (self._evicts_nothing or (self._samples_all_again and self.source.begins(step + 1))):
+            # Until it is finished, a resume starts from the one before it. The ring must not evict what that needs.
+            self._finish_checkpoint()
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that was begun, if there is one; it counts from now on.
+
+        Raises:
+            RunStorageError: it could not be written.
+        """
+        step = self._writer.finish()
+        if step is None:
+            return
+        self.folder.keep(checkpoint_path(self.folder.checkpoints, step))
+        self._drop(step)
+        self._saved = step

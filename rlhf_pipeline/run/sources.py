@@ -54,6 +54,8 @@ class _Collected(Source):
 class MadeHere(_Collected):
     """Rollouts that this process collects, in order; no other process writes to its store."""
 
+    samples_again = True
+
     def __init__(self, pipeline: Pipeline, parts: Parts, on_event: EventHandler) -> None:
         super().__init__(pipeline, parts, on_event)
         self._num_stored = parts.collector.stored.largest() // pipeline.collect.prompts_per_rollout + 1

@@ -16,6 +16,7 @@
 static char folder[PATH_MAX];
 static size_t folder_length;
 static volatile long count, kill_at;
+static unsigned delay_us;
 static int told = -1;
 
 /* Start to count. Called from Python; n = 0 kills never. */
@@ -26,6 +27,9 @@ void kill_at_call(const char *under, long n) {
     folder_length = strlen(folder);
 }
 
+/* Delay each counted call of the threads beside the first, so that their work is unfinished when the first goes on. */
+void delay_threads(unsigned us) { delay_us = us; }
+
 long calls_counted(void) { return count; }
 
 /* Write a line "CALL PATH" for each call that is counted. */
@@ -34,6 +38,7 @@ void tell_calls(int fd) { told = fd; }
 static void note_call(const char *call, const char *path) {
     char line[PATH_MAX + 64];
     if (!folder_length || strncmp(path, folder, folder_length)) return;
+    if (delay_us && syscall(SYS_gettid) != getpid()) usleep(delay_us);
     if (told >= 0) syscall(SYS_write, told, line, snprintf(line, sizeof line, "%s %s\n", call, path + folder_length));
     if (__sync_add_and_fetch(&count, 1) == kill_at) kill(getpid(), SIGKILL);
 }

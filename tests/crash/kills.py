@@ -6,7 +6,9 @@
 
 Every life of a run is a process forked from this one, which has imported everything; a preloaded library counts the
 calls that change files under the run folder and sends SIGKILL before one of them. What is on the disk changes at these
-calls only, so no moment is left out, and nothing here waits for the clock. `test_kills.py` is the short form.
+calls only, so no moment is left out, and nothing here waits for the clock. In every second life, the thread that writes
+checkpoints is delayed at each of its calls: its checkpoint is unfinished while the run takes further steps.
+`test_kills.py` is the short form.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ Act = Callable[[Path], int]
 """Starts a run in a folder, or goes on with what is there; returns the steps that it has taken."""
 
 LIFE_S = 300.0
+DELAY_US = 3000
+"""Of a call in a thread: a checkpoint of some 40 calls then takes as long as a few steps."""
 HOOK = Path(__file__).with_name("_kill_at_call.c")
 TIMED = frozenset({"time", "rollout_s", "update_s", "tokens_per_s", "update_tokens_per_s", "peak_memory_mb", "mfu"})
 """Of a step's metrics, what the machine decides."""
@@ -95,7 +99,8 @@ class Children:
     def start(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> tuple[BaseProcess, Connection]:
         """Begin a life that is killed before its call number `at`; 0 never. Its calls are written to `calls`."""
         told, telling = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_live, args=(act, run_dir, at, self.rng.getrandbits(31), telling, calls))
+        chance, delay_us = self.rng.getrandbits(31), self.rng.choice((0, DELAY_US))
+        process = self._context.Process(target=_live, args=(act, run_dir, at, chance, delay_us, telling, calls))
         process.start()
         telling.close()
         return process, told
@@ -122,13 +127,14 @@ class Children:
         return self.end(*self.start(act, run_dir, at, calls))
 
 
-def _live(act: Act, run_dir: Path, at: int, chance: int, told: Connection, calls: Path | None) -> None:
+def _live(act: Act, run_dir: Path, at: int, chance: int, delay_us: int, told: Connection, calls: Path | None) -> None:
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(chance)  # what a process happens to begin with has no part in a run
     hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
     if calls is not None:
         hook.tell_calls(os.open(calls, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    hook.delay_threads(delay_us)
     hook.kill_at_call(str(run_dir).encode(), at)
     steps = act(run_dir)
     told.send((hook.calls_counted(), steps))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from threading import Event as Gate
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ import torch
 
 from rlhf_pipeline import Pipeline
 from rlhf_pipeline.errors import RunStorageError, StopAskedError
+from rlhf_pipeline.learner import host_copies
+from rlhf_pipeline.learner.state import LearnerState
 from rlhf_pipeline.run import loop as loops
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
@@ -35,6 +40,7 @@ class Told(Source):
     def __init__(self, made: Source, change: Callable[[int, StepBatch], StepBatch | None]) -> None:
         self._made = made
         self._change = change
+        self.samples_again = made.samples_again
 
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         found = self._made.next(step, stop)
@@ -367,14 +373,15 @@ def test_the_untrained_weights_are_saved_and_evaluated_before_the_first_step(tmp
         return {}
 
     def chosen(step: int, batch: StepBatch) -> StepBatch | None:
-        told.append(("newest", max(saved(tmp_path / "run"))))
+        if step < 3:  # later, the checkpoint of step 2 may be unfinished
+            told.append(("newest", max(saved(tmp_path / "run"))))
         return batch if step < 3 else None
 
     for _ in range(2):
         with loop_in(tmp_path / "run", change=chosen, evaluator=Looked(looked)) as loop:
             loop.run()
-    begun = [("evaluated", 0), ("newest", 0), ("evaluated", 1), ("newest", 0), ("evaluated", 2), ("newest", 2)]
-    assert told == [*begun, ("newest", 2)]
+    assert told == [("evaluated", 0), ("newest", 0), ("evaluated", 1), ("newest", 0), ("evaluated", 2)]
+    assert saved(tmp_path / "run") == [0, 2]
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatch):
@@ -420,3 +427,122 @@ def test_what_torch_has_drawn_before_a_run_is_none_of_its_matter(tmp_path):
     torch.manual_seed(99)
     with loop_in(tmp_path / "run"):
         assert torch.initial_seed() == 0
+
+
+def held_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], object]) -> None:
+    """Call a function in the thread that writes a checkpoint, before each write."""
+    write = LearnerState.write
+
+    def held(state: LearnerState, folder: Path) -> None:
+        before(folder)
+        write(state, folder)
+
+    monkeypatch.setattr(LearnerState, "write", held)
+
+
+KEPT = replace(PIPELINE, learn=replace(PIPELINE.learn, keep_checkpoints=9))
+
+
+def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Step 3 ends before the checkpoint of step 2 is written, which has the state of step 2 all the same."""
+    with loop_in(tmp_path / "straight", KEPT) as loop:
+        loop.run()
+    may_write, seen = Gate(), list[list[int]]()
+
+    def after(step: int, reason: str | None) -> None:
+        if step == 3:
+            seen.append(saved(tmp_path / "run"))
+            may_write.set()
+
+    with loop_in(tmp_path / "run", KEPT, after=after) as loop:
+        held_writes(monkeypatch, lambda folder: "00000002" not in folder.name or may_write.wait(60))
+        assert loop.run() == "steps"
+    assert seen == [[0]]
+    assert saved(tmp_path / "run") == [0, 2, 4, 5]
+    for step in (2, 4, 5):
+        for file in ("model.safetensors", "optimizer.safetensors", "uses.safetensors"):
+            mine, theirs = (tmp_path / name / f"checkpoints/step-{step:08d}" / file for name in ("run", "straight"))
+            assert mine.read_bytes() == theirs.read_bytes(), (step, file)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (OSError(28, "No space left on device"), r"checkpoint of step 2 was not written: No space left on device"),
+        (RuntimeError("no such tensor"), r"checkpoint of step 2 was not written: RuntimeError: no such tensor"),
+    ],
+    ids=["full", "other"],
+)
+def test_a_checkpoint_that_fails_stops_the_run_before_its_next_step(tmp_path, monkeypatch, failure, expected):
+    """The error names the checkpoint, the earlier one is there, and a resumed run ends like the straight one."""
+
+    def fail(folder: Path) -> None:
+        if "00000002" in folder.name:
+            raise failure
+
+    def after(step: int, reason: str | None) -> None:
+        if step == 3:
+            loop._writer.wait()
+
+    with loop_in(tmp_path / "straight") as loop:
+        loop.run()
+    with monkeypatch.context() as patch, loop_in(tmp_path / "run", after=after) as loop:
+        held_writes(patch, fail)
+        with pytest.raises(OSError, match=expected):
+            loop.run()
+    assert len(lines(tmp_path / "run")) <= 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000000"]
+    with loop_in(tmp_path / "run") as loop:
+        assert loop.run() == "steps"
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    """Nothing writes to a run folder after the run has ended, and what was begun is there."""
+
+    def fail(step: int, batch: StepBatch) -> StepBatch:
+        if step == 3:
+            raise OSError("gone")
+        return batch
+
+    with loop_in(tmp_path / "run", change=fail) as loop:
+        held_writes(monkeypatch, lambda folder: time.sleep(0.3))
+        with pytest.raises(OSError, match="gone"):
+            loop.run()
+        assert not loop._writer.is_writing
+    assert saved(tmp_path / "run")[-1] == 2
+
+
+def test_without_memory_for_a_copy_the_run_waits_for_its_checkpoints(tmp_path, monkeypatch):
+    """It says so once, and its weights are the same."""
+    heard: list[Event] = []
+    with loop_in(tmp_path / "straight") as loop:
+        loop.run()
+    monkeypatch.setattr(host_copies, "available_bytes", lambda: 0.0)
+    with loop_in(tmp_path / "run", on_event=heard.append) as loop:
+        loop.run()
+    told = [event.message for event in heard if isinstance(event, Notice) and "checkpoint" in event.message]
+    assert len(told) == 1
+    assert "too little free memory" in told[0]
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, False),
+        ({"buffer__max_staleness": "1"}, True),
+        ({"learn__epochs": "2", "learn__checkpoint_every": "2"}, False),
+        ({"learn__epochs": "2", "learn__checkpoint_every": "3"}, True),
+    ],
+    ids=["newest", "older", "between", "within"],
+)
+def test_a_ring_evicts_nothing_that_an_earlier_checkpoint_needs(tmp_path, changes, waits):
+    """The run waits where steps after the earlier checkpoint learn from rollouts that are not sampled again."""
+    ring = {"collect__prompts_per_rollout": "2", "learn__epochs": "1", "buffer__max_trajectories": "16"}
+    with loop_in(tmp_path / "run", tiny(**{**ring, "buffer__max_staleness": "0", **changes})) as loop:
+        loop.progress.step = int(changes.get("learn__checkpoint_every", "1"))
+        loop._save()
+        assert (loop._saved == loop.progress.step) is waits
+        loop._finish_checkpoint()
+        assert loop._saved == loop.progress.step

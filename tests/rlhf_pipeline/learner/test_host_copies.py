@@ -1,0 +1,57 @@
+"""Copies of tensors in host memory that is used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_pipeline.learner import host_copies
+from rlhf_pipeline.learner.host_copies import HostCopies, available_bytes
+
+
+def test_a_copy_keeps_its_values_and_its_memory():
+    """Changes of the tensors do not reach it; the next copy takes the same memory, and new memory for new shapes."""
+    weight, moments = torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16)
+    copies = HostCopies()
+    assert copies.bytes_missing({"weight": weight, "moments": moments}) == 16 + 4
+    first = copies.of({"weight": weight, "moments": moments})
+    weight.add_(1.0)
+    assert first["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert copies.bytes_missing({"weight": weight, "moments": moments}) == 0
+    assert copies.bytes_missing({"weight": weight, "moments": torch.ones(3)}) == 12
+    second = copies.of({"weight": weight, "moments": torch.ones(3)})
+    assert second["weight"].data_ptr() == first["weight"].data_ptr()
+    assert second["weight"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert second["moments"].dtype == torch.float32
+
+
+def test_tied_tensors_stay_tied_and_empty_ones_are_apart():
+    """A tied head has one copy, which safetensors then saves once; views of one memory with other shapes have two."""
+    weight = torch.arange(4.0)
+    copied = HostCopies().of({"a": weight, "b": weight.detach(), "c": weight[:2], "d": torch.ones(0)})
+    assert copied["a"] is copied["b"]
+    assert copied["a"].data_ptr() != copied["c"].data_ptr()
+    assert copied["d"].shape == (0,)
+
+
+@pytest.mark.parametrize(("available", "fits"), [(7.0, False), (8.0, True)])
+def test_copies_take_at_most_half_of_what_is_available(monkeypatch, available, fits):
+    """Four bytes need eight that are available; memory that is there already needs none."""
+    monkeypatch.setattr(host_copies, "available_bytes", lambda: available)
+    copies = HostCopies()
+    assert copies.fit({"a": torch.ones(1)}) is fits
+    copies.of({"a": torch.ones(1)})
+    monkeypatch.setattr(host_copies, "available_bytes", lambda: 0.0)
+    assert copies.fit({"a": torch.ones(1)})
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    """The machine has 1 MiB, the container 300,000 bytes of which 200,000 are in use, 50,000 of those for files."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable: 1024 kB\n")
+    assert available_bytes(tmp_path / "none", tmp_path) == float("inf")
+    assert available_bytes(tmp_path, tmp_path / "none") == 1024 * 1024
+    for name, text in (("max", "300000\n"), ("current", "200000\n"), ("stat", "anon 150000\ninactive_file 50000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert available_bytes(tmp_path, tmp_path) == 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path, tmp_path) == 1024 * 1024
