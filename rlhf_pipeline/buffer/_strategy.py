@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from rlhf_pipeline.buffer.trajectory_schema import USES
 from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store.reads import StoreReads
 
@@ -35,7 +36,7 @@ class StoreView:
         store: the source of the scalars, now or as of a snapshot.
         ids: int64 `[n]`, row ids in the order of arrival.
         version: the learner's version; None takes the newest policy version in the view.
-        uses: how often each row has been used, `[n]`; None reads the column `use_count`.
+        uses: how often each row has been used, `[n]`; None reads what `ConsumingSampler` counted in this store.
         newest: bool `[n]`, which rows are of the newest rollout; None if their age tells, as in a single process.
     """
 
@@ -58,7 +59,9 @@ class StoreView:
     @property
     def use_count(self) -> Ints:
         """How often each row has been used, `[n]`."""
-        return self.column("use_count") if self.uses is None else self.uses
+        if self.uses is not None:
+            return self.uses
+        return self.column(USES.name) if USES.name in self.store.schema else np.zeros(len(self), np.int64)
 
     @property
     def age(self) -> Ints:

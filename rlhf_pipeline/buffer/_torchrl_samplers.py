@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.buffer._strategy import Ints, StoreView, TrajectorySampler, UniformSampler, gumbel_order
+from rlhf_pipeline.buffer.trajectory_schema import USES
 from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store import TrajectoryStore
 
@@ -112,7 +113,8 @@ class StalenessAwareSampler(TrajectorySampler):
 class ConsumingSampler(UniformSampler):
     """Each trajectory at most `max_sample_count` times: the store counts every draw as a use.
 
-    The count is the column `use_count`, so it outlives the process, and consumed rows stay on disk. `ran_out` is True
+    The count is the column `use_count`, which the first draw adds, so it outlives the process, and consumed rows stay
+    on disk. `ran_out` is True
     when nothing is left, which also ends an iteration over the buffer. Any number of processes may consume one store in
     a local folder: each draws under a lock, from all rows that are written and not used up, and the count is raised
     before the rows are returned. If a process dies in between, its last batch is lost.
@@ -162,7 +164,8 @@ class ConsumingSampler(UniformSampler):
                 self._ran_out = True
                 raise
             ids = storage.row_ids(index)
-            storage.update(ids, use_count=storage.store.read_scalars("use_count", ids) + 1)
+            storage.store.add_columns([USES])
+            storage.update(ids, **{USES.name: storage.store.read_scalars(USES.name, ids) + 1})
             self._remaining_batches = -(-self._sampleable_count(storage, batch_size) // batch_size)
             self._ran_out = self._remaining_batches == 0
         return index, info

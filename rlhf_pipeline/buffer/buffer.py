@@ -406,7 +406,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             at: a snapshot, which fixes rows and values; or a watermark, which fixes the rows (if one process writes),
                 with their current values; None is the current state.
             start: leave out rows that arrived before this watermark.
-            uses: row ids that count as used, once for each time they are named (a ledger); None reads `use_count`.
+            uses: row ids that count as used, once for each time they are named (a ledger); None reads what
+                `ConsumingSampler` counted in this store.
 
         Raises:
             DataError: if the store has not reached the watermark, or rows have left it since.
@@ -480,8 +481,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         There is no cursor and no other state, so the same call returns the same batch again, in any process, as long as
         `at` is the same snapshot. A watermark fixes only the rows: their values are current, and so is which rows wait
-        for their group (pass the ledger as `uses`; otherwise the store's `use_count` decides, which `ConsumingSampler`
-        changes).
+        for their group (pass the ledger as `uses`; otherwise what `ConsumingSampler` has counted in the
+        store decides).
 
         Args:
             step: number of the step.

@@ -30,6 +30,7 @@ from trajectory_store.recorder.standard import (
     TURN_FIGURES,
     TURN_REWARDS,
     TURNS,
+    USES,
     WAITING,
     standard_schema,
 )
@@ -37,8 +38,8 @@ from trajectory_store.recorder.standard import (
 __all__ = [
     "CURSOR", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST", "PROVENANCE",
     "SAMPLED_BY", "SLOT", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS", "TURN_ADVANTAGES", "TURN_FIGURES",
-    "TURN_REWARDS", "WAITING", "column_of_key", "extra_columns", "named_reward", "reward_names", "trajectory_schema",
-    "turn_reward",
+    "TURN_REWARDS", "USES", "WAITING", "column_of_key", "extra_columns", "named_reward", "reward_names",
+    "trajectory_schema", "turn_reward",
 ]  # fmt: skip
 
 

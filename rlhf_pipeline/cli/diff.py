@@ -31,7 +31,7 @@ norm differ. NaN equals NaN; created_at, the time of writing, is not compared.
 
 examples:
   rlhf-pipeline diff runs/copy_digits runs/again
-  rlhf-pipeline diff runs/copy_digits runs/again --ignore use_count
+  rlhf-pipeline diff runs/copy_digits runs/again --ignore advantage
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
 Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.

@@ -49,7 +49,6 @@ DONE: Final[Key] = ("next", "done")
 FINISH_REASON: Final[Key] = "finish_reason"
 CREATED_AT: Final[Key] = "created_at"
 TRAJECTORY_ID: Final[Key] = "trajectory_id"
-USE_COUNT: Final[Key] = "use_count"
 PRIORITY: Final[Key] = "priority"
 DEGENERATE: Final[Key] = "degenerate"
 PROMPT: Final[Key] = "prompt"
@@ -100,7 +99,6 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     FINISH_REASON: "finish_reason",
     CREATED_AT: "created_at",
     TRAJECTORY_ID: "trajectory_id",
-    USE_COUNT: "use_count",
     PRIORITY: "priority",
     DEGENERATE: "degenerate",
     PROMPT: "prompt",

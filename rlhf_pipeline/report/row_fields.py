@@ -18,7 +18,7 @@ _FIRST: Final = (
     *("task_reward", "return", "advantage", "policy_version", "group_id", "num_completion_tokens", "finish_reason"),
     *("failure_reason", "reward_trusted", "degenerate", "num_tokens", "kl_coef", "created_at"),
 )
-_NO_FIELDS: Final = INTERNAL | {"prompt", "completion", "meta", "trajectory_id", "use_count"}
+_NO_FIELDS: Final = INTERNAL | {"prompt", "completion", "meta", "trajectory_id"}
 _ALWAYS: Final = ("task_reward", "advantage", "policy_version", "group_id", "num_completion_tokens", "finish_reason")
 _LABELS: Final = {column: short for short, column in SHORT.items()} | {
     "num_completion_tokens": "tokens",

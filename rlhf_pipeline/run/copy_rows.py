@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, WAITING, trajectory_schema
+from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, USES, WAITING, trajectory_schema
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
@@ -86,7 +86,7 @@ def gather_schema(choice: Choice) -> Schema:
     """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin."""
     columns = {column.name: column for column in trajectory_schema()}
     given: dict[str, str] = {}
-    own = INTERNAL | {column.name for column in _OWN}
+    own = INTERNAL | {column.name for column in (*_OWN, USES)}
     with open_sources([source.path for source in choice.sources]) as stores:
         for store in stores:
             for column in store.schema:
@@ -252,7 +252,6 @@ class Gatherer:
             SOURCE_ROW.name: rows,
             "trajectory_id": choice.trajectory_id[start:end],
             "group_id": choice.group_id[start:end],
-            "use_count": np.zeros(n),
             SLOT: np.full(n, -1),
             WAITING.name: np.full(n, -1),
             COMPUTED.name: np.zeros(n),

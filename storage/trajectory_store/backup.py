@@ -30,6 +30,8 @@ def copy_folder(source: Path, target: Path, root: Root) -> None:
     the copy never counts what it does not have. If the catalog has moved on meanwhile, the next round copies what has
     changed since. Ids are kept. Holes in files stay holes.
     """
+    if target.absolute().resolve().is_relative_to(source.resolve()):
+        raise StoreExistsError(f"{target} is in the folder of the store itself. Choose another place for the copy.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreExistsError(f"{target} exists already. Choose another place for the copy.")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -173,7 +173,8 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
     """
     values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
-    for name, given in data.items():
+    for name, column_values in data.items():
+        given = column_values.tolist() if np.ma.is_masked(column_values) else column_values  # None where masked
         values[name] = given
         column = schema.find(name) if isinstance(given, (list, tuple)) else None
         if column is None:
@@ -220,13 +221,29 @@ def as_array(given: Any) -> npt.NDArray[Any]:
     """Return values as a numpy array, also of a tensor that requires a gradient, is bfloat16, or is on a device.
 
     Raises:
-        ValueError: rows of different lengths.
+        ValueError: rows of different lengths, or masked values.
         TypeError: these are no values.
     """
+    if np.ma.is_masked(given):
+        raise ValueError("some of its values are masked: fill them, or leave the row out")
     if hasattr(given, "detach"):
         tensor = given.detach().cpu()
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
     return np.asarray(given)
+
+
+def _numbers(column: Column, given: Any) -> npt.NDArray[Any]:
+    """Return values as an array; of Python's integers above 2^63 NumPy makes floats or objects."""
+    array = as_array(given)
+    if column.dtype != "uint64" or array.dtype.kind not in "fO" or isinstance(given, np.ndarray):
+        return array
+    integers = np.asarray(given, object)
+    if not all(isinstance(value, (int, np.integer)) for value in integers.flat):
+        return array
+    bad = [value for value in integers.flat if not 0 <= value < 1 << 64]
+    if bad:
+        raise BatchError(f"column '{column.name}': {bad[0]} does not fit {column.dtype}.")
+    return integers.astype(np.uint64)
 
 
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
@@ -298,8 +315,10 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
     try:
-        array = as_array(given)
+        array = _numbers(column, given)
     except (ValueError, TypeError) as error:
+        if isinstance(error, BatchError):
+            raise
         raise BatchError(f"column '{column.name}' takes one value per row: {error}") from None
     if array.ndim != 1:
         raise BatchError(f"column '{column.name}' is a scalar per row: expected shape [n], got {list(array.shape)}.")
@@ -319,8 +338,10 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     rows: list[npt.NDArray[Any]] = []
     for i, row in enumerate(cast("Iterable[Any]", given)):
         try:
-            array = as_array(row)
+            array = _numbers(column, row)
         except (ValueError, TypeError) as error:
+            if isinstance(error, BatchError):
+                raise
             raise BatchError(f"row {i} of column '{column.name}' is not an array: {error}") from None
         if column.shape and array.size == 0:
             array = array.reshape(0, *column.shape)

@@ -72,14 +72,20 @@ def _neither(data: Any) -> BatchError:
 
 
 def _from_table(schema: Schema, table: Any) -> Batch:
+    _check_unique(list(table.column_names))
     values, given = arrow.columns_of(table, schema)
-    for name, there in given.items():
-        column = schema[name]
-        if column.axis is None or column.is_text:
+    for columns in schema.axes.values():
+        beside = [column for column in columns if column.name in values and not column.is_text]
+        if not any(column.name in given for column in beside):
             continue
-        beside = [other.name for other in schema.axes[column.axis] if other.name in values and other.name not in given]
-        if beside:  # a null is as long as the columns that it lies beside
-            values[name] = _stretched(column, values[name], values[beside[0]].lengths, there)
+        # A null is as long as the columns beside it: of each row, the first that has a value has its length.
+        lengths = np.zeros(table.num_rows, np.int64)
+        for column in reversed(beside):
+            ragged = values[column.name]
+            lengths = np.where(given.get(column.name, True), ragged.lengths, lengths)
+        for column in beside:
+            if column.name in given:
+                values[column.name] = _stretched(column, values[column.name], lengths, given[column.name])
     batch = prepare(schema, values, table.num_rows)
     batch.partial |= given
     return batch
@@ -95,6 +101,7 @@ def _stretched(column: Any, ragged: Any, lengths: Any, there: Any) -> Any:
 def _from_frame(schema: Schema, frame: Any) -> Batch:
     """Return a DataFrame as a batch. Its NaN is a value of a float column, and no value of any other."""
     values: dict[str, Any] = {}
+    _check_unique([str(name) for name in frame.columns])
     for name in frame.columns:
         column, series = schema[str(name)], frame[name]
         numbers = isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf"
@@ -103,9 +110,15 @@ def _from_frame(schema: Schema, frame: Any) -> Batch:
             continue
         given = [None if _is_missing(value) else value for value in series.tolist()]
         if numbers:  # whole numbers became floats where one was missing
-            given = [int(value) if value is not None and value == int(value) else value for value in given]
+            given = [int(value) if value is not None and value.is_integer() else value for value in given]
         values[column.name] = given
     return by_columns(schema, values)
+
+
+def _check_unique(names: list[str]) -> None:
+    twice = [name for place, name in enumerate(names) if name in names[:place]]
+    if twice:
+        raise BatchError(f"column '{twice[0]}' appears twice. Rename one of the two, or drop it.")
 
 
 def _is_missing(value: Any) -> bool:

@@ -76,7 +76,7 @@ def backend_of(path: Any, asked: Backend | None) -> Backend:
 def bucket_of(path: Any) -> Bucket:
     """Return the bucket that a path, a URL, an obstore store or a zarr `Store` names."""
     if is_folder(path):
-        return FolderBucket(Path(path), durable=False)
+        return FolderBucket(Path(path).expanduser(), durable=False)
     from trajectory_store.objects.remote import open_bucket
 
     return open_bucket(path, durable=False)

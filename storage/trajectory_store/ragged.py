@@ -52,6 +52,8 @@ class RaggedArray:
     __slots__ = ("_offsets", "lengths", "values")
 
     def __init__(self, values: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        if np.ma.is_masked(values):
+            raise BatchError("a RaggedArray takes flat values; some of these are masked. Fill them first.")
         self.values: npt.NDArray[Any] = np.asarray(values)
         counts: npt.NDArray[Any] = np.asarray(lengths)
         if counts.size == 0:

@@ -23,7 +23,9 @@ DEFAULT_AXIS = "tokens"
 MAX_OPTIONAL = 64
 MAX_WIDTH = 1 << 16
 RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths", "ids"})
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
+MAX_NAME = 128
+_NAME = re.compile(rf"[A-Za-z][A-Za-z0-9_-]{{0,{MAX_NAME - 1}}}\Z")
+"""Of a column or an axis: a file is named after each, with a suffix, and a file system takes 255 bytes."""
 
 Fill = bool | int | float | str
 
@@ -33,7 +35,7 @@ class Column:
     """One column of a store.
 
     Args:
-        name: letters, digits, `_` and `-`, starting with a letter.
+        name: at most 128 letters, digits, `_` and `-`, starting with a letter.
         dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
         ragged: one array of any length per trajectory instead of one value.
         mutable: `TrajectoryStore.update` may change the values, as it can of no other column. `append` may leave the
@@ -64,8 +66,8 @@ class Column:
     def __post_init__(self) -> None:
         if not _NAME.match(self.name) or self.name in RESERVED:
             raise SchemaError(
-                f"column name {self.name!r} cannot be used: a name starts with a letter, holds letters, "
-                f"digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
+                f"column name {self.name!r} cannot be used: a name starts with a letter, holds at most {MAX_NAME} "
+                f"letters, digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
             )
         if self.dtype not in DTYPES:
             raise SchemaError(
@@ -95,7 +97,10 @@ class Column:
         elif not (self.ragged or self.is_text):
             raise SchemaError(f"column '{self.name}' is a scalar and has no axis; set ragged=True.")
         elif not _NAME.match(self.axis):
-            raise SchemaError(f"axis {self.axis!r} of column '{self.name}' is not a valid name.")
+            raise SchemaError(
+                f"axis {self.axis!r} of column '{self.name}' is not a valid name: it starts with a "
+                f"letter and holds at most {MAX_NAME} letters, digits, '_' and '-'."
+            )
 
     def _check_fill(self) -> None:
         if self.fill is None:

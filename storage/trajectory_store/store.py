@@ -457,7 +457,7 @@ class TrajectoryStore(StoreTable):
             target: the new folder; must not exist, or be empty.
 
         Raises:
-            StoreExistsError: the target holds something.
+            StoreExistsError: the target holds something, or is in the store's own folder.
             SchemaError: the store is not in a folder.
         """
         self._check_open()
@@ -467,7 +467,7 @@ class TrajectoryStore(StoreTable):
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
-            copy_folder(self.path, Path(target), self._root)
+            copy_folder(self.path, Path(target).expanduser(), self._root)
 
     @property
     def segment(self) -> int | None:

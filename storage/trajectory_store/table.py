@@ -114,12 +114,15 @@ class StoreTable(StoreReads):
         """
         return len(self) if condition is None else len(self.where(condition))
 
-    def sample(self, n: int, seed: int | np.random.Generator = 0, *, condition: str | None = None) -> Int64Array:
+    def sample(
+        self, n: int, seed: int | np.random.Generator | None = None, *, condition: str | None = None
+    ) -> Int64Array:
         """Return the ids of different trajectories, drawn uniformly: `[n]` int64.
 
         Args:
             n: how many.
-            seed: of the draw: the same gives the same places of the same rows. Or a generator, which goes on.
+            seed: of the draw: the same gives the same places of the same rows. Or a generator, which goes on. None
+                makes a new draw each time.
             condition: of these, see `where`.
 
         Raises:

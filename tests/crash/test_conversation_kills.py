@@ -24,7 +24,7 @@ from trajectory_store import TrajectoryStore
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
 
 FORKED = multiprocessing.get_context("fork")
-NOT_COMPARED = {"created_at", "use_count", "evaluation"}
+NOT_COMPARED = {"created_at", "evaluation"}
 
 
 class Dies(FrozenLake):

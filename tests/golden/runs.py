@@ -47,7 +47,7 @@ from trajectory_store import TrajectoryStore
 
 Digest = dict[str, Any]
 
-LEFT_OUT = frozenset({"created_at", "slot", "source_row", "pending_id", "use_count", "priority"})
+LEFT_OUT = frozenset({"created_at", "slot", "source_row", "pending_id", "priority"})
 """Columns that hold the time, row ids or bookkeeping. Of the rest, a column that was not recorded is not compared."""
 
 FIGURES = ("loss", "task_reward", "grad_norm", "kl_k1", "kl_coef", "kl_approx", "entropy", "ess", "clip_fraction")

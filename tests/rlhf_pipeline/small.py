@@ -179,7 +179,6 @@ def make_store(
                 "policy_version": np.zeros(size) if versions is None else versions[at : at + size],
                 "num_prompt_tokens": np.full(size, 2),
                 "temperature": np.ones(size, np.float32),
-                "use_count": np.full(size, 7),
                 "prompt": [f"prompt {group}"] * size,
                 "completion": [f"completion {row}" for row in ids],
             }

@@ -89,6 +89,10 @@ and `branch` identify the conversation that this one continues. An unused column
 columns for which its rows have values.
 """
 
+USES = Column("use_count", "int32", mutable=True, fill=0)
+"""How often a `ConsumingSampler` has drawn a trajectory: it adds the column at its first draw. A run's uses are in its
+ledger."""
+
 
 def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
     """Return the default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
@@ -128,7 +132,6 @@ def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False
         Column(SLOT, "int64", fill=-1),
         WAITING,
         FAILED_MEMBERS,
-        Column("use_count", "int32", mutable=True, fill=0),
         Column("priority", "float32", mutable=True, fill=1.0),
         Column("finish_reason", "str", fill=""),
         Column("prompt", "str", fill=""),

@@ -19,6 +19,7 @@ from torchrl.envs.transforms import Compose, Transform
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer, TrajectoryWriter
 from rlhf_pipeline.buffer.samplers import FreshSampler, PrioritySampler, UniformSampler
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import USES
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -326,6 +327,7 @@ def test_numbers_of_a_step(make_buffer, make_rows, size):
 def test_a_snapshot_draws_with_the_values_of_then(make_buffer, make_rows):
     """What was used, weighed or completed since does not count: the batch is the same, value by value."""
     rb = make_buffer(MCAdvantage(2), seed=7)
+    rb.store.add_columns([USES])
     rows = make_rows([4] * 8)
     rb.extend(lazy_stack(rows[:7]))  # the last one waits
     draw = partial(rb.sample_step, 3, strategy=PrioritySampler(max_uses=1))
@@ -381,6 +383,7 @@ def test_steps_by_version_and_ledger(make_buffer, make_rows):
     assert rb.select_step(0, version=1).tolist() == ids[:16][0:8] + ids[8:16]
     assert rb.select_step(0, version=3).tolist() == ids[8:16]
     assert rb.select_step(0, 2, version=3, uses=ids[8:10]).tolist() == ids[10:12]
+    rb.store.add_columns([USES])
     rb.store.update(ids[8:10], use_count=[2, 1])
     assert rb.select_step(0, 2, version=3).tolist() == ids[10:12]
     assert rb.select_step(0, 2, version=3, uses=[]).tolist() == ids[8:10]

@@ -23,6 +23,7 @@ from rlhf_pipeline.buffer.samplers import (
     as_sampler,
 )
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
+from rlhf_pipeline.buffer.trajectory_schema import USES
 from rlhf_pipeline.errors import DataError, DefinitionError
 
 ALL = [
@@ -81,6 +82,7 @@ def test_fresh_is_by_version_and_use(storage):
     sampler = FreshSampler(max_staleness=1)
     assert pick(sampler, storage, None, version=5) == [8, 9, 10, 11]
     assert pick(sampler, storage, 3, version=5) == [8, 9, 10]
+    storage.store.add_columns([USES])
     storage.update(storage.row_ids([8, 10]), use_count=[1, 1])
     assert pick(sampler, storage, None, version=5) == [9, 11]
     used = np.zeros(12, np.int64)
@@ -92,6 +94,7 @@ def test_fresh_is_by_version_and_use(storage):
 
 def test_limits_hold_for_every_strategy(storage):
     """Staleness, use count and priority 0 keep rows out of all strategies."""
+    storage.store.add_columns([USES])
     storage.update(storage.row_ids([10]), use_count=[3])
     storage.update(storage.row_ids([6, 7]), priority=[0.0, 0.0])
     for kind in (FreshSampler, UniformSampler, PrioritySampler, RecencySampler):

@@ -231,7 +231,7 @@ def test_zarr_backend(tmp_path, make_rows):
     remote = TrajectoryStorage(tmp_path / "zarr", backend="zarr")
     for storage in (local, remote):
         put(storage, lazy_stack(finished(make_rows([4, 7, 3]))))
-        storage.update(storage.row_ids([1]), use_count=[2])
+        storage.update(storage.row_ids([1]), priority=[2.0])
     remote.close()
     remote = TrajectoryStorage(tmp_path / "zarr", backend="zarr")
     mine, theirs = local.read([2, 0, 1], text=True), remote.read([2, 0, 1], text=True)
@@ -302,15 +302,15 @@ def test_writing_to_a_slot_replaces_it(storage, make_rows, tmp_path):
 
 
 def test_mutable_scalars(storage, make_rows, tmp_path):
-    """Use counts and priorities change: here at once, in another handle after a refresh."""
+    """Flags and priorities change: here at once, in another handle after a refresh."""
     put(storage, lazy_stack(make_rows([4, 5, 6])))
     other = TrajectoryStorage(tmp_path / "store", mode="r")
     assert storage.get([0, 1])[keys.PRIORITY].tolist() == [1.0, 1.0]
     ids = storage.row_ids([0, 2])
-    storage.update(ids, use_count=[1, 2], priority=torch.tensor([0.5, 0.25]))
-    assert storage.get([0, 1, 2])[keys.USE_COUNT].tolist() == [1, 0, 2]
+    storage.update(ids, degenerate=[True, True], priority=torch.tensor([0.5, 0.25]))
+    assert storage.get([0, 1, 2])[keys.DEGENERATE].tolist() == [True, False, True]
     other.refresh()
-    assert other.get([0, 1, 2])[keys.USE_COUNT].tolist() == [1, 0, 2]
+    assert other.get([0, 1, 2])[keys.DEGENERATE].tolist() == [True, False, True]
     assert other.get([0, 1, 2])[keys.PRIORITY].tolist() == [0.5, 1.0, 0.25]
     other.close()
 

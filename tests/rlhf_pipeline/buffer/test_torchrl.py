@@ -367,12 +367,12 @@ def test_in_place_writes_reach_the_store(make, kind, tmp_path):
     rb = make(kind)
     rb.set_("priority", torch.arange(8.0))
     rb.set_at_("priority", torch.tensor([20.0, 30.0]), [2, 3])
-    rb.update_({"task_reward": torch.full((8,), 0.5), "use_count": torch.ones(8, dtype=torch.int64)})
+    rb.update_({"task_reward": torch.full((8,), 0.5), "degenerate": torch.ones(8, dtype=torch.bool)})
     rb.update_({"priority": torch.zeros(8), "advantage": torch.arange(8.0)}, keys_to_update=["advantage"])
     other = TrajectoryStorage(rb.storage.store.path, mode="r")[:]
     assert other["priority"].tolist() == [0.0, 1.0, 20.0, 30.0, 4.0, 5.0, 6.0, 7.0]
     assert other["task_reward"].tolist() == [0.5] * 8
-    assert other["use_count"].tolist() == [1] * 8
+    assert other["degenerate"].tolist() == [True] * 8
     assert other["advantage"].tolist() == list(range(8))
 
 

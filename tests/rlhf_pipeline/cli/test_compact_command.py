@@ -39,7 +39,7 @@ def in_pieces(run: Path, folder: Path) -> Path:
             ids = copy_rows(source, target, batch_rows=5)
             target.update(ids[:9], advantage=np.arange(9))
         with TrajectoryStore.open(folder / "store", "a") as again:
-            again.update(ids[40:], use_count=np.full(8, 7))
+            again.update(ids[40:], priority=np.full(8, 7))
     return folder
 
 
@@ -64,7 +64,7 @@ def test_compact(cli: Cli, run_dir: Path, pieces: Path):
     assert cli("diff", before, pieces).code == 0
     with TrajectoryStore.open(before / "store") as old, TrajectoryStore.open(pieces / "store") as new:
         assert old.ids().tolist() == new.ids().tolist()
-        assert new.read(new.ids()[-1:])["use_count"].tolist() == [7]
+        assert new.read(new.ids()[-1:])["priority"].tolist() == [7.0]
 
 
 def test_nothing_to_merge(cli: Cli, run_dir: Path):

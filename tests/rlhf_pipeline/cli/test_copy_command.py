@@ -15,7 +15,7 @@ def test_there_and_back(cli: Cli, run_dir: Path):
     """A run's store is archived as zarr in fewer bytes, and brought back without a difference."""
     with TrajectoryStore.open(run_dir / "store", "a") as store:
         store.update(store.ids()[3:5], advantage=[7.0, 8.0])
-        store.update(store.ids()[:2], use_count=4)
+        store.update(store.ids()[:2], priority=4)
     shown = cli("copy", run_dir, "--to", "an archive", "--backend", "zarr")
     assert shown.code == 0
     lines = shown.out.splitlines()
@@ -30,7 +30,7 @@ def test_there_and_back(cli: Cli, run_dir: Path):
         assert cli("verify", made).code == 0
     with TrajectoryStore.open("made/here") as back:
         assert back.read_scalars("advantage")[3:5].tolist() == [7.0, 8.0]
-        assert back.read_scalars("use_count")[:3].tolist() == [4, 4, 0]
+        assert back.read_scalars("priority")[:3].tolist() == [4.0, 4.0, 0.0]
 
 
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])

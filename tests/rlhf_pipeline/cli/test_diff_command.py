@@ -31,18 +31,18 @@ def change_rows(file: Path, step: int, **values: Any) -> None:
 
 
 def test_equal_runs(cli: Cli, run_dir: Path, twin: Path):
-    """A run equals its copy; a use count that differs is a difference unless it is ignored."""
+    """A run equals its copy; a priority that differs is a difference unless it is ignored."""
     shown = cli("diff", run_dir, twin)
     assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference")
     with TrajectoryStore.open(twin / "store", "a") as store:
-        store.update([5, 6], use_count=3)
+        store.update([5, 6], priority=3)
     shown = cli("diff", run_dir, twin)
     assert shown.code == 1
-    assert "  use_count  2 of 48 differ; ids 5, 6\n" in shown.out
-    assert "             the first: 0 | 3\n" in shown.out
+    assert "  priority  2 of 48 differ, by 3 at most; ids 5, 6\n" in shown.out
+    assert "            the first: 0 | 3\n" in shown.out
     assert "rlhf-pipeline show runs/twin --id 5\n" in shown.out
-    shown = cli("diff", run_dir, twin, "--ignore", "use_count")
-    assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference (use_count not compared)")
+    shown = cli("diff", run_dir, twin, "--ignore", "priority")
+    assert (shown.code, shown.out.splitlines()[-1]) == (0, "no difference (priority not compared)")
 
 
 def test_what_makes_no_difference_is_a_remark(cli: Cli, run_dir: Path, twin: Path):
@@ -105,10 +105,10 @@ def test_json(cli: Cli, run_dir: Path, twin: Path):
     assert (data["same"], data["config"], data["steps"]["differences"]) == (True, [], [])
     assert data["trajectories"]["key"] == "trajectory_id"
     with TrajectoryStore.open(twin / "store", "a") as store:
-        store.update(store.ids(), use_count=1)
+        store.update(store.ids(), priority=1)
     shown = cli("diff", run_dir, twin, "--json")
     [column] = json.loads(shown.out)["trajectories"]["columns"]
-    assert (shown.code, column["name"], column["num"], column["first"][1]) == (1, "use_count", 48, [1, 1])
+    assert (shown.code, column["name"], column["num"], column["first"][1]) == (1, "priority", 48, [1, 1])
 
 
 def test_stores_in_another_order(cli: Cli, run_dir: Path):

@@ -23,7 +23,7 @@ SLIPS = (
     ("copy runs/demo", "--to"),
     ("cpoy runs/demo", "Did you mean 'copy'?"),
     ("diff runs/demo runs/dmo", "Did you mean 'runs/demo'?"),
-    ("diff runs/demo runs/demo --ignore use_cout", "Did you mean 'use_count'?"),
+    ("diff runs/demo runs/demo --ignore priorty", "Did you mean 'priority'?"),
     ("diff runs/demo", "RIGHT"),
     ("export . --to x.jsonl", "run or store"),
     ("export runs/demo --to x.jsonl --filter rewrad>1", "Did you mean 'reward'?"),

@@ -133,7 +133,7 @@ def small(folder: Path, num: int = 6, **more: Any) -> Path:
         ids = store.append(
             {"input_ids": rows, "task_reward": np.arange(num) / 4, "policy_version": np.arange(num), **more}
         )
-        store.update(ids[:1], use_count=3)
+        store.update(ids[:1], priority=3)
         if num > 1:
             store.update(ids[1:2], advantage=[0.5])
     return folder
@@ -150,7 +150,7 @@ def test_trajectories_without_ids(tmp_path: Path, name: str):
     assert import_files([tmp_path / name], tmp_path / "b").num_skipped == 6
     with TrajectoryStore.open(store) as a, TrajectoryStore.open(tmp_path / "b") as b:
         assert diff(a, b).same
-        assert b.read_scalars("use_count").tolist() == [3, 0, 0, 0, 0, 0]
+        assert b.read_scalars("priority").tolist() == [3, 1, 1, 1, 1, 1]
         assert b.present("ref_log_probs").tolist() == [False] * 6  # given in no row: it is not in the export either
 
 
@@ -311,7 +311,7 @@ def test_what_jsonl_says(tmp_path: Path):
         ((), [0, 1, 2, 3, 4, 5]),
         (("reward>=0.5", "version<5"), [2, 3, 4]),
         (("num_tokens == 2",), [1]),
-        (("use_count!=0",), [0]),
+        (("priority!=1",), [0]),
         (("finish_reason = stop", "date >= 1970-01-01T00:00:03"), [3, 5]),
     ],
 )

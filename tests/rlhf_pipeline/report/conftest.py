@@ -31,7 +31,7 @@ COLUMNS = (
     Column("prompt", "str"),
     Column("completion", "str"),
     Column("meta", "str"),
-    Column("use_count", "int32", mutable=True),
+    Column("priority", "float32", mutable=True),
 )
 
 

@@ -52,22 +52,20 @@ def bits_of(folder: Path) -> dict[str, str]:
 
 
 def test_what_lacks_nothing_is_copied_bit_for_bit(tmp_path):
-    """Every column of every row, those that only this store has too, NaN included; the use count starts anew."""
+    """Every column of every row, those that only this store has too, NaN included."""
     source = make_store(tmp_path / "source", extra=True)
     before = bits_of(source)
     with gathered(offline(source), tmp_path / "own") as own, TrajectoryStore.open(source) as given:
         rows = own.read_scalars("source_row")
         assert own.read_scalars("source").tolist() == [0] * 12
         for column in given.schema:
-            if column.name == "use_count":
-                assert own.read_scalars("use_count").tolist() == [0] * 12
-            elif column.axis is None or column.is_text:
+            if column.axis is None or column.is_text:
                 left, right = own.read_scalars(column.name), given.read_scalars(column.name, rows)
                 assert np.array_equal(left, right, equal_nan=column.np_dtype.kind == "f" and not column.is_text)
             else:
                 left, right = own.read_ragged(column.name), given.read_ragged(column.name, rows)
                 assert left.values.tobytes() == right.values.tobytes()
-            if column.optional and column.name != "use_count" and column.name in ("advantage", "kl_coef"):
+            if column.optional and column.name in ("advantage", "kl_coef"):
                 assert own.present(column.name).tolist() == given.present(column.name, rows).tolist()
         assert own.read_scalars("computed").tolist() == [0] * 12
     assert bits_of(source) == before

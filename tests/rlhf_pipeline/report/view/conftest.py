@@ -160,7 +160,7 @@ def wide_run(folder: Path) -> Path:
                 "prompt": [f"prompt {at}" for at in group // 2],
                 "completion": texts,
                 "meta": [json.dumps(one) for one in meta],
-                "use_count": np.ones(num, np.int32),
+                "priority": np.ones(num, np.float32),
             }
         )
     metrics, ledger = StepRows(run / "metrics.jsonl"), StepRows(run / "ledger.jsonl")

@@ -228,7 +228,7 @@ def evil_run(folder: Path) -> Path:
             meta = {"answer": EVIL, "error": EVIL, "messages": [{"role": EVIL, "content": EVIL}]}
             ragged = {"input_ids": [tokens], "assistant_mask": [mask], "log_probs": [np.full(6, -1, np.float32)]}
             numbers = {"group_id": [group], "policy_version": [0], "num_prompt_tokens": [2], "advantage": [0.0]}
-            rest = {"task_reward": [np.nan], "meta": [json.dumps(meta)], "use_count": [0]}
+            rest = {"task_reward": [np.nan], "meta": [json.dumps(meta)]}
             store.append({**text, **ragged, **numbers, **rest})
     (run / "log.txt").write_text(EVIL)
     return run
