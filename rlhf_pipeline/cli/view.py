@@ -106,7 +106,7 @@ def _imported(file: Path, folder: Path, tokenizer: str | None, fields: Mapping[s
                 folder / name,
                 tokenizer=encoder,
                 fields=fields,
-                shown=True,
+                for_display=True,
                 chat_template=tokenizer is not None,
                 durability="process",
             )

@@ -31,8 +31,8 @@ def schema_beside(path: Path, container: str) -> Path:
 def schema_of(source: Any) -> Schema | None:
     """Return the store's columns that an export wrote down, or None."""
     if source.container == "parquet":
-        found = need("pyarrow.parquet").read_schema(source.path).metadata or {}
-        written = found[SCHEMA_KEY].decode() if SCHEMA_KEY in found else None
+        metadata = need("pyarrow.parquet").read_schema(source.path).metadata or {}
+        written = metadata[SCHEMA_KEY].decode() if SCHEMA_KEY in metadata else None
     else:
         beside = schema_beside(source.path, source.container)
         written = beside.read_text(encoding="utf-8") if beside.is_file() else None
@@ -69,36 +69,36 @@ def _floats(value: Any) -> Any:
 
 def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row of an export, as JSON or Arrow has it; a float may be rounded, nothing else."""
-    other = [str(name) for name in row if name not in schema]
-    if other:
+    unknown_fields = [str(name) for name in row if name not in schema]
+    if unknown_fields:
         raise DataError(
-            f"the fields {', '.join(other)} are no columns of the store that was exported. Leave them out, or put the "
-            "export's own list of columns, FILE.schema.json, beside it."
+            f"the exported store has no columns {', '.join(unknown_fields)}. Remove these fields, or put the list of "
+            "columns that the export wrote, FILE.schema.json, beside the file."
         )
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for column in schema:
         if column.name in row:
             try:
-                made[column.name] = _value(column, row[column.name])
+                columns[column.name] = _value(column, row[column.name])
             except (TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"column '{column.name}' does not hold {column.dtype}: {error}") from error
         elif not column.optional:
             raise DataError(f"there is no field '{column.name}', which every row of the store has.")
-    return made
+    return columns
 
 
-def _value(column: Column, given: Any) -> Any:
+def _value(column: Column, json_value: Any) -> Any:
     if column.is_text:
         if column.dtype == "bytes":
-            if not isinstance(given, (str, bytes)):
+            if not isinstance(json_value, (str, bytes)):
                 raise ValueError("it is neither bytes nor Base64")
-            return base64.b64decode(given, validate=True) if isinstance(given, str) else given
-        if not isinstance(given, str):
+            return base64.b64decode(json_value, validate=True) if isinstance(json_value, str) else json_value
+        if not isinstance(json_value, str):
             raise ValueError("it is no text")
-        return given
-    array = np.asarray(given)
+        return json_value
+    array = np.asarray(json_value)
     if column.np_dtype.kind == "f" and array.dtype.kind not in "biuf":
-        array = np.asarray(_floats(given))
+        array = np.asarray(_floats(json_value))
     if column.axis is not None:
         array = array.reshape(-1, *column.shape) if not array.size else array
     if array.shape[column.axis is not None :] != column.shape or array.dtype.kind not in "biuf":
@@ -108,8 +108,8 @@ def _value(column: Column, given: Any) -> Any:
     if array.dtype == column.np_dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(column.np_dtype)
-    lost = np.isinf(made) & np.isfinite(array) if made.dtype.kind == "f" else made != array
+        converted = array.astype(column.np_dtype)
+    lost = np.isinf(converted) & np.isfinite(array) if converted.dtype.kind == "f" else converted != array
     if lost.any():
         raise ValueError(f"{array[lost].flat[0]} does not fit")
-    return made
+    return converted

@@ -97,7 +97,7 @@ def _number(value: Any) -> float | None:
 
 def _meta(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        meta = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return meta if isinstance(meta, dict) else {}

@@ -45,12 +45,12 @@ def copy_store(
     check_absent(target)
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         schema = opened.schema
-        with appearing_whole(target) as part, TrajectoryStore.create(part, schema, backend=backend) as made:
-            copy_rows(opened, made, ids, on_rows=on_rows)
+        with appearing_whole(target) as part, TrajectoryStore.create(part, schema, backend=backend) as copied:
+            copy_rows(opened, copied, ids, on_rows=on_rows)
             if backend == "zarr":
-                made.compact()
+                copied.compact()
             else:
-                made.flush()
+                copied.flush()
     return ExportReport(
         path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names
     )

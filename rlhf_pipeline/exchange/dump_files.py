@@ -39,17 +39,17 @@ class ArchiveMember:
         self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield `(number, row)`, see `SourceFile.rows`; errors name the place in the archive."""
-        named = None if on_bad is None else lambda error: on_bad(self._named(error))
+        on_bad_member = None if on_bad is None else lambda error: on_bad(self._with_archive_path(error))
         try:
-            yield from self.unpacked.rows(arrays=arrays, growing=growing, on_bad=named)
+            yield from self.unpacked.rows(arrays=arrays, growing=growing, on_bad=on_bad_member)
         except DataError as error:
-            raise self._named(error) from error
+            raise self._with_archive_path(error) from error
 
     def where(self, number: int) -> str:
         """Return the place of a row as an error message names it."""
         return self.unpacked.where(number).replace(str(self.unpacked.path), str(self.path))
 
-    def _named(self, error: DataError) -> DataError:
+    def _with_archive_path(self, error: DataError) -> DataError:
         return DataError(str(error).replace(str(self.unpacked.path), str(self.path)))
 
 
@@ -82,10 +82,13 @@ Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file to read; one that was `named` must have rollouts, one in a folder or an archive may be something else."""
+    """A file to read.
+
+    A file that `is_named` on the command line must contain rollouts; a file in a folder or an archive may not.
+    """
 
     dump: Dump
-    named: bool
+    is_named: bool
 
 
 def find_dumps(paths: Sequence[str | Path], container: Container | None = None, *, scratch: Path) -> list[Found]:
@@ -93,19 +96,19 @@ def find_dumps(paths: Sequence[str | Path], container: Container | None = None, 
 
     A folder is its files, or where it has none those of its folders; an archive is unpacked into `scratch`.
     """
-    found: list[Found] = []
-    for given in paths:
-        path = Path(given).expanduser()
+    dumps: list[Found] = []
+    for pattern in paths:
+        path = Path(pattern).expanduser()
         if path.is_dir():
-            found += _in_folder(path, scratch)
+            dumps += _in_folder(path, scratch)
         elif path.exists() or not (matching := _matching(path)):
-            found += _named(_of_file(path, container, scratch))
+            dumps += _from_command_line(_of_file(path, container, scratch))
         else:
-            found += _named(dump for file in matching for dump in _of_file(file, container, scratch))
-    return list({item.dump.path: item for item in reversed(found)}.values())[::-1]
+            dumps += _from_command_line(dump for file in matching for dump in _of_file(file, container, scratch))
+    return list({item.dump.path: item for item in reversed(dumps)}.values())[::-1]
 
 
-def _named(dumps: Iterable[Dump]) -> list[Found]:
+def _from_command_line(dumps: Iterable[Dump]) -> list[Found]:
     return [Found(dump, not isinstance(dump, ArchiveMember)) for dump in dumps]
 
 
@@ -137,12 +140,12 @@ def _in_folder(folder: Path, scratch: Path) -> list[Found]:
         return [Found(TorchDump(file.resolve()), True) for file in torch_files]
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return [Found(source, True) for source in find_sources([folder])]
-    found = rollout_files(folder)
-    if not found:
+    files = rollout_files(folder)
+    if not files:
         raise DefinitionError(
             f"{folder} and its folders: it holds no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files."
         )
-    return [Found(dump, False) for file in found for dump in _of_file(file, None, scratch)]
+    return [Found(dump, False) for file in files for dump in _of_file(file, None, scratch)]
 
 
 def rollout_files(folder: Path) -> list[Path]:
@@ -150,8 +153,8 @@ def rollout_files(folder: Path) -> list[Path]:
     files = [file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder))]
     lines = [file for file in files if _FILES.search(file.name.lower())]
     stories = [file for file in files if _TRAJECTORY.match(file.name)]
-    found = [file for file in lines + stories if file.name != "aggregated_results.jsonl"]
-    return sorted(found or [file for file in files if _DOCUMENTS.search(file.name.lower())], key=natural)
+    rollouts = [file for file in lines + stories if file.name != "aggregated_results.jsonl"]
+    return sorted(rollouts or [file for file in files if _DOCUMENTS.search(file.name.lower())], key=natural)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -171,7 +174,7 @@ def _members(path: Path, scratch: Path) -> list[Dump]:
             )
         if not chosen:
             raise DefinitionError(f"{path} holds no .jsonl, .csv, .parquet, .pt or .json files.")
-        found: list[Dump] = []
+        members: list[Dump] = []
         for item in sorted(chosen, key=lambda item: natural(Path(item.filename))):
             place = scratch / f"{len([*scratch.iterdir()])}" / Path(item.filename).name
             place.parent.mkdir()
@@ -181,8 +184,8 @@ def _members(path: Path, scratch: Path) -> list[Dump]:
             except (RuntimeError, zipfile.BadZipFile) as error:
                 raise DataError(f"{path / item.filename} cannot be unpacked: {error}.") from error
             inner = [dump for dump in _of_file(place, None, scratch) if isinstance(dump, SourceFile | TorchDump)]
-            found += [ArchiveMember(path / item.filename, dump) for dump in inner]
-        return found
+            members += [ArchiveMember(path / item.filename, dump) for dump in inner]
+        return members
 
 
 def _opened(path: Path) -> zipfile.ZipFile:

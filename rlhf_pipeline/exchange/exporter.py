@@ -85,20 +85,20 @@ def export_store(
     target = Path(to).expanduser()
     if target.name.endswith(_ATIF):
         return _export_atif(store, target, filters, columns, batch_rows, on_batch)
-    found = _KINDS.get(target.suffix.lower())
-    if found is None:
+    kind = _KINDS.get(target.suffix.lower())
+    if kind is None:
         endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
         raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
-    beside = schema_beside(target, found)
-    check_absent(target, *([beside] if found == "jsonl" else []))
+    beside = schema_beside(target, kind)
+    check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
         with appearing_whole(target) as part:
-            _WRITERS[found](part, opened, schema, _parts(ids, batch_rows, on_batch))
-            if found != "parquet":
-                written = beside if found == "jsonl" else schema_beside(part, found)
+            _WRITERS[kind](part, opened, schema, _parts(ids, batch_rows, on_batch))
+            if kind != "parquet":
+                written = beside if kind == "jsonl" else schema_beside(part, kind)
                 written.write_text(json.dumps(schema.to_json(), indent=1), encoding="utf-8")
-    return ExportReport(path=target, kind=found, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names)
+    return ExportReport(path=target, kind=kind, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names)
 
 
 def _export_atif(
@@ -118,12 +118,14 @@ def _export_atif(
         )
         if target.name.endswith(".jsonl"):
             with part.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(one, ensure_ascii=False, allow_nan=False) + "\n" for one in documents)
+                file.writelines(
+                    json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n" for document in documents
+                )
         else:
             part.mkdir()
-            for one in documents:
-                text = json.dumps(one, ensure_ascii=False, allow_nan=False, indent=2)
-                (part / f"trajectory-{one['trajectory_id']}.json").write_text(text, encoding="utf-8")
+            for document in documents:
+                text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
+                (part / f"trajectory-{document['trajectory_id']}.json").write_text(text, encoding="utf-8")
         used = tuple(name for name in READ if name in opened.schema)
     return ExportReport(path=target, kind="atif", num_trajectories=len(ids), num_left_out=left_out, columns=used)
 
@@ -137,17 +139,20 @@ def chosen(
     Damaged ones are an error, or among the others.
     """
     if isinstance(store, TrajectoryStore):
-        there = store.ids()  # a store that others write to may change while it is read
-        ids = select(store, filters, sound_rows(store, there, skip=skip_damaged))
-        if len(there) and not len(ids):
+        present_ids = store.ids()  # a store that others write to may change while it is read
+        ids = select(store, filters, sound_rows(store, present_ids, skip=skip_damaged))
+        if len(present_ids) and not len(ids):
             raise DefinitionError(
-                f"none of the {len(there):,} trajectories in {store.path} meets {' and '.join(filters)}."
+                f"none of the {len(present_ids):,} trajectories in {store.path} meets {' and '.join(filters)}."
             )
-        yield store, ids, len(there) - len(ids)
+        yield store, ids, len(present_ids) - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()
-    with TrajectoryStore.open(address, mode="r") as opened, chosen(opened, filters, skip_damaged=skip_damaged) as found:
-        yield found
+    with (
+        TrajectoryStore.open(address, mode="r") as opened,
+        chosen(opened, filters, skip_damaged=skip_damaged) as selection,
+    ):
+        yield selection
 
 
 Parts = Iterator[Ids]
@@ -175,13 +180,13 @@ def _write_dataset(part: Path, store: TrajectoryStore, schema: Schema, parts: Pa
         with stream.open("wb") as file, pyarrow.ipc.new_stream(file, arrow) as writer:
             for some in parts:
                 writer.write_table(store.to_arrow(schema.names, some).cast(arrow))
-        found = datasets.Dataset.from_file(str(stream))  # mapped, not read into memory
-        shown = datasets.utils.logging.is_progress_bar_enabled()
+        dataset = datasets.Dataset.from_file(str(stream))  # mapped, not read into memory
+        shows_progress = datasets.utils.logging.is_progress_bar_enabled()
         datasets.utils.logging.disable_progress_bar()
         try:
-            found.save_to_disk(str(part))
+            dataset.save_to_disk(str(part))
         finally:
-            if shown:
+            if shows_progress:
                 datasets.utils.logging.enable_progress_bar()
 
 
@@ -189,12 +194,12 @@ def _write_jsonl(part: Path, store: TrajectoryStore, schema: Schema, parts: Part
     with part.open("w", encoding="utf-8") as file:
         for some in parts:
             values = store.read(some, schema.names)
-            there = {column.name: store.present(column.name, some) for column in schema.optional}
+            presence = {column.name: store.present(column.name, some) for column in schema.optional}
             for i in range(len(some)):
                 row = {
                     column.name: to_json(column, values[column.name][i])
                     for column in schema
-                    if column.name not in there or there[column.name][i]  # else the import fills it in again
+                    if column.name not in presence or presence[column.name][i]  # else the import fills it in again
                 }
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
 

@@ -35,26 +35,26 @@ class FileGroups:
     def number(self, record: RawRollout, row: int) -> int:
         """Return the number of a record's group; `row` is its row in the file."""
         prompt = record.prompt if record.prompt_ids is None else record.prompt_ids
-        asked, key = _digest((record.policy_version, prompt)), record.group
+        prompt_key, key = _digest((record.policy_version, prompt)), record.group
         if self._in_turn is not None:
             key = ("in turn", self.num_members // self._in_turn)
         elif self._by_prompt:
-            key = asked
+            key = prompt_key
         elif key is None:
-            if self._last is None or self._last[0] != asked:
-                if self._checked and asked in self._seen:
+            if self._last is None or self._last[0] != prompt_key:
+                if self._checked and prompt_key in self._seen:
                     fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         "a prompt comes back after others, and no field says whether its rows are one group. "
                         f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. Or keep them so: "
                         "--group none"
                     )
-                self._seen.add(asked)
-                self._last = (asked, row)
+                self._seen.add(prompt_key)
+                self._last = (prompt_key, row)
             key = self._last
         self.num_members += 1
-        number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), asked))
-        if self._checked and record.group is not None and record.one_prompt and before != asked:
+        number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), prompt_key))
+        if self._checked and record.group is not None and record.one_prompt and before != prompt_key:
             raise DataError(
                 "the group of this trajectory has another prompt or version, so its members cannot be compared. If the "
                 "field that names groups is right all the same, name it: --group FIELD"

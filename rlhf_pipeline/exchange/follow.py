@@ -47,12 +47,12 @@ def follow_folder(
     if not source.is_dir():
         raise MissingPathError(f"there is no folder at {source} to follow.")
     on_file = options.pop("on_file", None)
-    told: set[Path] = set()
+    reported: set[Path] = set()
 
     def tell(file: FileReport) -> None:
-        if on_file is not None and file.path not in told:
+        if on_file is not None and file.path not in reported:
             on_file(file)
-        told.add(file.path)
+        reported.add(file.path)
 
     read: dict[Path, tuple[int, int]] = {}
     total, changed_at = 0, time.monotonic()
@@ -64,8 +64,8 @@ def follow_folder(
             changed_at = time.monotonic()
             # A tool may write the rows of one file again into the next, so each is read with the one before it.
             pairs = zip([None, *files], files, strict=False)
-            wanted = [one for before, file in pairs if file in new for one in (before, file) if one is not None]
-            report = import_files(list(dict.fromkeys(wanted)), into, growing=True, on_file=tell, **options)
+            changed = [path for before, file in pairs if file in new for path in (before, file) if path is not None]
+            report = import_files(list(dict.fromkeys(changed)), into, growing=True, on_file=tell, **options)
             read |= {file: states[file] for file in new}
             total += report.num_imported
             if on_round is not None and report.num_imported:
@@ -78,7 +78,7 @@ def follow_folder(
 def _state_of(file: Path) -> tuple[int, int] | None:
     """Return what changes when a file is written to; None for one that is gone."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except FileNotFoundError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns

@@ -156,7 +156,7 @@ def import_files(
     chat_template: bool = True,
     one_turn: bool = False,
     skip_bad: int = 0,
-    shown: bool = False,
+    for_display: bool = False,
     growing: bool = False,
     durability: Literal["process", "power", "group"] | None = None,
     batch_rows: int = BATCH_ROWS,
@@ -185,7 +185,7 @@ def import_files(
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
         one_turn: completions without token ids hold no words of an environment, where the file does not say so.
         skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
-        shown: the rows are only looked at: what would be asked for is left open, and out of the loss.
+        for_display: the rows are only looked at: what would be asked for is left open, and out of the loss.
         growing: a tool is still writing the files: a last line that it has not ended is left for the next import, and
             so is a file that cannot be read yet.
         durability: of the store; see `TrajectoryStore.create`.
@@ -201,13 +201,13 @@ def import_files(
         StoreError: the store cannot be written.
     """
     check_format(format)
-    given = dict(fields or {})
-    group = given.pop("group", None) if group is None else group
-    check_targets(given)
+    field_paths = dict(fields or {})
+    group = field_paths.pop("group", None) if group is None else group
+    check_targets(field_paths)
     if by_prompt and group is not None:
         raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
-    how = _How(given=given, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
-    how = replace(how, shown=shown, growing=growing)
+    how = _How(field_paths=field_paths, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
+    how = replace(how, for_display=for_display, growing=growing)
     with as_ours():
         encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
@@ -240,7 +240,7 @@ def _import(
     schema = Schema(columns.values()) if exported else trajectory_schema([*COLUMNS, *[EVALUATION][: any(evaluates)]])
     _check_first(plan[0], encoder)
     with open_target(report.store, schema, durability=durability) as store:
-        there, names = ExistingRows(store), StoredNames(store)
+        existing, names = ExistingRows(store), StoredNames(store)
         for item, repeated in zip(plan, repeats, strict=True):
             report.files.append(item.report)
             if on_file is not None:
@@ -250,13 +250,13 @@ def _import(
             if isinstance(item.reader, Schema):
                 check_columns(store, item.reader)
                 if len(report.files) > 1:
-                    there = ExistingRows(store)  # one export may hold what another one gave
+                    existing = ExistingRows(store)  # one export may hold what another one gave
                 rows = _exported(item.source, item.reader)
             else:
-                rows = _converted(item, item.reader, there.begin(item.source.path), encoder, names)
+                rows = _converted(item, item.reader, existing.begin(item.source.path), encoder, names)
             for batch in _batches(rows, batch_rows):
-                found = there.find([where for where, _, _ in batch], [row for _, row, _ in batch])
-                new = [(row, encoded) for (_, row, encoded), old in zip(batch, found, strict=True) if not old]
+                is_stored = existing.find([where for where, _, _ in batch], [row for _, row, _ in batch])
+                new = [(row, encoded) for (_, row, encoded), old in zip(batch, is_stored, strict=True) if not old]
                 item.report.num_skipped += len(batch) - len(new)
                 if not new:
                     continue
@@ -272,12 +272,12 @@ def _import(
 class _How:
     """How the user says that rows become records."""
 
-    given: Mapping[str, str]
+    field_paths: Mapping[str, str]
     group: str | int | None
     by_prompt: bool
     one_turn: bool
     skip_bad: int
-    shown: bool = False
+    for_display: bool = False
     growing: bool = False
     beside: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, "dict[Any, Any]"])
     """What rows of other files say of these."""
@@ -285,11 +285,11 @@ class _How:
     def fields(self, source: Dump, number: int, row: Row) -> Fields:
         return Fields(
             row,
-            self.given,
+            self.field_paths,
             path=source.path,
             number=number,
             one_turn=self.one_turn,
-            shown=self.shown,
+            for_display=self.for_display,
             beside=self.beside,
         )
 
@@ -301,7 +301,7 @@ class _How:
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
             raise DataError(
                 f"this is not as the writer of {tool.summary} writes it ({type(error).__name__}: {error}). "
-                f"{fields.there()}"
+                f"{fields.describe_row()}"
             ) from error
 
     def _records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
@@ -317,7 +317,7 @@ class _How:
 
     def groups(self) -> FileGroups:
         in_turn = int(self.group) if self.group is not None and str(self.group).isdecimal() else None
-        checked = not self.shown and (self.group is None or (self.group != NONE and in_turn is None))
+        checked = not self.for_display and (self.group is None or (self.group != NONE and in_turn is None))
         return FileGroups(in_turn, by_prompt=self.by_prompt, checked=checked)
 
 
@@ -356,14 +356,14 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
     plan: list[_Item] = []
     summaries: list[Dump] = []
     refusals: list[DataError | DefinitionError] = []
-    for found in sources:
+    for candidate in sources:
         try:
-            item = _item(found, format, how, summaries)
+            item = _item(candidate, format, how, summaries)
         except (DataError, DefinitionError) as error:
-            if found.named and not how.growing:
+            if candidate.is_named and not how.growing:
                 raise
             refusals.append(error)
-            report.other_files.append(found.dump.path)
+            report.other_files.append(candidate.dump.path)
             continue
         if item is not None:
             plan.append(item)
@@ -378,13 +378,13 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
             raise DefinitionError(
                 f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
             )
-        raise DataError(f"{', '.join(str(found.dump.path) for found in sources)}: there are no rows to import.")
+        raise DataError(f"{', '.join(str(candidate.dump.path) for candidate in sources)}: there are no rows to import.")
     return plan
 
 
-def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item | None:
+def _item(candidate: Found, format: str, how: _How, summaries: list[Dump]) -> _Item | None:
     """Return how a file is read, from its first row; nothing for one without rows, or of rewards alone."""
-    source = found.dump
+    source = candidate.dump
     with contextlib.closing(source.rows(growing=how.growing)) as rows:
         number, row = next(rows, (0, None))
         if row is None or is_metadata(row):
@@ -396,11 +396,13 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
     schema, mine = schema_of(source.unpacked if isinstance(source, ArchiveMember) else source), how
     try:
         tool = find_tool(format, row, is_export=schema is not None)
-        if tool is None and how.given:
+        if tool is None and how.field_paths:
             raise DefinitionError("an export of a store names its own fields; leave out --field.")
         if tool is not None:
-            mine = replace(how, given={**tool.first_row_tells(how.fields(source, number, kinds)), **how.given})
-        if tool is ROWS and (how.growing or not found.named):
+            mine = replace(
+                how, field_paths={**tool.first_row_tells(how.fields(source, number, kinds)), **how.field_paths}
+            )
+        if tool is ROWS and (how.growing or not candidate.is_named):
             next(ROWS.read(mine.fields(source, number, row)), None)  # is it a row at all?
     except DefinitionError as error:
         raise DefinitionError(f"{source.path}: {error}") from None
@@ -416,12 +418,12 @@ def _item(found: Found, format: str, how: _How, summaries: list[Dump]) -> _Item 
 
 def _filled(row: Row, rows: Iterator[tuple[int, Row]]) -> Row:
     """Return the first row with what stands in the next ones where it has null, so that columns are told apart."""
-    found = dict(row)
-    if any(value is None for value in found.values()):
+    filled = dict(row)
+    if any(value is None for value in filled.values()):
         with contextlib.suppress(DataError):  # named when its turn comes
             for _, more in islice(rows, _LOOKED_AT):
-                found |= {name: value for name, value in more.items() if found.get(name) is None}
-    return found
+                filled |= {name: value for name, value in more.items() if filled.get(name) is None}
+    return filled
 
 
 def _repeats(item: _Item, before: _Item) -> bool:
@@ -432,7 +434,10 @@ def _repeats(item: _Item, before: _Item) -> bool:
     num = 0
     with contextlib.closing(item.source.rows()) as mine, contextlib.closing(before.source.rows()) as others:
         for pair in zip_longest(mine, others):  # side by side: files that differ do so in their first rows
-            same = {repr([(k, v) for k, v in one[1].items() if k != but]) if one else "" for one in pair}
+            same = {
+                repr([(k, v) for k, v in numbered_row[1].items() if k != but]) if numbered_row else ""
+                for numbered_row in pair
+            }
             if len(same) > 1:
                 return False
             num += 1
@@ -468,7 +473,7 @@ def _decide(item: _Item) -> bool:
             groups.check()
     except DefinitionError as error:
         raise DefinitionError(f"{source.path}: {error}") from None
-    about = {**about, **how.given} | ({} if how.group is None else {"group": str(how.group)})
+    about = {**about, **how.field_paths} | ({} if how.group is None else {"group": str(how.group)})
     item.report.about = ", ".join(path if path == target else f"{target}={path}" for target, path in about.items())
     return evaluates
 
@@ -491,8 +496,8 @@ def _exported(source: Dump, schema: Schema) -> Rows:
             # In Arrow what the store was not given is null; in JSON it is not there, and null is NaN.
             if source.container != "jsonl":
                 row = {name: value for name, value in row.items() if value is not None}
-            made = from_row(schema, row)
-        yield source.where(number), made, False
+            columns = from_row(schema, row)
+        yield source.where(number), columns, False
 
 
 def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, names: StoredNames) -> Rows:
@@ -505,27 +510,30 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, names: Stor
             raise error
         report.bad.append(str(error))
 
-    for number, given in source.rows(growing=how.growing, on_bad=bad):
+    for number, source_row in source.rows(growing=how.growing, on_bad=bad):
         rows: list[tuple[Mapping[str, Any], bool]] = []
         left_out, before = 0, place
         try:
             with _naming(source, number):
-                for record in how.records(how.fields(source, number, given), tool):
+                for record in how.records(how.fields(source, number, source_row), tool):
                     if record is None:
                         left_out += 1
                         continue
-                    said = {"file": str(source.path), "row": number, "format": report.format}
+                    origin = {"file": str(source.path), "row": number, "format": report.format}
                     if record.identity is not None:
-                        said["identity"] = digest(record.identity)
+                        origin["identity"] = digest(record.identity)
                     if record.across_files:
-                        said["group"] = digest(record.group)
+                        origin["group"] = digest(record.group)
                     encoded = record.prompt_ids is None or record.completion_ids is None
-                    row = encoder.row(record, said)
+                    row = encoder.row(record, origin)
                     group = base + groups.number(record, number)
-                    row |= {NAME: place, "group_id": names.group(said["group"], group) if "group" in said else group}
+                    row |= {
+                        NAME: place,
+                        "group_id": names.group(origin["group"], group) if "group" in origin else group,
+                    }
                     place += 1
                     report.num_assumed_one_turn += not record.one_turn
-                    if record.identity is not None and names.of(said["identity"], row[NAME]) != row[NAME]:
+                    if record.identity is not None and names.of(origin["identity"], row[NAME]) != row[NAME]:
                         left_out += 1  # the tool wrote it to another file, too
                         continue
                     rows.append((row, encoded))

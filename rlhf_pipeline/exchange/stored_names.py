@@ -40,20 +40,20 @@ class StoredNames:
             return
         ids = store.ids()
         for first in range(0, len(ids), _ROWS):
-            found = store.read(ids[first : first + _ROWS], ["meta", "trajectory_id", "group_id"])
-            for meta, row, group in zip(found["meta"], found["trajectory_id"], found["group_id"], strict=True):
-                said = _source_of(meta)
-                if "identity" in said:
-                    self._rows.setdefault(said["identity"], int(row))
-                if "group" in said:
-                    self._groups.setdefault(said["group"], int(group))
+            columns = store.read(ids[first : first + _ROWS], ["meta", "trajectory_id", "group_id"])
+            for meta, row, group in zip(columns["meta"], columns["trajectory_id"], columns["group_id"], strict=True):
+                source = _source_of(meta)
+                if "identity" in source:
+                    self._rows.setdefault(source["identity"], int(row))
+                if "group" in source:
+                    self._groups.setdefault(source["group"], int(group))
 
 
 def _source_of(meta: str) -> dict[str, Any]:
     if '"identity"' not in meta and '"group"' not in meta:
         return {}
     try:
-        found = json.loads(meta)["source"]
+        source = json.loads(meta)["source"]
     except (ValueError, TypeError, KeyError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return source if isinstance(source, dict) else {}

@@ -68,10 +68,10 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
 def check_columns(store: TrajectoryStore, schema: Schema) -> None:
     """Refuse columns of an export that are not those of their name in a store."""
     for column in schema:
-        there = store.schema[column.name]
-        if (there.dtype, there.axis, there.shape) != (column.dtype, column.axis, column.shape):
+        stored = store.schema[column.name]
+        if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
-                f"column '{column.name}' is {column.dtype} in the export and {there.dtype} in {store.path}, or of "
+                f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or of "
                 "another shape. Import it into a folder of its own."
             )
 
@@ -112,11 +112,11 @@ class ExistingRows:
         """Return which rows are in the store, or were there before they were evicted."""
         ids = [int(row.get(NAME, -1)) for row in rows]
         spans = zip(np.searchsorted(self._names, ids), np.searchsorted(self._names, ids, "right"), strict=True)
-        found: list[bool] = []
+        is_stored: list[bool] = []
         pairs: list[tuple[int, int]] = []
-        for i, (named, (first, end)) in enumerate(zip(ids, spans, strict=True)):
+        for i, (trajectory_id, (first, end)) in enumerate(zip(ids, spans, strict=True)):
             place = first + self._taken[first] if first < end else end
-            found.append(place < end or named in self._before)
+            is_stored.append(place < end or trajectory_id in self._before)
             if place < end:
                 pairs.append((i, place))
                 self._taken[first] += 1
@@ -130,17 +130,17 @@ class ExistingRows:
                         "file has changed since an earlier import, is read in another way, or comes from elsewhere. "
                         "Import it into another store, or from a copy with another name to have both."
                     )
-        return found
+        return is_stored
 
 
-def _differ(given: Any, there: Any) -> bool:
-    given, there = np.asarray(given), np.asarray(there)
-    if given.shape != there.shape:
+def _differ(imported: Any, stored: Any) -> bool:
+    imported, stored = np.asarray(imported), np.asarray(stored)
+    if imported.shape != stored.shape:
         return True
-    if there.dtype.kind == "f":
-        given = given.astype(there.dtype)
-        return bool(((given != there) & ~np.isnan(given)).any())
-    return bool((given != there).any())
+    if stored.dtype.kind == "f":
+        imported = imported.astype(stored.dtype)
+        return bool(((imported != stored) & ~np.isnan(imported)).any())
+    return bool((imported != stored).any())
 
 
 def _file_of(meta: str) -> str:

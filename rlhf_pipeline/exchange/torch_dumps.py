@@ -27,15 +27,15 @@ class TorchDump:
         import torch
 
         try:
-            found = torch.load(self.path, map_location="cpu", weights_only=True)
+            dump = torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as error:  # what a damaged file raises is not of one type
             raise DataError(
                 f"{self.path} cannot be read as tensors and plain values ({type(error).__name__}: "
                 f"{str(error).splitlines()[0]}). Objects of a tool's own classes are not loaded."
             ) from error
-        if not isinstance(found, dict) or not isinstance(found.get("samples"), list):
+        if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
             raise DataError(f"{self.path} has no list under 'samples', as slime's debug rollout data has.")
-        for number, sample in enumerate(found["samples"]):
+        for number, sample in enumerate(dump["samples"]):
             yield number, {name: _plain(value) for name, value in sample.items()}
 
     def where(self, number: int) -> str:

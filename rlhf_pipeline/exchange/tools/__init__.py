@@ -55,11 +55,11 @@ def _columns(row: Row) -> list[str]:
 
 def _rewards_of_trl(row: Fields) -> dict[str, str]:
     """Return the one column of numbers that may be the reward, unless the user names it."""
-    if "reward" in row.given:
+    if "reward" in row.field_paths:
         return {}
     values = {name: row.row[name] for name in _columns(row.row) if name not in _TRL}
     numbers = [name for name, value in values.items() if value is None or isinstance(value, (bool, int, float))]
-    if len(numbers) > 1 and row.shown:
+    if len(numbers) > 1 and row.for_display:
         return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
@@ -67,7 +67,7 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
             f"with the training's weights: --field reward={numbers[0]} or --field reward={numbers[0]}+0.5*{numbers[1]}"
         )
     if not numbers:
-        raise DefinitionError(f"no column of rewards. {row.there()} Name it: --field reward=NAME")
+        raise DefinitionError(f"no column of rewards. {row.describe_row()} Name it: --field reward=NAME")
     return {"reward": numbers[0]}
 
 
@@ -127,7 +127,7 @@ def verl(row: Fields) -> RawRollouts:
     """
     values, step = row.row, as_int(row.value("step"), "step")
     evaluation = step == 0 or ("reward" in values and "request_id" not in values)
-    if values.get("overlong_reward") is not None and "reward" not in row.given and not evaluation:
+    if values.get("overlong_reward") is not None and "reward" not in row.field_paths and not evaluation:
         raise DefinitionError(
             "the rows have score and overlong_reward, and verl's DAPO manager writes the score with the penalty or "
             "without it. Say which: --field reward=score (a reward function that returns a number) or "
@@ -181,7 +181,7 @@ def slime(row: Fields) -> RawRollouts:
     if failure and not size:
         yield None
         return
-    if isinstance(values["reward"], dict) and "reward" not in row.given:
+    if isinstance(values["reward"], dict) and "reward" not in row.field_paths:
         keys = [*map(str, values["reward"])]
         raise DefinitionError(
             f"the rewards are dicts ({', '.join(keys)}). Name the run's --reward-key: --field reward=reward.{keys[0]}"
@@ -256,8 +256,8 @@ def episodes(row: Fields) -> RawRollouts:
 def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
     agent, task, env = part_of(trace, "agent"), part_of(trace, "task"), part_of(row.row, "env")
     rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
-    made = [call for call in trace.get("calls") or () if call.get("node") in path]
-    calls = [call for call in made if call.get("finish_reason")]
+    path_calls = [call for call in trace.get("calls") or () if call.get("node") in path]
+    calls = [call for call in path_calls if call.get("finish_reason")]
     limit = _LIMITS.get(str(trace.get("stop_condition")))
     work = part_of(part_of(row.row, "run"), "work")
     version = part_of(work, "policy").get("start", work.get("step"))
@@ -271,7 +271,7 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
         failure=Made("ok, errors", _failure(row.row, trace)),
         answer=Made("task.data.answer", part_of(task, "data").get("answer")),
         policy_version=Made("run.work.policy.start", or_unknown(version)),
-        temperature=Made("calls[].sampling.temperature", _temperature(made)),
+        temperature=Made("calls[].sampling.temperature", _temperature(path_calls)),
         group=Made("group.id or task.key", (key, agent.get("name"))),
         meta=meta | {"stop_condition": trace.get("stop_condition")},
         flags={"identity": identity, "one_prompt": False, "evaluation": _is_evaluation(row)},
@@ -280,8 +280,8 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
 
 def _temperature(calls: Sequence[Row]) -> float | None:
     """Return the temperature that all calls of a trajectory name; None where they do not."""
-    found = {part_of(call, "sampling").get("temperature") for call in calls}
-    return found.pop() if len(found) == 1 else None
+    temperatures = {part_of(call, "sampling").get("temperature") for call in calls}
+    return temperatures.pop() if len(temperatures) == 1 else None
 
 
 def _is_evaluation(row: Fields) -> bool:
@@ -393,11 +393,11 @@ def token_exports(row: Fields) -> RawRollouts:
     no rewards, no groups.
     """
     names = {"tokens": "token_ids", "completion_mask": "loss_mask", "log_probs": "inference_logprobs"}
-    made = cut({target: Made(name, row.row[name]) for target, name in (names | {"advantage": "advantages"}).items()})
-    if not made["completion_ids"].value:
+    values = cut({target: Made(name, row.row[name]) for target, name in (names | {"advantage": "advantages"}).items()})
+    if not values["completion_ids"].value:
         yield None
         return
-    yield row.record(made, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
+    yield row.record(values, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
 
 
 # -- open-instruct, SkyRL, NeMo-RL, OpenRLHF, tinker-cookbook, GSM8K ---------------------------------------------------
@@ -481,7 +481,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
     the file. Rows have no id: a group is the rows of a step's file with one prompt, by which NeMo-RL itself compares.
     """
     wrapped = isinstance(row.row["input_lengths"], list)
-    values = {name: _one(name, value) if wrapped else value for name, value in row.row.items()}
+    values = {name: _only_item(name, value) if wrapped else value for name, value in row.row.items()}
     names = {"tokens": "token_ids", "completion_mask": "token_loss_mask"}
     names |= {"log_probs": "generation_logprobs", "advantage": "advantages"}
     whole = {target: Made(name, values[name]) for target, name in names.items()}
@@ -490,14 +490,14 @@ def nemo_rl(row: Fields) -> RawRollouts:
     learned = as_number(values["sample_loss_mask"], "sample_loss_mask") > 0
     meta = {name: values[name] for name in ("idx", "agent_ref") if name in values}
     step = row.number_in(r"train_data_step(\d+)")
-    made = cut(whole, length=as_int(values["input_lengths"], "input_lengths"))
+    tokens = cut(whole, length=as_int(values["input_lengths"], "input_lengths"))
     yield row.of(values).record(
-        made,
+        tokens,
         prompt=Made("content", "".join(texts[:-1])),
         completion=Made("content", texts[-1] if texts else ""),
         reward="filtered_rewards" if "filtered_rewards" in values else "rewards",
         policy_version=Made("N-1 of stepN", UNKNOWN_VERSION if step is None else max(step - 1, 0)),
-        group=Made("prompt tokens", (step, repr(made["prompt_ids"].value))),
+        group=Made("prompt tokens", (step, repr(tokens["prompt_ids"].value))),
         meta=meta | ({} if learned else {"learned": False}),
         flags={"mask_known": learned},
     )
@@ -529,7 +529,7 @@ def nemo_rl_validation(row: Fields) -> RawRollouts:
     )
 
 
-def _one(name: str, value: Any) -> Any:
+def _only_item(name: str, value: Any) -> Any:
     """Return the one item of a field, which the writer puts into a list."""
     if name == "idx" or not isinstance(value, list):
         return value
@@ -574,9 +574,11 @@ def tinker(row: Fields) -> RawRollouts:
     scope = part_of(values, "scope")
     split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
     for place, sample in enumerate(as_list(values["samples"], "samples")):
-        known = row.beside.get((iteration, group, place if traj is None else traj), {})
-        told = {known[split]} if split in known else {*known.values()} if split is None else set[_Summary]()
-        summary = told.pop() if len(told) == 1 else _Summary(None, None)
+        summaries = row.beside.get((iteration, group, place if traj is None else traj), {})
+        candidates = (
+            {summaries[split]} if split in summaries else {*summaries.values()} if split is None else set[_Summary]()
+        )
+        summary = candidates.pop() if len(candidates) == 1 else _Summary(None, None)
         version = iteration if summary.step is None else summary.step
         yield row.record(
             prompt_ids="prompt_tokens",
@@ -616,8 +618,8 @@ def is_summary(row: Row) -> bool:
 def add_summary(beside: dict[Any, dict[Any, Any]], row: Row) -> None:
     """Take the reward and the version of a trajectory from its rollout summary."""
     key, step = tuple(row.get(name) for name in ("iteration", "group_idx", "traj_idx")), row.get("sampling_client_step")
-    said = _Summary(as_reward(row["total_reward"], "total_reward"), None if step is None else as_int(step, "step"))
-    beside.setdefault(key, {})[row.get("split")] = said
+    summary = _Summary(as_reward(row["total_reward"], "total_reward"), None if step is None else as_int(step, "step"))
+    beside.setdefault(key, {})[row.get("split")] = summary
 
 
 def is_metadata(row: Row) -> bool:
@@ -659,18 +661,18 @@ def rows(row: Fields) -> RawRollouts:
     and the like has failed.
     """
     names = {target: target for target in VALUES if target in row.row}
-    names = {target: path for target, path in {**names, **row.given}.items() if path != NONE}
-    if MESSAGES not in row.given and ({"prompt", "prompt_ids"} & names.keys() or MESSAGES not in row.row):
+    names = {target: path for target, path in {**names, **row.field_paths}.items() if path != NONE}
+    if MESSAGES not in row.field_paths and ({"prompt", "prompt_ids"} & names.keys() or MESSAGES not in row.row):
         talk = None
     else:
-        talk = row.value(row.given.get(MESSAGES, MESSAGES))
+        talk = row.value(row.field_paths.get(MESSAGES, MESSAGES))
     names.pop(MESSAGES, None)
-    lacks = [] if "reward" in names or row.given.get("reward") == NONE or row.shown else ["reward"]
+    lacks = [] if "reward" in names or row.field_paths.get("reward") == NONE or row.for_display else ["reward"]
     if talk is None and not any(a in names and b in names for a, b in (*_PAIRS, ("prompt", "completion_ids"))):
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
-            f"no field for {' and '.join(lacks)}. {row.there()} Name it: --field {lacks[0]}=NAME (a dotted path "
+            f"no field for {' and '.join(lacks)}. {row.describe_row()} Name it: --field {lacks[0]}=NAME (a dotted path "
             "into nested fields is a name, too); none leaves a field out"
         )
     if talk is not None:
@@ -688,10 +690,10 @@ def rows(row: Fields) -> RawRollouts:
     meta = row.meta()
     for place in range(len(several)):
         each = {target: _part(names[target], target, value, place, len(several)) for target, value in values.items()}
-        one = row.of({**{name: value for name, value in row.row.items() if not isinstance(value, list)}, **each})
-        one.given = {}
+        part = row.of({**{name: value for name, value in row.row.items() if not isinstance(value, list)}, **each})
+        part.field_paths = {}
         group = Made("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
-        yield one.record({target: target for target in each if each[target] is not None}, group=group, meta=meta)
+        yield part.record({target: target for target in each if each[target] is not None}, group=group, meta=meta)
 
 
 _GROUPS = ("group", "group_id", "uid")
@@ -720,7 +722,7 @@ def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollou
     if not is_messages(talk) or talk[-1].get("role") != "assistant" or len(talk) < 2:
         raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {shown(talk)}.")
     first = next(place for place, message in enumerate(talk) if message.get("role") == "assistant")
-    start = first if row.shown else len(talk) - 1
+    start = first if row.for_display else len(talk) - 1
     return row.record(
         {target: path for target, path in names.items() if target not in ("prompt", "completion")},
         prompt=Made("messages", talk[:start]),
@@ -770,14 +772,14 @@ def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
     check_format(name)
     if name == "store" or (name == "auto" and (is_export or is_store_row(row))):
         return None
-    found = next((tool for tool in TOOLS if tool.matches(row)), ROWS)
+    recognised = next((tool for tool in TOOLS if tool.matches(row)), ROWS)
     if name in ("jsonl", "rows"):
         return ROWS
-    if name in ("auto", found.name):
-        return found
-    named = [tool for tool in TOOLS if tool.name == name]
-    lacking = min((tool.signature - row.keys() for tool in named), key=len)
+    if name in ("auto", recognised.name):
+        return recognised
+    candidates = [tool for tool in TOOLS if tool.name == name]
+    lacking = min((tool.signature - row.keys() for tool in candidates), key=len)
     raise DefinitionError(
-        f"this is not {' or '.join(tool.summary for tool in named)}: it lacks the fields {', '.join(sorted(lacking))}, "
-        f"and looks like --format {found.name}."
+        f"this is not {' or '.join(tool.summary for tool in candidates)}: it lacks the fields "
+        f"{', '.join(sorted(lacking))}, and looks like --format {recognised.name}."
     )

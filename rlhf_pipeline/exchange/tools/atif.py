@@ -36,48 +36,57 @@ def atif(row: Fields) -> RawRollouts:
 
 
 def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int = 0) -> RawRollouts:
-    said = {**parent, **part_of(document, "extra"), **part_of(part_of(document, "extra"), "rl")}
+    extra = {**parent, **part_of(document, "extra"), **part_of(part_of(document, "extra"), "rl")}
     parts = _parts(as_list(document["steps"], "steps"))
-    if parts and parts[-1]["one_turn"] and (after := as_ids(said.get("token_ids_after") or [], "token_ids_after")):
-        made = parts[-1]["made"]  # what an environment said last, which no prompt has
+    if parts and parts[-1]["one_turn"] and (after := as_ids(extra.get("token_ids_after") or [], "token_ids_after")):
+        values = parts[-1]["made"]  # what an environment said last, which no prompt has
         for name, filling in (("completion_ids", after), ("completion_mask", [0] * len(after))):
-            made[name] = Made(made[name].how, [*made[name].value, *filling])
-        if "log_probs" in made:
-            made["log_probs"] = Made(made["log_probs"].how, [*made["log_probs"].value, *[None] * len(after)])
-    for place, found in enumerate(parts):
-        yield _record(row, document, found, said, trial, (place, depth))
-    for other in document.get("subagent_trajectories") or ():
-        yield from _documents(row, other, trial, said, depth + 1)
+            values[name] = Made(values[name].how, [*values[name].value, *filling])
+        if "log_probs" in values:
+            values["log_probs"] = Made(values["log_probs"].how, [*values["log_probs"].value, *[None] * len(after)])
+    for place, part in enumerate(parts):
+        yield _record(row, document, part, extra, trial, (place, depth))
+    for subagent in document.get("subagent_trajectories") or ():
+        yield from _documents(row, subagent, trial, extra, depth + 1)
 
 
-def _record(row: Fields, document: Row, found: Row, said: Row, trial: Row, where: tuple[int, int]) -> RawRollout:
+def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where: tuple[int, int]) -> RawRollout:
     agent, failed = part_of(document, "agent"), part_of(trial, "exception_info").get("exception_type")
-    task = said.get("group", said.get("group_id", trial.get("task_name")))
+    task = extra.get("group", extra.get("group_id", trial.get("task_name")))
     place, depth = where
     compared = (task, agent.get("name"), *([depth] if depth else []))  # an agent that another called has another task
-    if said.get("completion"):
-        found["made"]["completion"] = Made("extra.completion", said["completion"])
-    known = {"reward", "group", "version", "temperature", "advantage", "answer", "finish_reason", "failure_reason"}
-    known |= {"log_prob_mode", "evaluation", "completion", "token_ids_after", "mask_known"}
-    return row.of({**said, "extra": said, "trial": trial}).record(
-        found["made"],
-        reward=Made("extra.reward", said["reward"]) if "reward" in said else _reward_of(row, trial),
-        advantage=Made("extra.advantage", said.get("advantage")),
-        answer=Made("extra.answer", said.get("answer")),
-        temperature=Made("extra.temperature", said.get("temperature")),
-        log_prob_mode=Made("extra.log_prob_mode", said.get("log_prob_mode")),
-        policy_version=Made("extra.version", or_unknown(said.get("version", said.get("policy_version")))),
-        finish_reason=Made("extra.finish_reason", said.get("finish_reason")),
-        failure=Made("extra.failure_reason", as_failure(said.get("failure_reason", failed), "failure_reason")),
+    if extra.get("completion"):
+        part["made"]["completion"] = Made("extra.completion", extra["completion"])
+    used_fields = {
+        "reward",
+        "group",
+        "version",
+        "temperature",
+        "advantage",
+        "answer",
+        "finish_reason",
+        "failure_reason",
+    }
+    used_fields |= {"log_prob_mode", "evaluation", "completion", "token_ids_after", "mask_known"}
+    return row.of({**extra, "extra": extra, "trial": trial}).record(
+        part["made"],
+        reward=Made("extra.reward", extra["reward"]) if "reward" in extra else _reward_of(row, trial),
+        advantage=Made("extra.advantage", extra.get("advantage")),
+        answer=Made("extra.answer", extra.get("answer")),
+        temperature=Made("extra.temperature", extra.get("temperature")),
+        log_prob_mode=Made("extra.log_prob_mode", extra.get("log_prob_mode")),
+        policy_version=Made("extra.version", or_unknown(extra.get("version", extra.get("policy_version")))),
+        finish_reason=Made("extra.finish_reason", extra.get("finish_reason")),
+        failure=Made("extra.failure_reason", as_failure(extra.get("failure_reason", failed), "failure_reason")),
         group=None if task is None else Made("extra.group or the trial's task", compared),
-        one_turn=found["one_turn"],
-        meta={key: value for key, value in said.items() if key not in known}
+        one_turn=part["one_turn"],
+        meta={key: value for key, value in extra.items() if key not in used_fields}
         | {"agent": agent.get("name"), "session": document.get("session_id"), "part": place},
         flags={
             "one_prompt": False,
             "across_files": task is not None,
-            "evaluation": said.get("evaluation") is True,
-            "mask_known": said.get("mask_known") is not False,
+            "evaluation": extra.get("evaluation") is True,
+            "mask_known": extra.get("mask_known") is not False,
         },
     )
 
@@ -94,8 +103,8 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     if not with_ids:
         talk = [message for step in steps for message in _messages(step)]
         first = sum(len(_messages(step)) for step in steps[: agents[0]])
-        made = {"prompt": Made("steps", talk[:first]), "completion": Made("steps", talk[first:])}
-        return [{"made": made, "one_turn": len(talk) == first + 1}]
+        values = {"prompt": Made("steps", talk[:first]), "completion": Made("steps", talk[first:])}
+        return [{"made": values, "one_turn": len(talk) == first + 1}]
     if lacking := [place for place in agents if place not in with_ids]:
         raise DataError(f"steps[{lacking[0]}] was sampled and has no completion_token_ids, which other steps have.")
     parts: list[dict[str, Any]] = []
@@ -121,10 +130,10 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
             parts.append(whole)
         else:
             whole["texts"] += [message_text(message) for step in steps[before:place] for message in _messages(step)]
-        said = len(prompt) - len(whole["tokens"])
+        num_replies = len(prompt) - len(whole["tokens"])
         whole["tokens"] = [*prompt, *ids]
-        whole["mask"] += [0] * said + [1] * len(ids)
-        whole["scores"] += [None] * said + (list(scores) if scores is not None else [None] * len(ids))
+        whole["mask"] += [0] * num_replies + [1] * len(ids)
+        whole["scores"] += [None] * num_replies + (list(scores) if scores is not None else [None] * len(ids))
         whole["texts"].append(message_text(_messages(steps[place])[0]))
         before = place + 1
     return [{"made": _made_of(whole), "one_turn": True} for whole in parts]
@@ -132,7 +141,7 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _made_of(whole: Row) -> dict[str, Made]:
     start = whole["start"]
-    made = {
+    values = {
         "prompt_ids": Made("metrics.prompt_token_ids", whole["tokens"][:start]),
         "completion_ids": Made("metrics.completion_token_ids", whole["tokens"][start:]),
         "completion_mask": Made("prompt_token_ids of later steps", whole["mask"][start:]),
@@ -140,8 +149,8 @@ def _made_of(whole: Row) -> dict[str, Made]:
         "completion": Made("steps", "\n\n".join(text for text in whole["texts"] if text)),
     }
     if any(score is not None for score in whole["scores"]):
-        made["log_probs"] = Made("metrics.logprobs", whole["scores"][start:])
-    return made
+        values["log_probs"] = Made("metrics.logprobs", whole["scores"][start:])
+    return values
 
 
 def _is_sampled(step: Row) -> bool:
@@ -151,10 +160,10 @@ def _is_sampled(step: Row) -> bool:
 
 def _messages(step: Row) -> list[dict[str, Any]]:
     """Return the chat messages of a step: what was said, and what tools answered."""
-    said: dict[str, Any] = {"role": _ROLES.get(str(step.get("source")), "user"), "content": step.get("message")}
-    said |= {name: step[name] for name in ("tool_calls", "reasoning_content") if step.get(name)}
+    message: dict[str, Any] = {"role": _ROLES.get(str(step.get("source")), "user"), "content": step.get("message")}
+    message |= {name: step[name] for name in ("tool_calls", "reasoning_content") if step.get(name)}
     results = part_of(step, "observation").get("results") or ()
-    return [said, *({"role": "tool", "content": r.get("content")} for r in results)]
+    return [message, *({"role": "tool", "content": r.get("content")} for r in results)]
 
 
 def _trial_of(path: Path) -> Mapping[str, Any]:
@@ -163,22 +172,22 @@ def _trial_of(path: Path) -> Mapping[str, Any]:
         file = folder / "result.json"
         if file.is_file():
             try:
-                found = json.loads(file.read_text(encoding="utf-8"))
+                document = json.loads(file.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise DataError(f"{file} cannot be read as JSON: {error}.") from error
-            if isinstance(found, dict) and {"trial_name", "task_name"} <= found.keys():
-                return found
+            if isinstance(document, dict) and {"trial_name", "task_name"} <= document.keys():
+                return document
     return {}
 
 
 def _reward_of(row: Fields, trial: Row) -> Made | None:
     """Return the verifier's reward of a trial: the only one, or the one called reward."""
     rewards = part_of(part_of(trial, "verifier_result"), "rewards")
-    if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.given and not row.shown:
+    if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.field_paths and not row.for_display:
         name = next(iter(rewards))
         raise DefinitionError(
             f"which of the verifier's rewards is the reward? There are {', '.join(rewards)}. Name one or a sum: "
             f"--field reward=trial.verifier_result.rewards.{name}"
         )
-    found = rewards.get("reward", next(iter(rewards.values()), None))
-    return None if found is None else Made("verifier_result.rewards of result.json", found)
+    reward = rewards.get("reward", next(iter(rewards.values()), None))
+    return None if reward is None else Made("verifier_result.rewards of result.json", reward)

@@ -27,7 +27,7 @@ def inspect_log(row: Fields) -> RawRollouts:
 
 def _sample(row: Fields, log: Fields) -> RawRollouts:
     sample, config = row.row, part_of(part_of(row.row, "eval"), "model_generate_config")
-    row.given = {**row.given, **_reward_of(row)}
+    row.field_paths = {**row.field_paths, **_reward_of(row)}
     talk = sample.get("messages") or []
     first = next((place for place, message in enumerate(talk) if message.get("role") == "assistant"), None)
     limit, error = part_of(sample, "limit").get("type"), part_of(sample, "error").get("message")
@@ -42,7 +42,7 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
     yield row.record(
         prompt=Made("messages", talk[:first]),
         completion=Made("messages", talk[first:]),
-        reward=Made("none", None) if "reward" not in row.given else None,
+        reward=Made("none", None) if "reward" not in row.field_paths else None,
         answer=Made("target", sample.get("target")),
         finish_reason=Made("stop_reason, limit", end),
         failure=Made("error, limit", "timeout" if limit in ("time", "working") else error),
@@ -60,10 +60,10 @@ def _reward_of(row: Fields) -> dict[str, str]:
         value = score.get("value")
         scores[name] = {**score, "value": _GRADES.get(value, value) if isinstance(value, str) else value}
     row.row = {**row.row, "scores": scores}
-    if "reward" in row.given or not scores:
+    if "reward" in row.field_paths or not scores:
         return {}
     paths = [path for name, score in scores.items() for path in _paths(name, score.get("value"))]
-    if len(paths) > 1 and not row.shown:
+    if len(paths) > 1 and not row.for_display:
         raise DefinitionError(
             f"which score is the reward? There are {', '.join(paths)}. Name one or a sum: --field reward={paths[0]}"
         )

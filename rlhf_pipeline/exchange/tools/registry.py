@@ -57,8 +57,8 @@ def tool(name: str, summary: str, fields: str, *lacks: str, **more: Any) -> Call
     """Register a function that reads a tool's rows: its format, what it is, the fields of each row, what it lacks."""
 
     def add(read: Callable[[Fields], RawRollouts]) -> Callable[[Fields], RawRollouts]:
-        made = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
-        REGISTERED.append(made)
+        tool = Tool(name=name, summary=summary, signature=frozenset(fields.split()), lacks=lacks, read=read, **more)
+        REGISTERED.append(tool)
         return read
 
     return add

@@ -88,7 +88,7 @@ def test_conversations(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
         import_files([file], tmp_path / "more", tokenizer=chat_tokenizer, fields=named)
     import_files([file], tmp_path / "more", tokenizer=chat_tokenizer, fields=named, one_turn=True)
     assert columns(tmp_path / "more")["completion"] == ["yes"]
-    import_files([file], tmp_path / "shown", tokenizer=chat_tokenizer, fields=named, shown=True)
+    import_files([file], tmp_path / "shown", tokenizer=chat_tokenizer, fields=named, for_display=True)
     shown = columns(tmp_path / "shown")
     assert shown["completion"][0].startswith("[assistant]\n2\n\n[user]\nsure?")
     assert not shown["assistant_mask"][0].any()

@@ -218,7 +218,7 @@ def test_columns_that_nobody_knows(tmp_path: Path):
         store.append({"input_ids": [[1]], "trajectory_id": [0], "note": ["kept"]})
     export_store(tmp_path / "a", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl.schema.json").rename(tmp_path / "elsewhere.json")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the fields note are no columns .*FILE\.schema\.json"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the exported store has no columns note\. .*FILE\.schema\.json"):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b")
     (tmp_path / "elsewhere.json").rename(tmp_path / "a.jsonl.schema.json")
     import_files([tmp_path / "a.jsonl"], tmp_path / "b")
