@@ -412,10 +412,9 @@ class Learner:
             self.buffer.trajectories,
             row_ids,
             loss=self.loss,
-            layout=self.policy.planned_layout,
             token_budget=self.config.token_budget,
             max_completion_tokens=self.max_completion_tokens,
-            head_weight=self.policy.head_weight,
+            policy=self.policy,
             shards=self.shards,
         )
 

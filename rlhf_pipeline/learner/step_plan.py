@@ -24,6 +24,7 @@ from rlhf_pipeline.functional.aggregation import contributes, scorable, token_we
 from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.packed import plan_micro_batches
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from trajectory_store import TrajectoryStore
 
 if TYPE_CHECKING:
@@ -121,24 +122,22 @@ def plan_step(
     row_ids: np.ndarray,
     *,
     loss: GRPOLoss,
-    layout: str,
     token_budget: int,
     max_completion_tokens: int,
-    head_weight: Tensor,
+    policy: TokenPolicy,
     shards: Shards | None = None,
 ) -> StepPlan:
     """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
 
-    A row longer than the token budget gets a micro-batch of its own size.
+    No micro-batch computes more than `token_budget` positions; a longer row is one by itself.
 
     Args:
         storage: where the trajectories are.
         row_ids: int64 [n], the rows that the step learns from.
         loss: a loss that `check_reduction` accepts.
-        layout: how rows share a micro-batch, one of `policies.packed.LAYOUTS`.
-        token_budget: the most padded tokens of a micro-batch.
+        token_budget: the most positions that a micro-batch computes, padding included.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
-        head_weight: of the policy; see `plan_micro_batches`.
+        policy: scores the micro-batches, in its own layout.
         shards: given if several processes share the step.
     """
     store, names = storage.store, loss.tensor_keys
@@ -165,30 +164,62 @@ def plan_step(
         entropy_bonus=loss.entropy_bonus,
     )
 
-    def cut(chosen: Tensor) -> tuple[list[Tensor], list[int]]:
-        at = chosen.nonzero()[:, 0]
-        if not len(at):
-            return [], []
+    prompt_lengths, group_ids = (
+        torch.from_numpy(store.read_scalars(name, row_ids).astype(np.int64))
+        for name in ("num_prompt_tokens", "group_id")
+    )
+
+    def cut(at: Tensor, layout: str) -> list[Tensor]:
         plan = plan_micro_batches(
             layout,
             lengths[at],
-            max(token_budget, int(lengths[at].max())),
-            prompt_lengths=torch.from_numpy(store.read_scalars("num_prompt_tokens", row_ids[at]).astype(np.int64)),
-            group_ids=torch.from_numpy(store.read_scalars("group_id", row_ids[at]).astype(np.int64)),
-            weight=head_weight,
+            token_budget,
+            prompt_lengths=prompt_lengths[at],
+            group_ids=group_ids[at],
+            weight=policy.head_weight,
         )
-        return [at[rows] for rows in plan.rows], plan.positions
+        return [at[rows] for rows in plan.rows]
 
-    (batches, positions), (measured, _) = cut(useful), cut(~useful)
+    def read(batches: list[Tensor]) -> dict[int, LossBatch]:
+        found: dict[int, LossBatch] = {}
+        for number in range(len(batches)) if shards is None else shards.share(range(len(batches))):
+            if number is not None:
+                chosen = batches[number]
+                columns = storage.columns(row_ids[chosen.numpy()], wanted)
+                found[number] = _micro_batch(columns, advantages[chosen], loss)
+        return found
+
+    def within_budget(chosen: Tensor) -> tuple[list[Tensor], list[int], dict[int, LossBatch]]:
+        """Return micro-batches of these rows, the positions of each, and those that this process has read."""
+        at = chosen.nonzero()[:, 0]
+        if not len(at):
+            return [], [], {}
+        batches = cut(at, policy.planned_layout)
+        while True:
+            parts = read(batches)
+            rows_read = [(part.tokens, part.attention, part.candidates) for part in parts.values()]
+            own = policy.computed_positions(rows_read, token_budget)
+            positions = torch.zeros(len(batches), dtype=torch.int64)
+            positions[[*parts]] = torch.tensor(own, dtype=torch.int64)
+            if shards is not None:
+                positions = shards.total(positions)
+            over = [n > token_budget and len(rows) > 1 for n, rows in zip(positions.tolist(), batches, strict=True)]
+            if not any(over):
+                return batches, positions.tolist(), parts
+            # Its rows do not have in common what their group promised, or the model has to pad them.
+            batches = [
+                rows
+                for whole, above in zip(batches, over, strict=True)
+                for rows in (cut(whole, "padded") if above else [whole])
+            ]
+
     parts: dict[int, LossBatch] = {}
     counts = torch.zeros(2, len(row_ids), dtype=torch.int64)
-    for some in (batches, measured):
-        for number in range(len(some)) if shards is None else shards.share(range(len(some))):
-            if number is not None:
-                chosen = some[number]
-                read = storage.columns(row_ids[chosen.numpy()], wanted)
-                part = parts[int(chosen[0])] = _micro_batch(read, advantages[chosen], loss)
-                counts[:, chosen] = torch.stack([part.candidates[:, 1:].sum(1), part.mask.sum(1)])
+    (batches, positions, taught), (measured, _, others) = within_budget(useful), within_budget(~useful)
+    for some, held in ((batches, taught), (measured, others)):
+        for number, part in held.items():
+            parts[int(some[number][0])] = part
+            counts[:, some[number]] = torch.stack([part.candidates[:, 1:].sum(1), part.mask.sum(1)])
     produced, scored = counts if shards is None else shards.total(counts)
     return StepPlan(
         row_ids=row_ids,

@@ -27,7 +27,7 @@ from rlhf_pipeline.policies._packed_attention import (
     PackedUnsupported,
     one_kernel_for_segments,
 )
-from rlhf_pipeline.policies._packing import MIN_SHARED_TOKENS, pack
+from rlhf_pipeline.policies._packing import MIN_SHARED_TOKENS, Packing, pack
 from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, host_batch, predicting_rows, whole_rows
 from rlhf_pipeline.policies.attention import packed_rows_running
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
@@ -36,6 +36,8 @@ __all__ = ["LAYOUTS", "Layout", "LayoutScorer", "MicroBatches", "check_layout", 
 
 Layout = Literal["auto", "padded", "packed", "prefix_shared"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
+TokenRows = tuple[Tensor, Tensor, Tensor | None]
+"""Token ids, attention mask and score mask of a batch, each `[B, T]`; see `TokenPolicy.log_probs`."""
 
 SEGMENT_COST = 800
 """The cost of a segment where each is its own attention call, in positions times the width of the model.
@@ -70,7 +72,7 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
 
     Args:
         lengths: [N].
-        token_budget: the largest `rows * padded length` of a micro-batch.
+        token_budget: the largest `rows * padded length` of a micro-batch. A longer row is a micro-batch by itself.
 
     Returns:
         int64 index tensors that together hold each row once.
@@ -82,13 +84,13 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
         raise DefinitionError(f"token_budget must be 1 or more; got {token_budget}.")
     sizes = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths, dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
+    longer = int((sizes > token_budget).sum())
+    if longer:
+        plan = plan_batches(sizes[order[longer:]].tolist(), token_budget)
+        rest = order[longer:]
+        return [*torch.from_numpy(order[:longer]).split(1), *(torch.from_numpy(rest[at.numpy()]) for at in plan)]
     width = np.maximum(sizes[order], 1)
     count = len(order)
-    if count and width[0] > token_budget:
-        raise DefinitionError(
-            f"row {order[0]} has {width[0]} tokens, above the token budget of {token_budget}. Raise the budget to at "
-            f"least {width[0]}."
-        )
     overhead = token_budget / 16
     if count:
         whole = count * int(width[0])
@@ -159,7 +161,7 @@ def plan_micro_batches(
     Args:
         layout: one of `LAYOUTS`.
         lengths: [N], tokens of each row, prompt included.
-        token_budget: the most positions of a micro-batch.
+        token_budget: the most positions of a micro-batch. A longer row is a micro-batch by itself.
         prompt_lengths: [N], tokens of each row that its group has in common; for `prefix_shared` and `auto`.
         group_ids: [N], the group of each row; for `prefix_shared` and `auto`.
         weight: of the model's head, for `auto`.
@@ -184,12 +186,6 @@ def plan_micro_batches(
     if layout == "padded":
         rows = plan_batches(torch.from_numpy(sizes), token_budget)
         return MicroBatches(rows, [len(batch) * int(sizes[batch.numpy()].max()) for batch in rows])
-    if len(sizes) and int(sizes.max()) > token_budget:
-        row = int(sizes.argmax())
-        raise DefinitionError(
-            f"row {row} has {sizes[row]} tokens, above the token budget of {token_budget}. Raise the budget to at "
-            f"least {sizes[row]}."
-        )
     if check_layout(layout) == "packed":
         items = [([row], int(size)) for row, size in enumerate(sizes.tolist())]
     else:
@@ -237,6 +233,20 @@ def _first_fit(items: list[tuple[list[int], int]], budget: int) -> list[tuple[li
     return bins
 
 
+class Arrangement(NamedTuple):
+    """How one batch goes through a model; the host decides it before the model runs.
+
+    Attributes:
+        packing: rows laid end to end; None for padded rows.
+        parts: the batch rows of each padded forward pass; none with a packing.
+        positions: how many positions the model computes, padding included.
+    """
+
+    packing: Packing | None
+    parts: list[Tensor]
+    positions: int
+
+
 class LayoutScorer:
     """Runs batches through a model in one layout, and falls back to padding where the model does not allow it.
 
@@ -257,12 +267,31 @@ class LayoutScorer:
         self._noted: set[str] = set()
 
     def planned(self, parts: ModelParts) -> Layout:
-        """Return the layout to plan micro-batches for: `padded` for a model that fits no other."""
-        try:
-            _packable_config(parts)
-        except PackedUnsupported:
-            return "padded"
-        return self.layout
+        """Return the layout to plan micro-batches for: `padded` for a model that supports no other."""
+        if self.in_use != "padded":
+            try:
+                _check_packable(parts)
+            except PackedUnsupported as reason:
+                self._pad_from_now_on(str(reason))
+        return self.in_use
+
+    def positions(self, parts: ModelParts, batches: Sequence[TokenRows], token_budget: int) -> list[int]:
+        """Return how many positions the model computes for each batch.
+
+        All checks that could change the layout run first, so scoring one of these batches computes no more than this.
+
+        Args:
+            parts: of the model.
+            batches: token ids, attention mask and score mask of each, as for `rows`.
+            token_budget: the most positions of a batch that is computed for a check.
+        """
+        on_host = [host_batch(parts, *rows) for rows in batches]
+        with torch.no_grad():
+            for batch in on_host:
+                packing, _, positions = self._arranged(parts, batch)
+                if packing is not None and positions <= token_budget and _features(packing) - self._checked:
+                    self._checked_packed(parts, batch, packing)
+        return [self._arranged(parts, batch).positions for batch in on_host]
 
     def take_notices(self) -> list[str]:
         """Return the notices about the layout since the last call, and clear them."""
@@ -273,29 +302,38 @@ class LayoutScorer:
         self, parts: ModelParts, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None
     ) -> ScoringRows:
         """Return the hidden states that predict the scored tokens; as `CausalLMPolicy.scoring_rows`."""
-        batch = host_batch(parts, input_ids, attention_mask, score_mask)
-        if self.in_use == "padded":
-            return predicting_rows(parts, batch)
-        if self.in_use == "auto":
-            cost, rows = len(batch.ids) * int(batch.real.sum(1).max(initial=0)), len(batch.ids)
-            if not sharing_pays(padded=cost, packed=0, segments=rows, weight=parts.head.weight):
-                return predicting_rows(parts, batch)  # too short for a segment each to pay, whatever they share
+        return self._scored(parts, host_batch(parts, input_ids, attention_mask, score_mask))
+
+    def _scored(self, parts: ModelParts, batch: HostBatch) -> ScoringRows:
+        packing, padded_parts, _ = self._arranged(parts, batch)
+        if packing is not None:
+            found = self._checked_packed(parts, batch, packing)
+            if found is not None:
+                return found
+            padded_parts = self._arranged(parts, batch).parts
+        return _padded(parts, batch, padded_parts)
+
+    def _checked_packed(self, parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRows | None:
+        """Score rows laid end to end; None if the model fails a check, and is padded from now on."""
         try:
-            found, kinds = self._packed(parts, batch)
+            found = _packed(parts, batch, packing)
         except PackedUnsupported as reason:
-            self._note(f"layout {self.layout!r} does not fit this model: {reason}. Such rows are padded instead.")
-            return _padded(parts, batch)
-        if kinds - self._checked:
+            self._pad_from_now_on(str(reason))
+            return None
+        features = _features(packing)
+        if features - self._checked:
             error, allowed = _compare(parts, found, batch)
             if not error <= allowed:
-                self.in_use = "padded"
-                self._note(
-                    f"layout {self.layout!r} does not fit this model: log-probs differ from padded rows by {error:.1e} "
-                    f"(at most {allowed:.1e} is rounding). Rows are padded from now on."
+                self._pad_from_now_on(
+                    f"log-probs differ from padded rows by {error:.1e} (at most {allowed:.1e} is rounding)"
                 )
-                return _padded(parts, batch)
-            self._checked |= kinds
+                return None
+            self._checked |= features
         return found
+
+    def _pad_from_now_on(self, reason: str) -> None:
+        self.in_use = "padded"
+        self._note(f"layout {self.layout!r} does not fit this model: {reason}. Rows are padded from now on.")
 
     def _note(self, text: str) -> None:
         # One notice per kind of reason: the lengths of rows differ from batch to batch.
@@ -306,39 +344,56 @@ class LayoutScorer:
             self._noted.add(kind)
             self._notices.append(text)
 
-    def _packed(self, parts: ModelParts, batch: HostBatch) -> tuple[ScoringRows, set[str]]:
-        """Return the rows computed by the packed path, and which of its features to check: "rows", "prefix"."""
-        config = _packable_config(parts)
+    def _arranged(self, parts: ModelParts, batch: HostBatch) -> Arrangement:
+        """Decide how a batch goes through the model."""
+        lengths = batch.real.sum(1)
+        padded = len(batch.ids) * max(int(lengths.max(initial=0)), 1)
+        together = Arrangement(None, [torch.arange(len(batch.ids))], padded)
+        if self.planned(parts) == "padded":
+            return together
+        weight, auto = parts.head.weight, self.in_use == "auto"
+        if auto and not sharing_pays(padded=padded, packed=0, segments=len(batch.ids), weight=weight):
+            return together  # too short for a segment each to pay, whatever they share
         packing = pack(batch, share_prefix=self.in_use != "packed")
         if not packing.rows:
-            return predicting_rows(parts, batch), set()
-        segments, window = packing.segments, _smallest_window(config)
-        if self.in_use == "auto":
-            costs = {"packed": len(packing.input_ids), "segments": len(segments.starts)}
-            padded = len(batch.ids) * int(batch.real.sum(1).max())
-            if not sharing_pays(padded=padded, **costs, weight=parts.head.weight):
-                return _padded(parts, batch), set()
+            return together
+        packed, segments, window = len(packing.input_ids), packing.segments, _smallest_window(parts.trunk.config)
         if window is not None and segments.longest > window:
-            raise PackedUnsupported(f"its attention has a window of {window} and a row has {segments.longest} tokens")
-        rows, columns = np.nonzero(batch.scored)
-        arrays = (packing.input_ids, packing.position_ids, packing.predicting, batch.ids[rows, columns], rows, columns)
-        there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
-        with packed_rows_running(config):
-            hidden = whole_rows(parts, there[0][None], there[1][None], **{ARGUMENT: segments})[0]
-        if segments.calls < parts.num_layers:
-            raise PackedUnsupported(
-                f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"
+            self._note(
+                f"layout {self.layout!r} does not fit this model: its attention has a window of {window} and a row has "
+                f"{segments.longest} tokens. Such rows are padded instead."
             )
-        kinds = {"rows"} if packing.rows > 1 else set()
-        if segments.has_prefix:
-            kinds.add("prefix")
-        return ScoringRows(hidden.index_select(0, there[2]), *there[3:]), kinds
+        elif not auto or sharing_pays(padded=padded, packed=packed, segments=len(segments.starts), weight=weight):
+            return Arrangement(packing, [], packed)
+        # Padded in parts of similar length, because the batch was planned for another layout.
+        sizes = lengths.clip(1)
+        planned = plan_batches(torch.from_numpy(sizes), max(int(sizes.sum()), 1))
+        return Arrangement(None, planned, sum(len(rows) * int(sizes[rows.numpy()].max()) for rows in planned))
 
 
-def _padded(parts: ModelParts, batch: HostBatch) -> ScoringRows:
-    """Score padded rows in parts of similar length, because the batch was planned for another layout."""
-    lengths = torch.from_numpy(batch.real.sum(1)).clamp_min(1)
-    planned = plan_batches(lengths, max(int(lengths.sum()), 1))
+def _features(packing: Packing) -> set[str]:
+    """Return what a packing needs of a model and a comparison with padding checks: "rows", "prefix"."""
+    features = {"rows"} if packing.rows > 1 else set[str]()
+    return features | {"prefix"} if packing.segments.has_prefix else features
+
+
+def _packed(parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRows:
+    """Score rows laid end to end."""
+    rows, columns = np.nonzero(batch.scored)
+    arrays = (packing.input_ids, packing.position_ids, packing.predicting, batch.ids[rows, columns], rows, columns)
+    there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
+    segments = packing.segments
+    with packed_rows_running(parts.trunk.config):
+        hidden = whole_rows(parts, there[0][None], there[1][None], **{ARGUMENT: segments})[0]
+    if segments.calls < parts.num_layers:
+        raise PackedUnsupported(
+            f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"
+        )
+    return ScoringRows(hidden.index_select(0, there[2]), *there[3:])
+
+
+def _padded(parts: ModelParts, batch: HostBatch, planned: Sequence[Tensor]) -> ScoringRows:
+    """Score padded rows, in one forward pass for each of these parts of the batch."""
     if len(planned) < 2:
         return predicting_rows(parts, batch)
     parted = [predicting_rows(parts, batch.select(rows.numpy())) for rows in planned]
@@ -372,19 +427,17 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
     return float(np.max(gaps, initial=0.0)), rounding(weight, fine=2e-5, coarse=2e-2)
 
 
-def _packable_config(parts: ModelParts) -> Any:
-    """Return the config of the trunk."""
+def _check_packable(parts: ModelParts) -> None:
+    """Raise PackedUnsupported if a model's config or signature already shows that its rows cannot be packed."""
     trunk: Any = parts.trunk
     if not getattr(trunk, "_supports_attention_backend", False):
         raise PackedUnsupported("its attention is its own")
     parameters = inspect.signature(trunk.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise PackedUnsupported("its forward pass takes no further arguments")
-    config = trunk.config
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(trunk.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise PackedUnsupported(f"it has layers of the kind {', '.join(sorted(kinds))}")
-    return config
 
 
 def _smallest_window(config: Any) -> int | None:

@@ -36,7 +36,7 @@ from rlhf_pipeline.policies.loading import (
 )
 from rlhf_pipeline.policies.model_parts import ModelParts, find_parts, set_recomputation, switch_recomputation
 from rlhf_pipeline.policies.model_source import resolve_source
-from rlhf_pipeline.policies.packed import LayoutScorer
+from rlhf_pipeline.policies.packed import LayoutScorer, TokenRows
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.weight_files import named_write_errors
 
@@ -217,8 +217,19 @@ class TokenPolicy(nn.Module):
 
     @property
     def planned_layout(self) -> str:
-        """The layout to plan micro-batches for: `scoring_layout`, or `padded` for a model that fits no other."""
+        """The layout to plan micro-batches for: `scoring_layout`, or `padded` for a model that supports no other."""
         return self._scorer.planned(self._parts)
+
+    def computed_positions(self, batches: Sequence[TokenRows], token_budget: int) -> list[int]:
+        """Return how many positions the model computes to score each batch, padding included.
+
+        The first batches with several rows, or a shared prefix, are scored once to check the layout.
+
+        Args:
+            batches: `input_ids`, `attention_mask` and `score_mask` of each, as for `log_probs`.
+            token_budget: the most positions of a batch that is scored for a check.
+        """
+        return self._scorer.positions(self._parts, batches, token_budget)
 
     def layout_notices(self) -> list[str]:
         """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""

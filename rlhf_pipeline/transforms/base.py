@@ -221,7 +221,7 @@ def start_passes(
         device = device_of(model) or tokens.values.device
     starts = lengths.cumsum(0) - lengths
     passes: list[Pass] = []
-    for rows in plan_batches(lengths, max(token_budget, int(lengths.max()))):
+    for rows in plan_batches(lengths, token_budget):
         real = length_mask(lengths[rows])
         at = torch.where(real, starts[rows, None] + torch.arange(real.shape[1]), 0)  # index of each position in the ids
         targets = scored[at]  # padding points at index 0, which is never scored
