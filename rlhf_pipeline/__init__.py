@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from rlhf_pipeline.buffer.storage import TrajectoryStorage
     from rlhf_pipeline.collectors.collector import Collector
     from rlhf_pipeline.config import (
+        DPPO,
         GRPO,
+        VESPO,
         Buffer,
         Collect,
         Evaluate,
@@ -62,7 +64,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "config": "Buffer Collect Evaluate GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy WritePath",
+    "config": "Buffer Collect DPPO Evaluate GRPO Learn Pipeline PretrainedPolicy Replay Sample TinyPolicy VESPO "
+    "WritePath",
     "config_text": "override",
     "data": "keys",
     "data.prompts": "CopyDigits Curriculum Mix Prompt Prompts",
@@ -102,6 +105,7 @@ __all__ = [
     "Collect",
     "CopyDigits",
     "Curriculum",
+    "DPPO",
     "Environment",
     "Evaluate",
     "FrozenLake",
@@ -125,6 +129,7 @@ __all__ = [
     "TinyPolicy",
     "Tools",
     "Turn",
+    "VESPO",
     "Warehouses",
     "WritePath",
     "exact_match",

@@ -41,8 +41,8 @@ Estimator = Literal[
 ]
 EVALUATION_FIGURES = ("reward", "reward_low")
 """The figures of an evaluation that more of is better, beside pass@k and those of named rewards."""
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"]
-Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo"]
+Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "sequence_sum", "dr_grpo"]
+Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo", "dppo", "vespo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
 Strategy = Literal["fresh", "uniform", "recency", "priority", "group", "success", "variance", "mix", "anchored"]
 Level = Literal["token", "sequence"]
@@ -587,14 +587,73 @@ def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DPPO(Settings):
+    """The trust region of `objective=dppo`, around the sampler's probability of each token.
+
+    Source: arXiv:2602.04879, equations 11 to 14; `functional.policy_loss.dppo_loss` has the formula.
+    """
+
+    divergence: Literal["tv", "kl"] = setting(
+        "tv",
+        help="The divergence of policy and sampler on the two outcomes {sampled token, any other}: total variation, "
+        "or the KL divergence from the sampler to the policy.",
+    )
+    low: float | None = setting(
+        None,
+        above=0,
+        help="The largest divergence of a token that has become less likely than at sampling. None is 0.2 for `tv` "
+        "and 0.05 for `kl`.",
+    )
+    high: float | None = setting(
+        None, above=0, help="The same for a token that has become more likely. None is as for `low`."
+    )
+    mask: Literal["harmful", "both"] = setting(
+        "harmful",
+        help="Outside the region, a token loses its policy loss if its gradient leads further away (`harmful`, the "
+        "paper's), or whatever the sign of its advantage (`both`).",
+    )
+    ratio_cap: float | None = setting(
+        20.0,
+        min=1,
+        help="Upper bound of the ratio of policy to sampler, which weighs a token's gradient; 20 in verl. None, as in "
+        "the paper, sets no bound.",
+    )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The largest divergence below and above the sampler's probability."""
+        usual = 0.2 if self.divergence == "tv" else 0.05
+        return usual if self.low is None else self.low, usual if self.high is None else self.high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VESPO(Settings):
+    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)` of a completion's importance weight `w`.
+
+    Source: arXiv:2602.10693; the defaults are TRL's. `functional.policy_loss.vespo_loss` has the formula.
+    """
+
+    power_positive: float = setting(2.0, min=0, help="The power of `w` where the advantage is at least 0.")
+    scale_positive: float = setting(
+        3.0, above=0, help="How fast the weight falls for large `w` where the advantage is at least 0."
+    )
+    power_negative: float = setting(3.0, min=0, help="The power of `w` where the advantage is below 0.")
+    scale_negative: float = setting(
+        2.0, above=0, help="How fast the weight falls for large `w` where the advantage is below 0."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(Settings):
     """The loss."""
 
     objective: Objective | Callable[..., Any] = setting(
         "grpo",
         help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about 3e-4), "
-        "SAPO's smooth gate without a clip, or the geometric mean of clipped ratios (GMPO, with "
-        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm). Or a function "
+        "SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
+        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask where "
+        "policy and sampler diverge (`dppo`, see `dppo`), or a smooth weight of a completion's importance weight "
+        "(`vespo`, see `vespo`). Or a function "
         "of one's own, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
@@ -608,8 +667,11 @@ class GRPO(Settings):
     aggregation: Aggregation = setting(
         "token_mean",
         help="How the tokens' losses are aggregated: the mean over all tokens, the mean over completions of their "
-        "token mean or of their token sum, or the sum over a fixed length (Dr. GRPO).",
+        "token mean, the mean over groups of their token mean (`group_mean`: every prompt has the same weight), the "
+        "mean over completions of their token sum, or the sum over a fixed length (Dr. GRPO).",
     )
+    dppo: DPPO = setting(factory=DPPO, help="The trust region of `objective=dppo`.")
+    vespo: VESPO = setting(factory=VESPO, help="The weight of `objective=vespo`.")
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy, which is added to the objective.")
     kl_to_ref_coeff: float = setting(0.0, min=0, help="Weight of a KL term in the loss, besides the one in the reward.")
     kl_estimator: KLEstimator = setting(
@@ -698,6 +760,11 @@ class GRPO(Settings):
                 not bounded or callable(self.objective) or self.objective in ("grpo", "gspo"),
                 f"{self.objective} has no min that dual_clip or delta could bound: they belong to PPO's clip, which "
                 f"{self.objective} does not have.",
+            ),
+            (
+                not self.corrects_the_sampler or self.objective not in ("dppo", "vespo"),
+                f"{self.objective} compares the policy with the sampler itself, so tis_cap and icepop would correct a "
+                "second time. Set both to none.",
             ),
             (
                 self.tis_floor is None or (self.tis_cap is not None and self.tis_floor < self.tis_cap),

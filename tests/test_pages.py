@@ -81,7 +81,7 @@ CALLS = {
     },
 }
 """How the calls of the pages' model are read."""
-OWN_FUNCTIONS = {"advantage_only": "objective", "newest": "strategy", "longest": "metrics"}
+OWN_FUNCTIONS = {"uncertain_tokens": "objective", "newest": "strategy", "longest": "metrics"}
 
 
 def name_of(page: Path) -> str:

@@ -209,7 +209,10 @@ def page() -> Iterator[str]:
     sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]
     sections += [("prompts", CopyDigits), ("prompts", Prompts), ("prompts", Mix)]
     sections += [("prompts.curriculum", Curriculum)]
-    sections += [(item.name, group) for item in whole for group in item.groups if item.name != "policy"]
+    for item in whole:
+        for group in item.groups if item.name != "policy" else ():
+            sections.append((item.name, group))
+            sections += [(f"{item.name}.{part.name}", inner) for part in settings_of(group) for inner in part.groups]
     for name, kind in sections:
         yield from _section(f"{name}: {kind.__name__}", kind, f"{name}.", list(settings_of(kind)))
 

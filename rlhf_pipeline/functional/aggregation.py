@@ -21,7 +21,7 @@ __all__ = [
     "token_weights",
 ]
 
-AGGREGATIONS: Final = ("token_mean", "sequence_mean", "sequence_sum", "dr_grpo")
+AGGREGATIONS: Final = ("token_mean", "sequence_mean", "group_mean", "sequence_sum", "dr_grpo")
 _ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
 
 
@@ -42,6 +42,7 @@ def token_weights(
     lengths: torch.Tensor,
     mode: str = "token_mean",
     *,
+    groups: torch.Tensor | None = None,
     max_completion_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -51,16 +52,22 @@ def token_weights(
 
     * `token_mean` (TRL's `bnpo` with the counts of one batch, its `dapo` with those of the step): `1 / sum L`. DAPO,
       arXiv:2503.14476.
-    * `sequence_mean` (TorchRL's `prompt_mean`): `1 / (trajectories * L)`. GRPO, arXiv:2402.03300.
+    * `sequence_mean` (TorchRL's `prompt_mean`, which is per sequence and not per prompt): `1 / (trajectories * L)`.
+      GRPO, arXiv:2402.03300.
+    * `group_mean`: `1 / (groups * sum of L over the trajectory's group)`: the mean over prompts of the mean over all
+      tokens of a prompt's group (huggingface/trl#5828). It equals `sequence_mean` only where all groups have the same
+      size and all trajectories of a group the same length.
     * `sequence_sum`: `1 / trajectories`.
     * `dr_grpo`: `1 / (trajectories * max_completion_tokens)`. arXiv:2503.20783.
 
     A trajectory with `L = 0` gets weight 0 and is not counted. Tokens without a finite behaviour log-prob
-    must not be counted in any length.
+    must not be counted in any length. A group without tokens is not counted either.
 
     Args:
         lengths: [N], assistant tokens per trajectory, of all trajectories of the step.
         mode: one of `AGGREGATIONS`, `prompt_mean` or `bnpo`.
+        groups: int64 [N], the group of each trajectory, any numbers; for `group_mean`. A trajectory with a negative
+            number is a group by itself.
         max_completion_tokens: the constant of `dr_grpo`, the limit of the sampler.
         dtype: of the result; the division is float64.
 
@@ -70,6 +77,8 @@ def token_weights(
 
     >>> token_weights(torch.tensor([3, 1, 0]), "sequence_mean")
     tensor([0.1667, 0.5000, 0.0000])
+    >>> token_weights(torch.tensor([3, 1, 2]), "group_mean", groups=torch.tensor([7, 7, 4]))
+    tensor([0.1250, 0.1250, 0.2500])
     """
     name = canonical_aggregation(mode)
     lengths_N = lengths.double()
@@ -79,6 +88,9 @@ def token_weights(
         weight_N = ones_N / tokens
     elif name == "sequence_mean":
         weight_N = ones_N / (sequences * lengths_N.clamp_min(1))
+    elif name == "group_mean":
+        group_tokens_N, counted = _group_tokens(lengths_N, groups)
+        weight_N = ones_N / (counted * group_tokens_N.clamp_min(1))
     elif name == "sequence_sum":
         weight_N = ones_N / sequences
     else:
@@ -89,6 +101,20 @@ def token_weights(
             )
         weight_N = ones_N / (sequences * max_completion_tokens)
     return torch.where(lengths > 0, weight_N, torch.zeros_like(weight_N)).to(dtype)
+
+
+def _group_tokens(lengths: torch.Tensor, groups: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of each trajectory's group, float64 [N], and the number of groups that have a token."""
+    if groups is None or groups.shape != lengths.shape:
+        shape = "none" if groups is None else f"{list(groups.shape)}"
+        raise DefinitionError(
+            f"aggregation 'group_mean' needs the group of each of the {len(lengths)} trajectories: pass groups; got "
+            f"{shape}."
+        )
+    alone_N = -1 - torch.arange(len(lengths), device=groups.device)
+    _, index_N = torch.where(groups < 0, alone_N, groups.long()).unique(return_inverse=True)
+    tokens_G = torch.zeros(len(lengths), dtype=lengths.dtype, device=lengths.device).index_add(0, index_N, lengths)
+    return tokens_G[index_N], (tokens_G > 0).sum().double().clamp_min(1)
 
 
 def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonus: bool = False) -> torch.Tensor:

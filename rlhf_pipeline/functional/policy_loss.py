@@ -1,4 +1,4 @@
-"""Token losses of the policy gradient: clipped, dual-clipped, CISPO, SAPO, GSPO, GMPO; corrections for stale samples.
+"""Token losses of the policy gradient: clipped, CISPO, SAPO, GSPO, GMPO, DPPO, VESPO; corrections for stale samples.
 
 All per-token tensors have one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
 clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
@@ -8,12 +8,13 @@ of a name tells a shape: `_N` is one value per row, `_B` one per sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from rlhf_pipeline.config import GRPO, Objective
+from rlhf_pipeline.config import DPPO, GRPO, VESPO, Objective
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT, clamped_log_ratio
 
@@ -22,6 +23,7 @@ __all__ = [
     "cispo_loss",
     "clip_bounds",
     "clipped_loss",
+    "dppo_loss",
     "gspo_log_ratio",
     "gmpo_log_ratio",
     "icepop_weight",
@@ -33,6 +35,7 @@ __all__ = [
     "sequence_mean_log_ratio",
     "sequence_tis_weight",
     "tis_weight",
+    "vespo_loss",
 ]
 
 
@@ -148,6 +151,106 @@ def sapo_loss(
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
     none = torch.zeros_like(log_ratio, dtype=torch.bool)
     return TokenLoss(-gate * advantage, none, none)
+
+
+def dppo_loss(
+    log_probs: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor, region: DPPO | None = None
+) -> TokenLoss:
+    """`-M stopgrad(min(r, c)) A log pi`: tokens outside a trust region around the sampler have no loss (DPPO).
+
+    With `r = pi / mu`, `pi = exp(log_probs)` and `mu = exp(behaviour)`, the divergence of the two outcomes {sampled
+    token, any other} is, by `region.divergence`,
+
+        tv    |pi - mu|
+        kl    mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
+
+    and `M = 0` where `A > 0`, `r > 1` and it is above `high`, or `A < 0`, `r < 1` and it is above `low`; with
+    `mask="both"` the sign of `A` does not count. Source: arXiv:2602.04879, equations 11 to 14; verl's `dppo_tv` and
+    `dppo_kl`, prime-rl for `both`. The mask has no gradient, and a masked token keeps its place in the counts. PPO's
+    clip of `r` at the same bounds has this gradient, too; only its value differs.
+
+    Args:
+        log_probs: of the policy, with gradient.
+        behaviour: of the sampler, at the same temperature, same shape.
+        advantage: per token, same shape.
+        region: the settings; the defaults where None.
+
+    Returns:
+        The loss per token, and where the mask took it: `clipped_low` where the policy is below the sampler,
+        `clipped_high` where it is above.
+
+    >>> lp = torch.tensor([0.5, 0.9, 0.1]).log().requires_grad_()
+    >>> loss = dppo_loss(lp, torch.tensor([0.4, 0.6, 0.6]).log(), torch.tensor([1.0, 1.0, 1.0]))
+    >>> loss.loss.sum().backward()
+    >>> lp.grad
+    tensor([-1.2500, -0.0000, -0.1667])
+    >>> loss.clipped_high
+    tensor([False,  True, False])
+    """
+    region = DPPO() if region is None else region
+    low, high = region.bounds
+    with torch.no_grad():
+        lp, lb = log_probs.detach(), behaviour
+        pi, mu = lp.exp(), lb.exp()
+        if region.divergence == "tv":
+            divergence = (pi - mu).abs()
+        else:
+            # Formed from log-probs: for a token that is nearly certain, `1 - pi` has no digits left in float32.
+            rest_pi, rest_mu = -torch.expm1(lp.clamp(max=0)), -torch.expm1(lb.clamp(max=0))
+            tiny = torch.finfo(lp.dtype).tiny
+            tail = rest_mu * (rest_mu.clamp_min(tiny).log() - rest_pi.clamp_min(tiny).log())
+            divergence = mu * (lb - lp) + tail
+        below, above = (lp < lb) & (divergence > low), (lp > lb) & (divergence > high)
+        if region.mask == "harmful":
+            below, above = below & (advantage < 0), above & (advantage > 0)
+        ratio = clamped_log_ratio(lp, lb).exp().clamp(max=math.inf if region.ratio_cap is None else region.ratio_cap)
+        weight = ratio.masked_fill(below | above, 0.0)
+    return TokenLoss(-weight * advantage * log_probs, below, above)
+
+
+_SMALLEST_WEIGHT: Final = math.log(1e-8)
+"""The lower bound of the logarithm of VESPO's importance weight."""
+
+
+def vespo_loss(
+    log_probs: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantage: torch.Tensor,
+    index: torch.Tensor,
+    segments: int,
+    shape: VESPO | None = None,
+) -> TokenLoss:
+    """`-stopgrad(phi(w)) A log pi`: a smooth weight of the importance weight of the whole sequence (VESPO).
+
+    `w = exp(sum of log_probs - behaviour over the sequence)`, its logarithm clamped to `[log 1e-8, 20]`, and
+    `phi(w) = exp(scale + power log w - scale w)`, so `phi(1) = 1`: the weight of a sequence fades as `w` leaves 1,
+    with one pair of settings where `A >= 0` and one where `A < 0`. Source: arXiv:2602.10693; TRL's `vespo`. `w`
+    compares policy and sampler, so it includes what `tis_cap` corrects in other losses.
+
+    Args:
+        log_probs: [N], with gradient.
+        behaviour: [N], of the sampler, at the same temperature.
+        advantage: [N].
+        index: int64 [N], the sequence of each row.
+        segments: number of sequences.
+        shape: the settings; the defaults where None.
+
+    >>> lp = torch.tensor([-1.0, -1.0, -2.0]).requires_grad_()
+    >>> behaviour, advantage = torch.tensor([-1.5, -0.5, -2.5]), torch.tensor([1.0, 1.0, -1.0])
+    >>> vespo_loss(lp, behaviour, advantage, torch.tensor([0, 0, 1]), 2).loss.sum().backward()
+    >>> lp.grad  # w is 1 in the first sequence and exp(0.5) in the second
+    tensor([-1.0000, -1.0000,  1.2245])
+    """
+    shape = VESPO() if shape is None else shape
+    with torch.no_grad():
+        log_w_B = indexed_sum(log_probs.detach() - behaviour, index, segments)
+        log_w_N = log_w_B.clamp(_SMALLEST_WEIGHT, LOG_RATIO_LIMIT)[index]
+        positive_N = advantage >= 0
+        power_N = torch.full_like(log_w_N, shape.power_negative).masked_fill(positive_N, shape.power_positive)
+        scale_N = torch.full_like(log_w_N, shape.scale_negative).masked_fill(positive_N, shape.scale_positive)
+        phi_N = (scale_N + power_N * log_w_N - scale_N * log_w_N.exp()).exp()
+        never = torch.zeros_like(positive_N)
+    return TokenLoss(-phi_N * advantage * log_probs, never, never)
 
 
 def indexed_sum(values: torch.Tensor, index: torch.Tensor, segments: int) -> torch.Tensor:

@@ -64,6 +64,7 @@ class StepPlan:
         lengths: int64 [n], tokens of each, prompt included.
         produced: int64 [n], tokens of each that the policy produced, except a first token, which nothing predicts.
         scored: int64 [n], produced tokens that are in the loss, because the log-probs that it reads are finite.
+        groups: int64 [n], the group of each; negative where none is stored.
         weights: float32 [n], the weight of each scored token in the loss.
         learns: bool [n], which rows have a gradient.
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
@@ -77,6 +78,7 @@ class StepPlan:
     lengths: Tensor
     produced: Tensor
     scored: Tensor
+    groups: Tensor
     weights: Tensor
     learns: Tensor
     batches: list[Tensor]
@@ -93,7 +95,9 @@ class StepPlan:
             max_completion_tokens: as for `plan_step`.
         """
         scored = self.scored - lost
-        weights = token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens)
+        weights = token_weights(
+            scored, loss.aggregation, groups=self.groups, max_completion_tokens=max_completion_tokens
+        )
         return dataclasses.replace(self, scored=scored, weights=weights)
 
     @property
@@ -113,7 +117,7 @@ def check_reduction(loss: GRPOLoss) -> None:
         raise DefinitionError(
             "the learner weighs tokens by the counts of the whole step, and its loss has "
             f"reduction={loss.reduction!r}, aggregation={loss.aggregation!r}. Make it with reduction='mean' and choose "
-            "by aggregation: token_mean, sequence_mean, sequence_sum or dr_grpo."
+            "by aggregation: token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
         )
 
 
@@ -227,7 +231,8 @@ def plan_step(
         lengths=lengths,
         produced=produced,
         scored=scored,
-        weights=token_weights(scored, loss.aggregation, max_completion_tokens=max_completion_tokens),
+        groups=group_ids,
+        weights=token_weights(scored, loss.aggregation, groups=group_ids, max_completion_tokens=max_completion_tokens),
         learns=useful,
         batches=batches,
         measured=measured,

@@ -52,7 +52,7 @@ def check_arguments(s: Any, *, token_level: bool) -> None:
         ),
         (
             s.head != "fused" or token_level,
-            "head='fused' forms the gradient token by token; objective='gspo' or 'gmpo', kl_mask_threshold, "
+            "head='fused' forms the gradient token by token; objective='gspo', 'gmpo' or 'vespo', kl_mask_threshold, "
             "off_policy_threshold and unreduced losses need all log-probs first. Use head='auto'.",
         ),
         (s.samples_mc_entropy >= 1, "samples_mc_entropy must be at least 1."),
@@ -85,6 +85,8 @@ def _check_as_declared(s: Any) -> None:
             clip_cov_high=s.clip_cov_bounds[1],
             sapo_tau_positive=s.sapo_tau[0],
             sapo_tau_negative=s.sapo_tau[1],
+            dppo=s.dppo,
+            vespo=s.vespo,
             **bounds,
         )
     except DefinitionError as error:

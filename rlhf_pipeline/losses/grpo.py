@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 
-from rlhf_pipeline.config import KLEstimator, Level, MaskLevel, Objective
+from rlhf_pipeline.config import DPPO, VESPO, KLEstimator, Level, MaskLevel, Objective
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.upload import download, upload
@@ -200,7 +200,8 @@ class GRPOLoss(LossModule):
         clip_epsilon: one number or (low, high). None means 0.2, and for `cispo` no lower clip.
         kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
             the weights come from the counts of the remaining tokens, as in TorchRL; with it, the weights stay.
-        aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `sequence_sum`, `dr_grpo`, or `none`.
+        aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `group_mean`, `sequence_sum`,
+            `dr_grpo`, or `none`. `group_mean` reads `"group_id"` [B], unless the batch has `"loss_weight"`.
         entropy_bonus: add `-entropy_coeff * entropy` to the loss.
         samples_mc_entropy: samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a
             language model's head is exact, and needs none.
@@ -214,8 +215,8 @@ class GRPOLoss(LossModule):
             prompt tokens; else from the first assistant token on). `generic`: every token but the first.
         ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
         ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
-        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo` or `gmpo`;
-            or an `ObjectiveFunction` of one's own.
+        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo`, `gmpo`,
+            `dppo` or `vespo`; or an `ObjectiveFunction` of one's own.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
         kl_importance_weight: multiply the KL terms by `pi / behaviour`, for stale samples; see `functional.kl.kl_loss`.
@@ -237,6 +238,8 @@ class GRPOLoss(LossModule):
             `functional.token_choice.clip_cov_mask`. Chosen as above.
         clip_cov_bounds: (low, high), between which the covariance of such a token lies.
         sapo_tau: the temperatures of `sapo` where the advantage is above 0 and elsewhere.
+        dppo: the trust region of `dppo`, around the sampler; see `functional.policy_loss.dppo_loss`.
+        vespo: the weight of `vespo`; see `functional.policy_loss.vespo_loss`.
         max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
         temperature: of scoring; by default the actor's own, or 1 if it has none.
         head: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`.
@@ -283,6 +286,7 @@ class GRPOLoss(LossModule):
         assistant_mask: NestedKey = keys.ASSISTANT_MASK
         attention_mask: NestedKey = keys.ATTENTION_MASK
         loss_weight: NestedKey = keys.LOSS_WEIGHT
+        group: NestedKey = keys.GROUP_ID
 
     tensor_keys: Any  # pyright: ignore[reportIncompatibleMethodOverride]
     """The keys, as changed by `set_keys`: TorchRL's property, whose type lacks those that are ours."""
@@ -321,6 +325,8 @@ class GRPOLoss(LossModule):
         clip_cov: float | None = None,
         clip_cov_bounds: tuple[float, float] = (1.0, 5.0),
         sapo_tau: tuple[float, float] = (1.0, 1.05),
+        dppo: DPPO | None = None,
+        vespo: VESPO | None = None,
         max_completion_tokens: int | None = None,
         temperature: float | None = None,
         head: Head = "auto",
@@ -360,6 +366,7 @@ class GRPOLoss(LossModule):
         self.top_entropy_quantile = top_entropy_quantile
         self.clip_cov, self.clip_cov_bounds = clip_cov, clip_cov_bounds
         self.sapo_tau = sapo_tau
+        self.dppo, self.vespo = dppo or DPPO(), vespo or VESPO()
         self.max_completion_tokens = max_completion_tokens
         self.temperature = temperature
         self.head: Head = head
@@ -510,7 +517,9 @@ class GRPOLoss(LossModule):
         clipped = torch.zeros_like(log_probs)
         if self.clip_cov is not None:
             loss, _ = self._objective.loss(
-                self._tokens(log_probs, rows.advantage, rows.proximal, rows.index, rows.sequences)
+                self._tokens(
+                    log_probs, rows.advantage, rows.proximal, rows.behaviour, entropy, rows.index, rows.sequences
+                )
             )
             clipped = (loss.clipped_low | loss.clipped_high).to(log_probs.dtype)
         return torch.stack([log_probs.double(), rows.advantage.double(), clipped.double(), entropy.double()])
@@ -562,7 +571,7 @@ class GRPOLoss(LossModule):
         if self.chooses_tokens and batch.keep is None:
             (kept,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))
             batch = replace(batch, keep=kept.to(batch.mask.device))
-        found = self._actor().rows(batch, entropy=self.entropy_bonus)
+        found = self._actor().rows(batch, entropy=self.entropy_bonus or self._objective.needs_entropy)
         rows = self._gather(batch, found[0].device)
         names = self._term_names()
         if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
@@ -636,7 +645,9 @@ class GRPOLoss(LossModule):
             weight_N = torch.ones_like(behaviour_N)
         else:
             most = self.max_completion_tokens
-            weight_B = token_weights(batch.mask.sum(1), self.aggregation, max_completion_tokens=most, dtype=dtype)
+            weight_B = token_weights(
+                batch.mask.sum(1), self.aggregation, groups=batch.group, max_completion_tokens=most, dtype=dtype
+            )
             weight_N = weight_B[row_N]
         proximal_N = behaviour_N if batch.proximal is None else batch.proximal[at].to(dtype)
         held = [row_N, column_N, batch.tokens[at], batch.advantage[at].to(dtype), behaviour_N, proximal_N, weight_N]
@@ -683,6 +694,8 @@ class GRPOLoss(LossModule):
         log_probs: torch.Tensor,
         advantage: torch.Tensor,
         proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        entropy: torch.Tensor | None,
         index: torch.Tensor | None,
         sequences: int,
     ) -> PolicyTokens:
@@ -690,14 +703,19 @@ class GRPOLoss(LossModule):
         return PolicyTokens(
             log_probs=log_probs,
             proximal=proximal,
+            behaviour=behaviour,
             advantage=advantage,
             index=index,
             sequences=sequences,
+            entropy=entropy if self._objective.needs_entropy else None,
+            mask_level=None if self.icepop is None else self.icepop_level,
             low=self.clip_epsilon_low,
             high=self.clip_epsilon_high,
             dual_clip=self.dual_clip,
             delta=self.delta,
             sapo_tau=self.sapo_tau,
+            dppo=self.dppo,
+            vespo=self.vespo,
         )
 
     def _weighted_terms(
@@ -725,7 +743,9 @@ class GRPOLoss(LossModule):
         kl_weight = torch.where(known, weight, 0.0)
         if index is not None:
             index = torch.where(known, index, sequences)  # of a sequence of its own
-        loss, _ = self._objective.loss(self._tokens(log_probs, advantage, proximal, index, sequences + 1))
+        loss, _ = self._objective.loss(
+            self._tokens(log_probs, advantage, proximal, behaviour, entropy, index, sequences + 1)
+        )
         terms = [policy_weight * loss.loss]
         if self.entropy_bonus and entropy is not None:
             terms.append(entropy * (weight * -self.entropy_coeff))
@@ -746,7 +766,11 @@ class GRPOLoss(LossModule):
             return keep_N
         left_B = pl.indexed_sum(keep_N, rows.index, rows.sequences)
         weight_B = token_weights(
-            left_B, self.aggregation, max_completion_tokens=self.max_completion_tokens, dtype=rows.weight.dtype
+            left_B,
+            self.aggregation,
+            groups=None if batch.group is None else batch.group.to(left_B.device),
+            max_completion_tokens=self.max_completion_tokens,
+            dtype=rows.weight.dtype,
         )
         return keep_N * weight_B[rows.index] / rows.weight
 
@@ -757,7 +781,7 @@ class GRPOLoss(LossModule):
         lp_N = torch.where(known_N, log_probs.detach(), rows.proximal)
         index_N = torch.where(known_N, rows.index, rows.sequences)  # a banned token is of a sequence of its own
         loss, log_ratio_N = self._objective.loss(
-            self._tokens(lp_N, rows.advantage, rows.proximal, index_N, rows.sequences + 1)
+            self._tokens(lp_N, rows.advantage, rows.proximal, rows.behaviour, entropy, index_N, rows.sequences + 1)
         )
         low, high = row_mean(loss.clipped_low, known_N), row_mean(loss.clipped_high, known_N)
         tokens = weight_sums(log_ratio_N, known_N)

@@ -38,6 +38,7 @@ class LossBatch:
         ref: [B, T] or None.
         proximal: [B, T] or None.
         weight: [B, T] or None.
+        group: int64 [B], the group of each row, where the batch has it, or None.
         keep: bool [B, T], the tokens that keep their policy loss, as `GRPOLoss.choose_tokens` chose them; or None.
         source: the TensorDict that they were read from, or None.
     """
@@ -51,6 +52,7 @@ class LossBatch:
     ref: torch.Tensor | None = None
     proximal: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    group: torch.Tensor | None = None
     keep: torch.Tensor | None = None
     source: TensorDictBase | None = None
 
@@ -179,8 +181,16 @@ def read_batch(
         ref=ref,
         proximal=proximal,
         weight=read.per_token(read.get(names.loss_weight), names.loss_weight, tokens),
+        group=_groups(read, names, len(tokens)),
         source=td,
     )
+
+
+def _groups(read: _Reader, names: Any, rows: int) -> torch.Tensor | None:
+    """Return the group of each row, int64 [B], or None if the batch has no numbers of groups."""
+    numbers = read.td.get(names.group, None)
+    is_per_row = isinstance(numbers, torch.Tensor) and numbers.numel() == rows
+    return numbers.reshape(rows).long() if is_per_row else None
 
 
 def _attention(read: _Reader, names: Any, tokens: torch.Tensor) -> torch.Tensor:

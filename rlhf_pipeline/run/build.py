@@ -226,6 +226,8 @@ def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
         clip_cov=config.clip_cov,
         clip_cov_bounds=(config.clip_cov_low, config.clip_cov_high),
         sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
+        dppo=config.dppo,
+        vespo=config.vespo,
         icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
         icepop_level=config.icepop or "token",
     )

@@ -15,8 +15,9 @@ from rlhf_pipeline.functional.aggregation import (
 
 LENGTHS = torch.tensor([1, 0, 4])
 VALUES = [[2.0], [], [1.0, 3.0, 5.0, 7.0]]
-# token_mean 18 / 5; sequence_mean (2 + 4) / 2; sequence_sum (2 + 16) / 2; dr_grpo 18 / (2 * 8).
-WANT = {"token_mean": 3.6, "sequence_mean": 3.0, "sequence_sum": 9.0, "dr_grpo": 1.125}
+# The last two are a group, of which one is empty. token_mean 18 / 5; group_mean (2 + 16 / 4) / 2;
+# sequence_mean (2 + 4) / 2; sequence_sum (2 + 16) / 2; dr_grpo 18 / (2 * 8).
+WANT = {"token_mean": 3.6, "sequence_mean": 3.0, "group_mean": 3.0, "sequence_sum": 9.0, "dr_grpo": 1.125}
 
 
 def aggregate(weights):
@@ -27,7 +28,7 @@ def aggregate(weights):
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_hand_computed_numbers(mode):
     """Each mode gives the mean worked out by hand, and the empty trajectory counts for nothing."""
-    weights = token_weights(LENGTHS, mode, max_completion_tokens=8, dtype=torch.float64)
+    weights = token_weights(LENGTHS, mode, groups=torch.tensor([5, 2, 2]), max_completion_tokens=8, dtype=torch.float64)
     assert aggregate(weights) == pytest.approx(WANT[mode], rel=1e-14)
     assert weights[1] == 0
 

@@ -77,6 +77,7 @@ def make_batch(policy, *, spread=0.3, seed=0, ref=True, extra=0):
         "log_probs": {"full": (current + noise[0]) * assistant},
         "advantage": advantage,
         "num_prompt_tokens": torch.full((rows,), PROMPT),
+        "group_id": torch.tensor([4, 4, 4, 9]),
     }
     td = TensorDict(data, batch_size=[rows])
     if ref:
@@ -146,7 +147,7 @@ def plain_loss(
     mask = td["masks", "all_assistant_mask"]
     lb, a = td["log_probs", "full"], td["advantage"]
     ref = td.get(("next", "ref_log_probs", "full"), None)
-    per_sequence, lengths = [], []
+    per_sequence, lengths, groups = [], [], []
     for i in range(len(mask)):
         at = mask[i].nonzero()[:, 0].tolist()
         if not at:
@@ -171,10 +172,17 @@ def plain_loss(
             total = total + loss
         per_sequence.append(total)
         lengths.append(len(at))
+        groups.append(int(td["group_id"][i]))
     if aggregation == "token_mean":
         return sum(per_sequence) / sum(lengths)
     if aggregation == "sequence_mean":
         return sum(s / n for s, n in zip(per_sequence, lengths, strict=True)) / len(lengths)
+    if aggregation == "group_mean":
+        means = []
+        for group in set(groups):
+            members = [i for i, other in enumerate(groups) if other == group]
+            means.append(sum(per_sequence[i] for i in members) / sum(lengths[i] for i in members))
+        return sum(means) / len(means)
     scale = len(lengths) * ((max_tokens or 0) if aggregation == "dr_grpo" else 1)
     return sum(per_sequence) / scale
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline import CausalLMPolicy, GRPOLoss
-from rlhf_pipeline.functional.aggregation import contributes, token_weights
+from rlhf_pipeline.functional.aggregation import AGGREGATIONS, contributes, token_weights
 from rlhf_pipeline.losses.grpo import GRPOLossOutput
 from rlhf_pipeline.policies.packed import LAYOUTS, plan_micro_batches
 from tests.rlhf_pipeline.small import qwen2
@@ -79,7 +79,7 @@ def step_gradient(policy, td, splits, *, layout="padded", aggregation="token_mea
     mask = td["masks", "all_assistant_mask"]
     lengths = mask.sum(1)
     dtype = policy.head_weight.dtype
-    weights = token_weights(lengths, aggregation, max_completion_tokens=20, dtype=dtype)
+    weights = token_weights(lengths, aggregation, groups=td["group_id"], max_completion_tokens=20, dtype=dtype)
     outputs = []
     for rows in splits:
         part = td[rows]
@@ -139,7 +139,7 @@ def test_in_float64_the_gradients_differ_by_rounding_only(name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "dr_grpo"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_rows_without_a_gradient_may_be_left_out_but_not_out_of_the_counts(layout, aggregation):
     """A group without spread is skipped; the gradient stays that of all rows, and its loss too."""
     policy = CausalLMPolicy(strong())
