@@ -161,6 +161,8 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     if report.other_files:
         others = ", ".join(str(path) for path in report.other_files[:3])
         passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {others}")
+    if report.unreadable:
+        passed_over.append(f"  {count(len(report.unreadable), 'file')} could not be read: {report.unreadable[0]}")
     passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [

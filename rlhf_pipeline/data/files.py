@@ -1,9 +1,9 @@
 r"""Rows of other people's files, the one reader of prompts and of other tools' rollouts.
 
-Read are JSON lines, JSON arrays and objects, CSV, TSV, Parquet, Arrow (Feather), each of these in gzip, folders of
-them, and data sets saved by Hugging Face `datasets`. A file's content decides where it says what it is; else its name
-does. JSON and CSV need the standard library only; the rest needs pyarrow, and a saved data set `datasets` (extra
-`exchange`).
+Supported are JSON Lines, JSON arrays and objects, CSV, TSV, Parquet, Arrow (Feather), each of these compressed with
+gzip or zstd, folders of them, and data sets saved by Hugging Face `datasets`. The content determines the format where
+it can, otherwise the name. JSON and CSV need the standard library only; the rest needs pyarrow, a saved data set
+`datasets`, and zstd `zstandard` (extra `exchange`).
 
 >>> import tempfile
 >>> folder = Path(tempfile.mkdtemp())
@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import csv
 import glob
-import gzip
-import importlib
 import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
+from rlhf_pipeline.data.compression import SUFFIXES as COMPRESSED
+from rlhf_pipeline.data.compression import decompressed, is_compressed
+from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
 
 Container = Literal["jsonl", "csv", "parquet", "arrow", "hf"]
@@ -55,7 +54,6 @@ _STARTS: dict[bytes, Container | str] = {
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "arrow",
     b"PK\x03\x04": "a zip file (xlsx, npz and torch files are, too)",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
     b"BZh": "compressed with bzip2",
     b"\xfd7zXZ": "compressed with xz",
     b"\xff\xfe": "text in UTF-16",
@@ -78,12 +76,12 @@ class SourceFile:
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield `(number, row)`: the line's number in a file of lines, from 1; else the row's, from 0.
 
-        Of a `growing` file a last line that its writer has not ended yet is left for later.
+        In a `growing` file, a last line or CSV row without a line break is incomplete and skipped.
         """
         if self.container == "jsonl":
             yield from _json_rows(self, on_bad, growing)
         elif self.container == "csv":
-            yield from _csv_rows(self)
+            yield from _csv_rows(self, growing)
         else:
             yield from enumerate(
                 row for batch in self._arrow_batches() for row in (_with_arrays(batch) if arrays else batch.to_pylist())
@@ -99,7 +97,7 @@ class SourceFile:
                     for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
                         yield from table.to_batches()
                 return
-            place = io.BytesIO(_bytes_of(self.path)) if _is_gzip(self.path) else str(self.path)
+            place = io.BytesIO(_bytes_of(self.path)) if is_compressed(self.path) else str(self.path)
             if self.container == "parquet":
                 with need("pyarrow.parquet").ParquetFile(place) as file:
                     yield from file.iter_batches(batch_size=ROWS_PER_READ)
@@ -162,23 +160,13 @@ def field_of(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def need(module: str) -> Any:
-    """Import pyarrow or datasets, which are optional."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DefinitionError(
-            f"this needs {module.partition('.')[0]}, which is not installed: pip install 'rlhf-pipeline[exchange]'"
-        ) from error
-
-
 def _container_of(path: Path, container: Container | None) -> Container:
-    with _readable(path) as file:
+    with decompressed(path) as file:
         head = file.read(4096)
     content_kind = next((what for start, what in _STARTS.items() if head.startswith(start)), None)
     if content_kind in ("parquet", "arrow"):
         return content_kind
-    suffixes = [suffix for suffix in path.suffixes if suffix.lower() != ".gz"]
+    suffixes = [suffix for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     kind = container or _SUFFIXES.get(suffixes[-1].lower() if suffixes else "")
     if content_kind is None and head and b"\0" in head:
         content_kind = "binary"
@@ -187,7 +175,7 @@ def _container_of(path: Path, container: Container | None) -> Container:
     if content_kind is not None:
         raise DefinitionError(
             f"{path} is {content_kind}. Supported formats: JSON Lines, JSON arrays, CSV (in UTF-8), Parquet, Arrow, "
-            "and each of these compressed with gzip."
+            "and each of these compressed with gzip or zstd."
         )
     if kind is None:
         raise DefinitionError(
@@ -208,9 +196,9 @@ def _in_folder(folder: Path) -> list[SourceFile]:
         for path in folder.iterdir()
         if path.is_file()
         # A lone .json beside other files is most often a tool's settings.
-        and re.search(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz)?$", path.name.lower())
+        and re.search(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?$", path.name.lower())
         and path.name not in _SUMMARIES
-    ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz)?$", path.name.lower())]
+    ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz|\.zst)?$", path.name.lower())]
     if not files:
         raise DefinitionError(
             f"{folder} is no saved data set, and holds no .jsonl, .csv, .parquet or .arrow files. Name the files "
@@ -225,28 +213,13 @@ def natural(path: Path) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def _is_gzip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, through gzip where it is one; damaged gzip is one sentence."""
-    try:
-        with gzip.open(path) if _is_gzip(path) else path.open("rb") as file:
-            yield cast("IO[bytes]", file)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataError(f"{path} is cut or damaged gzip: {error}. Fetch or write it again.") from error
-
-
 def _bytes_of(path: Path) -> bytes:
-    with _readable(path) as file:
+    with decompressed(path) as file:
         return file.read()
 
 
 def _is_array(path: Path) -> bool:
-    with _readable(path) as file:
+    with decompressed(path) as file:
         while head := file.read(4096):
             if head := head.removeprefix(b"\xef\xbb\xbf").lstrip():
                 return head.startswith(b"[")
@@ -275,7 +248,7 @@ def _document(path: Path) -> list[tuple[int, Any]]:
     """Return the one object that a `.json` file of several lines is; nothing for lines of JSON."""
     if ".json" not in (suffix.lower() for suffix in path.suffixes):
         return []
-    with _readable(path) as lines:
+    with decompressed(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
     try:
         json.loads(first)
@@ -296,7 +269,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
     """Yield what each line holds, or the error of one that holds no JSON."""
-    with _readable(path) as lines:
+    with decompressed(path, growing=growing) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -319,11 +292,15 @@ def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
                 )
 
 
-def _csv_rows(source: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(source: SourceFile, growing: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     path = source.path
     tabs = ".tsv" in (suffix.lower() for suffix in path.suffixes)
-    with _readable(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if tabs else ",", strict=True)
+    with (
+        decompressed(path, growing=growing) as file,
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+    ):
+        lines = _complete_lines(text) if growing else text
+        rows = csv.DictReader(lines, delimiter="\t" if tabs else ",", strict=True)
         before, number = 0, 1
         try:
             before = 1 if rows.fieldnames is not None else 0
@@ -334,7 +311,14 @@ def _csv_rows(source: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise DataError(f"{path}:{number}: this row has not {width} columns, as the first line has.")
                 yield number, dict(row)
         except (csv.Error, UnicodeDecodeError) as error:
+            if growing and "unexpected end of data" in str(error):
+                return  # a quoted field continues on a line that is not written yet
             raise DataError(f"{path}:{max(number, before) + 1}: this is not CSV in UTF-8: {error}.") from error
+
+
+def _complete_lines(text: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that end with a line break."""
+    return (line for line in text if line.endswith(("\n", "\r")))
 
 
 def _arrow_file(ipc: Any, pyarrow: Any, place: Any) -> Iterator[Any]:

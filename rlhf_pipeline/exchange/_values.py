@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.data.files import need
+from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DataError
 from trajectory_store import Column, Schema, StoreError
 from trajectory_store.arrow import SCHEMA_KEY

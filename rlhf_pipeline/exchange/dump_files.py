@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,16 @@ from typing import Any
 from rlhf_pipeline.data.files import Container, SourceFile, find_sources, natural
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.torch_dumps import TorchDump
+from rlhf_pipeline.exchange.zip_members import open_archive, open_member
 
-_FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz)?$|\.(pt|zip|eval)$")
-_DOCUMENTS = re.compile(r"\.json(\.gz)?$")
+_FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?$|\.(pt|zip|eval)$")
+_DOCUMENTS = re.compile(r"\.json(\.gz|\.zst)?$")
 _TRAJECTORY = re.compile(r"^trajectory[\w.-]*\.json$")
 """A trajectory of a Harbor trial, beside files of its settings and results."""
 _MOST_UNPACKED = 64 << 30
-"""Bytes: more than this in one archive is refused before anything is written."""
+"""Bytes: a larger archive is rejected before anything is written."""
+_DEEPEST = 4
+"""Archives within archives: deeper ones are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class ArchiveMember:
     """A file in an archive: its place there, and where it was unpacked."""
 
     path: Path
-    unpacked: SourceFile | TorchDump
+    unpacked: SourceFile | TorchDump | EvaluationLog
 
     @property
     def container(self) -> str:
@@ -55,7 +57,7 @@ class ArchiveMember:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationLog:
-    """An `.eval` archive of Inspect: a file for each sample, and what is said of all of them."""
+    """An `.eval` archive of Inspect: a file for each sample, and a header with the settings of all."""
 
     path: Path
     container: str = "eval"
@@ -64,13 +66,19 @@ class EvaluationLog:
         self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Yield `(number, row)`, of each sample a log that holds it alone; the arguments are those of a file."""
-        with _opened(self.path) as archive:
+        with open_archive(self.path) as archive:
+
+            def document(name: str) -> Any:
+                with open_member(archive, archive.getinfo(name)) as file:
+                    return json.load(file)
+
             names = archive.namelist()
             head = next((name for name in ("header.json", "_journal/start.json") if name in names), None)
-            about = {} if head is None else json.loads(archive.read(head)).get("eval", {})
+            header = {} if head is None else document(head)
+            about = {name: header.get(name, {}) for name in ("eval", "plan")}
             samples = sorted((Path(name) for name in names if re.match(r"samples/.*\.json$", name)), key=natural)
             for number, name in enumerate(samples):
-                yield number, {"eval": about, "samples": [json.loads(archive.read(name.as_posix()))]}
+                yield number, {**about, "samples": [document(name.as_posix())]}
 
     def where(self, number: int) -> str:
         """Return the place of a sample as an error message names it."""
@@ -130,14 +138,14 @@ def _of_file(path: Path, container: Container | None, scratch: Path) -> list[Dum
     if path.suffix.lower() == ".eval" and path.is_file():
         return [EvaluationLog(path.resolve())]
     if path.suffix.lower() == ".zip" and path.is_file():
-        return list(_members(path.resolve(), scratch))
+        return _members(path.resolve(), path.resolve(), scratch)
     return list(find_sources([path], container))
 
 
 def _in_folder(folder: Path, scratch: Path) -> list[Found]:
     torch_files = sorted(folder.glob("*.pt"), key=natural)
     if torch_files:
-        return [Found(TorchDump(file.resolve()), True) for file in torch_files]
+        return [Found(TorchDump(file.resolve()), False) for file in torch_files]
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return [Found(source, True) for source in find_sources([folder])]
     files = rollout_files(folder)
@@ -161,9 +169,18 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.parts)
 
 
-def _members(path: Path, scratch: Path) -> list[Dump]:
-    """Unpack the files of an archive that may hold rollouts; names are not believed to be paths."""
-    with _opened(path) as archive:
+def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> list[Dump]:
+    """Unpack the files of an archive that may hold rollouts; names in the archive are not used as paths.
+
+    Args:
+        archive_path: the archive on disk.
+        path: the name of the archive in messages: an archive within another one has its path there.
+        scratch: an existing folder to unpack into.
+        depth: the number of archives that contain these members.
+    """
+    if depth > _DEEPEST:
+        raise DefinitionError(f"{path} is nested in more than {_DEEPEST} archives. Unpack it and name the files.")
+    with open_archive(archive_path) as archive:
         items = [item for item in archive.infolist() if not item.is_dir() and not _is_hidden(Path(item.filename))]
         lines = [item for item in items if re.search(_FILES, item.filename.lower())]
         stories = [item for item in items if _TRAJECTORY.match(Path(item.filename).name)]
@@ -173,23 +190,17 @@ def _members(path: Path, scratch: Path) -> list[Dump]:
                 f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and name the files."
             )
         if not chosen:
-            raise DefinitionError(f"{path} holds no .jsonl, .csv, .parquet, .pt or .json files.")
+            raise DefinitionError(f"{path} contains no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files.")
         members: list[Dump] = []
         for item in sorted(chosen, key=lambda item: natural(Path(item.filename))):
             place = scratch / f"{len([*scratch.iterdir()])}" / Path(item.filename).name
             place.parent.mkdir()
-            try:
-                with archive.open(item) as packed, place.open("wb") as file:
-                    shutil.copyfileobj(packed, file)
-            except (RuntimeError, zipfile.BadZipFile) as error:
-                raise DataError(f"{path / item.filename} cannot be unpacked: {error}.") from error
-            inner = [dump for dump in _of_file(place, None, scratch) if isinstance(dump, SourceFile | TorchDump)]
-            members += [ArchiveMember(path / item.filename, dump) for dump in inner]
+            with open_member(archive, item) as packed, place.open("wb") as file:
+                shutil.copyfileobj(packed, file)
+            inside = path / item.filename
+            if place.suffix.lower() == ".zip":
+                members += _members(place, inside, scratch, depth + 1)
+                continue
+            inner = [dump for dump in _of_file(place, None, scratch) if not isinstance(dump, ArchiveMember)]
+            members += [ArchiveMember(inside, dump) for dump in inner]
         return members
-
-
-def _opened(path: Path) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path} is no whole zip archive: {error}. Fetch or write it again.") from error

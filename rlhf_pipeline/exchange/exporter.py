@@ -15,7 +15,8 @@ from typing import Literal
 
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import Ids, select
-from rlhf_pipeline.data.files import Container, need
+from rlhf_pipeline.data.files import Container
+from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import schema_beside, to_json
 from rlhf_pipeline.exchange.atif_documents import READ, atif_documents

@@ -65,7 +65,8 @@ class ImportReport:
     Attributes:
         store: the folder.
         files: one report per file, in order.
-        other_files: files of the folders and archives that hold no rollouts.
+        other_files: files of the folders and archives that contain no rollouts.
+        unreadable: files of the folders and archives that could not be read, each with the reason.
         num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
         num_failed: trajectories whose rows say that they failed; they have no reward.
@@ -83,6 +84,7 @@ class ImportReport:
     store: Path
     files: list[FileReport] = field(default_factory=list[FileReport])
     other_files: list[Path] = field(default_factory=list[Path])
+    unreadable: list[str] = field(default_factory=list[str])
     num_tokens: int = 0
     num_encoded: int = 0
     num_failed: int = 0
@@ -363,7 +365,10 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
             if candidate.is_named and not how.growing:
                 raise
             refusals.append(error)
-            report.other_files.append(candidate.dump.path)
+            if isinstance(error, DataError):
+                report.unreadable.append(str(error))
+            else:
+                report.other_files.append(candidate.dump.path)
             continue
         if item is not None:
             plan.append(item)

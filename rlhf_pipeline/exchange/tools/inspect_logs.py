@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import Fields, Made, part_of
+from rlhf_pipeline.exchange.fields import NONE, Fields, Made, part_of
 from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, tool
 from trajectory_store.recorder.raw_rollout import CUT, Row, is_messages, shown
 
@@ -22,15 +22,19 @@ def inspect_log(row: Fields) -> RawRollouts:
     of time, tokens or messages. The conversation up to the first answer is the prompt.
     """
     for sample in row.row["samples"] or ():
-        yield from _sample(row.of({**sample, "eval": row.row["eval"]}), row)
+        yield from _sample(row.of({**sample, "eval": row.row["eval"], "plan": row.row.get("plan")}), row)
 
 
 def _sample(row: Fields, log: Fields) -> RawRollouts:
-    sample, config = row.row, part_of(part_of(row.row, "eval"), "model_generate_config")
-    row.field_paths = {**row.field_paths, **_reward_of(row)}
+    sample = row.row
     talk = sample.get("messages") or []
     first = next((place for place, message in enumerate(talk) if message.get("role") == "assistant"), None)
-    limit, error = part_of(sample, "limit").get("type"), part_of(sample, "error").get("message")
+    limit = part_of(sample, "limit").get("type")
+    error = part_of(sample, "error").get("message")  # of an exception: its class and its text
+    late = limit in ("time", "working") or str(error).startswith("TimeoutError")
+    failure = "timeout" if late else "tool_error" if error is not None else ""
+    # The scorers of a failed sample may not have run, and its reward would not be trusted: `meta` keeps its scores.
+    row.field_paths = {**row.field_paths, **({"reward": NONE} if failure else _reward_of(row))}
     if first is None:
         yield None  # it failed before anything was sampled
         return
@@ -45,12 +49,18 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
         reward=Made("none", None) if "reward" not in row.field_paths else None,
         answer=Made("target", sample.get("target")),
         finish_reason=Made("stop_reason, limit", end),
-        failure=Made("error, limit", "timeout" if limit in ("time", "working") else error),
-        temperature=Made("eval.model_generate_config.temperature", config.get("temperature")),
+        failure=Made("error, limit", failure),
+        temperature=Made("plan.config.temperature", _temperature(sample)),
         group=Made("id", str(sample["id"])),
         one_turn=len(talk) == first + 1,
         meta={"epoch": sample.get("epoch"), "scores": sample.get("scores"), "task": task},
     )
+
+
+def _temperature(sample: Row) -> float | None:
+    """Return the temperature of an evaluation: of its plan, which has the settings in force, or of its model."""
+    places = part_of(part_of(sample, "plan"), "config"), part_of(part_of(sample, "eval"), "model_generate_config")
+    return next((config["temperature"] for config in places if config.get("temperature") is not None), None)
 
 
 def _reward_of(row: Fields) -> dict[str, str]:

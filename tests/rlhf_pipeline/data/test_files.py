@@ -78,7 +78,7 @@ def test_a_folder_and_a_pattern_name_files_in_natural_order(tmp_path: Path):
         ("a.parquet", b"PAR1junk", DataError, "cannot be read as parquet"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", DataError, r"a\.csv:3: this row has not 2 columns"),
         ("a.csv", b'a,b\n"1\n1",2\n\xff,2\n', DataError, "this is not CSV in UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 99)[:-12], DataError, "cut or damaged gzip"),
+        ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 99)[:-12], DataError, "is incomplete gzip"),
         ("a.txt", b"hello", DefinitionError, "neither the name nor the content"),
     ],
 )
@@ -113,3 +113,54 @@ def test_a_path_that_leads_nowhere_has_no_field():
     for name in ("a.2", "b.c", "c"):
         with pytest.raises(KeyError):
             field_of({"a": [1], "b": "text"}, name)
+
+
+def zst(data: bytes, frames: int = 1) -> bytes:
+    """Return zstd of several frames, with a seek table at the end, as seekable writers leave it."""
+    zstandard = pytest.importorskip("zstandard")
+    size = -(-len(data) // frames)
+    packed = b"".join(zstandard.compress(data[at : at + size]) for at in range(0, len(data), size))
+    return packed + b"\x5e\x2a\x4d\x18" + (9).to_bytes(4, "little") + bytes(4) + b"\x00" + b"\xb1\xea\x92\x8f"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst", "b.jsonl"])
+def test_zstd_is_read_like_the_plain_file(tmp_path: Path, name: str):
+    """Frames and a seek table are decompressed, whatever the name; rows and places are unchanged."""
+    plain = b"q,r\n1,2\n3,4\n" if ".csv" in name else b'{"q": 1, "r": 2}\n' * 5000
+    (tmp_path / "plain").write_bytes(plain)
+    (tmp_path / name).write_bytes(zst(plain, frames=3))
+    (plain_source,) = find_sources([tmp_path / "plain"], "csv" if ".csv" in name else "jsonl")
+    (source,) = find_sources([tmp_path / name])
+    assert list(source.rows()) == list(plain_source.rows())
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_an_unfinished_frame_of_a_growing_file_is_not_an_error(tmp_path: Path, suffix: str):
+    """A growing file gives the complete lines of its last frame; otherwise it is reported as incomplete."""
+    plain = b"".join(b'{"q": %d}\n' % number for number in range(60_000))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes((gzip.compress(plain) if suffix == ".gz" else zst(plain))[:-20_000])
+    (source,) = find_sources([path])
+    rows = [row["q"] for _, row in source.rows(growing=True)]
+    assert 0 < len(rows) < 60_000
+    assert rows == list(range(len(rows)))
+    with pytest.raises(DataError, match=rf"a\.jsonl\{suffix} is incomplete"):
+        list(source.rows())
+
+
+def test_corrupted_zstd_is_reported(tmp_path: Path):
+    """A changed byte is an error with the path, not other rows."""
+    packed = bytearray(zst(b"".join(b'{"q": %d}\n' % number for number in range(9000))))
+    packed[6] ^= 0xFF
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst is (corrupted|incomplete) zstd"):
+        rows_of(tmp_path / "a.jsonl.zst")
+
+
+def test_an_incomplete_csv_row_waits(tmp_path: Path):
+    """A growing CSV file gives the rows that end with a line break, also where a quoted field is unfinished."""
+    path = tmp_path / "a.csv"
+    for text, rows in (("q,r\n1,2\n3,4", 1), ('q,r\n1,2\n"3\n', 1), ("q,r\n1,2\n3,4\n", 2), ("q,r\n1,2\n3", 1)):
+        path.write_text(text)
+        (source,) = find_sources([path])
+        assert len(list(source.rows(growing=True))) == rows, text

@@ -63,7 +63,7 @@ def test_folders_patterns_and_archives(tmp_path: Path, jsonl: Write):
     with pytest.raises(MissingPathError, match="no file fits the pattern"):
         import_files([tmp_path / "out" / "*.csv"], tmp_path / "none")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "all.zip").read_bytes()[:99])
-    with pytest.raises(DataError, match=r"cut\.zip is no whole zip archive"):
+    with pytest.raises(DataError, match=r"cut\.zip is not a complete zip archive"):
         import_files([tmp_path / "cut.zip"], tmp_path / "none")
     with pytest.raises(DefinitionError, match=r"metrics\.jsonl: no field for prompt and completion and reward"):
         import_files([tmp_path / "out" / "metrics.jsonl"], tmp_path / "none")
