@@ -379,10 +379,10 @@ class SegmentWriter(ABC):
         records: commits so far.
         ends: per axis the elements so far.
         last_time: of the last commit.
-        pending: the last commit while its outcome is unknown; else None.
+        pending: a call has begun to write a commit, and has not counted it.
     """
 
-    pending: Any = None
+    pending = False
 
     def __init__(self, ordinal: int, meta: SegmentMeta) -> None:
         self.ordinal = ordinal
@@ -413,17 +413,9 @@ class SegmentWriter(ABC):
 
         Raises:
             UnsyncedError: the batch is visible; whether it is on the disk is not known.
-            OSError: nothing of the batch is visible, unless the commit is pending.
+            OSError: nothing of the batch is visible, unless the outcome is unknown: see `finish`.
             SealedError: another process ended the segment; nothing of the batch is in it.
         """
-
-    def resolve(self, batch: Batch) -> int | None:
-        """Settle the pending commit; return its first row if it holds exactly these rows, else None.
-
-        Raises:
-            WriteFailedError: the outcome is still unknown.
-        """
-        return None
 
     def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe as soon as they are made
         """Wait until that many commits have the promised durability.
@@ -434,7 +426,13 @@ class SegmentWriter(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write that nothing follows, and close."""
+        """Count what the log holds, write after it that nothing follows, and close; a second call does the rest.
+
+        A commit whose call was interrupted keeps its number if it is complete; nothing is written over it.
+
+        Raises:
+            WriteFailedError: whether a pending commit is there is still unknown.
+        """
 
     def abandon(self) -> None:  # noqa: B027
         """Close without an end record: after a fork the segment belongs to the parent."""

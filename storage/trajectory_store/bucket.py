@@ -210,8 +210,8 @@ class Bucket(ABC):
     def still_here(self) -> None:  # noqa: B027
         """Check that the folder that `hold` remembers is still the one at this path."""
 
-    def lock(self, key: str) -> int | None:
-        """Lock an object until the returned descriptor is closed or the process ends; None where there are no locks."""
+    def lock(self, key: str) -> fs.OpenFile | None:
+        """Lock an object until the returned file is closed or the process ends; None where there are no locks."""
         return None
 
     def is_locked(self, key: str) -> bool | None:
@@ -295,9 +295,9 @@ class FolderBucket(Bucket):
                 fill(FolderBucket(temporary, durable=False))  # synced as a whole, before it has its name
                 fs.sync_tree(temporary)
                 fs.rename(temporary, path)
-            except OSError as error:
+            except BaseException as error:
                 fs.remove_tree(temporary)
-                if path.exists():
+                if fs.is_of_system(error) and path.exists():
                     raise taken(self.where) from error
                 raise
             fs.sync_path(path.parent)
@@ -361,7 +361,7 @@ class FolderBucket(Bucket):
         except FileExistsError:
             return False
         finally:
-            with suppress(OSError):
+            with fs.tolerated():
                 fs.remove_file(temporary)
         if self.durable:
             try:
@@ -421,7 +421,7 @@ class FolderBucket(Bucket):
     def ahead(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Let the disk read files ahead: the waits overlap, so a cold batch takes three quarters of the time."""
         for key in keys:
-            with suppress(StoreError, OSError), self._opened(key) as fd:
+            with suppress(CorruptionError), fs.tolerated(), self._opened(key) as fd:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
         return {}
 
@@ -437,7 +437,7 @@ class FolderBucket(Bucket):
             fd = fs.open_fd(f"{self.where}/{key}", os.O_RDONLY)
             yield fd
         except OSError as error:
-            if isinstance(error, (StoreError, *_ABSENT)):
+            if isinstance(error, (StoreError, *_ABSENT)) or fs.is_external(error):
                 raise
             raise fs.unreadable(error, f"{self.where}/{key}") from error
         finally:
@@ -472,14 +472,15 @@ class FolderBucket(Bucket):
         folders: set[Path] = set()
         for key in keys:
             path = self.root / key
-            with suppress(OSError):
+            with fs.tolerated():
                 fs.remove_file(path)
             folders.add(path.parent)
         for folder in sorted(folders, key=lambda f: -len(f.parts)):
             while folder != self.root:
                 try:
                     os.rmdir(folder)
-                except OSError:
+                except OSError as error:
+                    fs.pass_external(error)
                     break
                 folder = folder.parent
 
@@ -490,7 +491,7 @@ class FolderBucket(Bucket):
             for name in names:
                 if name.startswith(PARTIAL):
                     path = Path(folder, name)
-                    with suppress(OSError):
+                    with fs.tolerated():
                         if now - path.lstat().st_mtime > older_than_s:
                             fs.remove_file(path)
 
@@ -499,27 +500,25 @@ class FolderBucket(Bucket):
         path = f"{self.where}/{key}"
         try:
             changed = os.stat(path.rpartition("/")[0]).st_mtime_ns
-        except OSError:
+        except OSError as error:
+            fs.pass_external(error)
             return None
         return None if os.path.lexists(path) else changed
 
-    def lock(self, key: str) -> int | None:
-        """Lock a file until the returned descriptor is closed or the process ends.
+    def lock(self, key: str) -> fs.OpenFile | None:
+        """Lock a file until the returned one is closed or the process ends.
 
         Without the lock the writer is taken for dead, and writes its next rows elsewhere; so a failure costs nothing.
         """
-        try:
-            fd = fs.open_fd(self.root / key, os.O_RDONLY)
-        except OSError:
-            return None
-        for _ in range(_FOLDER_TRIES):
-            held = fs.try_lock(fd)
-            if held:
-                return fd
-            if held is None:
-                break
-            time.sleep(0.001)  # somebody is looking whether it is locked
-        os.close(fd)
+        with fs.tolerated():
+            file = fs.OpenFile(self.root / key, os.O_RDONLY)
+            for _ in range(_FOLDER_TRIES):
+                is_held = fs.try_lock(file.fd)
+                if is_held:
+                    return file
+                if is_held is None:
+                    break
+                time.sleep(0.001)  # somebody is looking whether it is locked
         return None
 
     def is_locked(self, key: str) -> bool | None:

@@ -77,7 +77,7 @@ class Catalog:
         self._tables: dict[str, dict[int, Any]] = {}
         self.kept: dict[str, Any] = {}
         """What other modules keep for as long as the catalog is open."""
-        self._syncing = threading.Lock()
+        self._syncing = threading.RLock()
         fork_safety.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
@@ -86,9 +86,26 @@ class Catalog:
         self._looked_at: set[int] = set()
         """The segments of which checked reads have read."""
         self._checked = -1
+        self.is_doubtful = False
+        """Whether an exception from outside ended a call, perhaps halfway through a change of this view."""
         self._take_state(opening=True)
 
     # Following
+
+    def begin_again(self) -> None:
+        """Read everything again: a call was interrupted, and nothing that it left behind is used."""
+        with self.lock:
+            for segment in (*self.segments.values(), *self.updates.values()):
+                self.medium.forget(segment)
+            fresh = vars(Catalog(self.medium, self.root, warn=False))
+            for name in ("lock", "_syncing", "_synced", "_unsynced", "_warn", "_told", "claim"):
+                del fresh[name]
+            fresh["generation"] += self.generation + 1
+            fresh["newest_ns"] = max(self.newest_ns, fresh["newest_ns"])
+            fresh["_watermark"] = self._watermark
+            vars(self).update(fresh)  # at once: another thread sees the view before or after it
+            for problem in self.problems:
+                self._tell(problem)
 
     def refresh(self) -> None:
         """Read new commits, new segments and removals."""
@@ -301,6 +318,10 @@ class Catalog:
         if problem in self.problems:
             return
         self.problems.append(problem)
+        self._tell(problem)
+
+    def _tell(self, problem: str) -> None:
+        """Warn of a problem, once."""
         if self._warn and problem not in self._told:
             self._told.add(problem)
             warnings.warn(
@@ -603,8 +624,8 @@ class Catalog:
                         self.medium.sync(segment, done)
                         self._synced[segment.ordinal] = records
                 self.medium.bucket.sync(CATALOG)
-            except OSError:
-                self._unsynced = True
+            except OSError as error:
+                self._unsynced = fs.is_of_system(error)
                 raise
 
     def close(self) -> None:

@@ -118,6 +118,16 @@ class MissingPackageError(StoreError, ImportError):
     """A package that only some stores or forms need is not installed."""
 
 
+def is_unknown(error: BaseException) -> bool:
+    """Return whether a write may have happened, or may happen later: no system refused it with a number."""
+    return isinstance(error, WriteFailedError) and error.errno is None
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether the system refused a write, so that it has not happened and never will."""
+    return isinstance(error, WriteFailedError) and not (isinstance(error, UnsyncedError) or is_unknown(error))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that names the nearest known name, or lists them all.
 

@@ -1,10 +1,14 @@
-"""Forks: a child inherits no lock that another thread of its parent held, and no state that was half-changed."""
+"""Locks and forks: a child inherits no lock that another thread held, and no state that was half-changed.
+
+A call that an exception ends leaves no lock behind.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
+from contextlib import suppress
 from typing import Protocol
 
 PATIENCE_S = 60.0
@@ -28,8 +32,20 @@ _held: list[Lock] = []
 
 
 def guard(owner: object, rank: int, *locks: Lock) -> None:
-    """Hold these locks during every fork, for as long as their owner lives."""
+    """Hold these locks, all of them RLocks, during every fork, for as long as their owner lives."""
     _locks[owner] = rank, locks
+
+
+def release_held() -> None:
+    """Release the locks that this thread holds, at the end of a call that holds none.
+
+    An exception that arrives in the last line of a `with` block skips the release.
+    """
+    for _, locks in list(_locks.values()):
+        for lock in locks:
+            with suppress(RuntimeError):  # this thread does not hold it
+                while True:
+                    lock.release()
 
 
 def _before() -> None:

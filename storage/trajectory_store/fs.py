@@ -27,7 +27,8 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
-    """Turn an OSError into a WriteFailedError that says what it means for the data."""
+    """Turn an OSError into a WriteFailedError that says what it means for the data; one from outside is raised."""
+    pass_external(error)
     if error.errno in _FULL:
         why = "the disk, the quota or the file size limit is exhausted"
         way_out = "Free space (or raise `ulimit -f`), then append again"
@@ -45,7 +46,8 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
 
 
 def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
-    """Turn the OSError of a sync into an UnsyncedError, which says what is in the store."""
+    """Turn the OSError of a sync into an UnsyncedError, which says what is in the store; one from outside is raised."""
+    pass_external(error)
     message = (
         f"syncing failed at {path}: {os.strerror(error.errno or 0)}. What was written is in the store and readable, "
         "but may not be on the disk: a power loss may take it. Do not append or update it again. Check the disk; after "
@@ -55,7 +57,11 @@ def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
 
 
 def unreadable(error: OSError, path: Path | str) -> StoreError:
-    """Turn an OSError into a ReadFailedError that says why and what to do; errors of the store are returned."""
+    """Turn an OSError into a ReadFailedError that says why and what to do; errors of the store are returned.
+
+    An exception from outside is raised.
+    """
+    pass_external(error)
     if isinstance(error, StoreError):
         return error
     if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -76,6 +82,52 @@ def explained(path: Path | str, doing: str) -> Generator[None]:
         if isinstance(error, StoreError):
             raise
         raise failed(error, path, doing) from error
+
+
+def is_external(error: BaseException | None) -> bool:
+    """Return whether an exception came from outside, although it is an OSError: that of an alarm or a time limit.
+
+    The operating system numbers its errors. What came from outside says nothing about a file, and is never swallowed.
+    """
+    known = (StoreError, FileNotFoundError)  # the second is raised without a number for an object that is missing
+    return isinstance(error, OSError) and error.errno is None and not isinstance(error, known)
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Return whether the operating system, or the store on its word, raised an exception."""
+    return isinstance(error, OSError) and not is_external(error)
+
+
+def pass_external(error: BaseException) -> None:
+    """Raise an exception that came from outside."""
+    if is_external(error):
+        raise error
+
+
+class tolerated:
+    """Suppresses the errors of the operating system and of the store in a block, and no exception from outside."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return error is not None and is_of_system(error)
+
+
+class OpenFile:
+    """An open file that is closed when nothing refers to it, so that an exception at any line leaves no lock behind."""
+
+    fd = -1
+
+    def __init__(self, path: Path | str, flags: int) -> None:
+        self.fd = open_fd(path, flags)
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        self.fd = -1 if self.fd < 0 else os.close(self.fd) or -1  # one line: it is never closed twice
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def open_fd(path: Path | str, flags: int) -> int:

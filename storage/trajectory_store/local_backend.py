@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from trajectory_store.backend import Claim, Medium, SealedError, Segment, Segmen
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import PARTIAL, FolderBucket
 from trajectory_store.catalog_log import CATALOG, Entry, State
-from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, UnsyncedError
+from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, is_refused
 from trajectory_store.file_access import Io, choose, open_file
 from trajectory_store.format import (
     ENDING_AT,
@@ -45,6 +44,7 @@ from trajectory_store.format import (
     ordinal_of,
     pack,
     pack_mark,
+    parse,
     parse_mark,
     segment_name,
     spec_json,
@@ -55,7 +55,7 @@ from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.verify_report import VerifyReport
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 SYNC_THREADS = 6
 OLD_S = 60.0
@@ -84,6 +84,7 @@ class Memmap(Medium):
                 name = os.path.relpath(missing or folder, self.folder)
                 out.append(CorruptionError(f"{name} is missing, and the catalog says that the segment counts."))
             except (StoreError, OSError, ValueError) as error:
+                fs.pass_external(error)
                 out.append(error if isinstance(error, (StoreError, OSError)) else CorruptionError(str(error)))
         return out
 
@@ -102,19 +103,20 @@ class Memmap(Medium):
 
         A rename onto a folder that holds something fails, so two processes never have the same number.
         """
-        temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
+        folder = self.folder / f"{TEMPORARY}{os.getpid()}-{fs.token(6)}"
+        is_claimed = False
         with fs.explained(self.folder, "creating a segment"):
-            log_fd, meta_crc = write_segment(temporary, meta)
-            folder = temporary
             try:
+                log, meta_crc = write_segment(folder, meta)
                 while True:
                     ordinal, folder = self._name(folder, least, merged=meta.merged)
+                    is_claimed = True
                     least = claim(ordinal, meta.salt)
                     if least == ordinal:
-                        return LocalWriter(folder, ordinal, meta, log_fd, meta_crc, self.io)
-            except OSError as error:
-                os.close(log_fd)
-                if not isinstance(error, UnsyncedError):  # else the catalog names the segment
+                        return LocalWriter(folder, ordinal, meta, log, meta_crc, self.io)
+                    is_claimed = False
+            except BaseException as error:
+                if not is_claimed or is_refused(error):  # else the catalog may name the segment: a sweep finds out
                     fs.remove_tree(folder)
                 raise
 
@@ -181,7 +183,8 @@ class Memmap(Medium):
                 meta = read_meta(path)
                 if meta.store == state.store and path.name == segment_name(ordinal, merged=meta.merged):
                     out.append(_found(path, ordinal, meta))
-            except (OSError, StoreError):
+            except (OSError, StoreError) as error:
+                fs.pass_external(error)
                 continue
         return out
 
@@ -246,21 +249,20 @@ def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
         catalog = 0 if first is None else first.catalog
         if first is not None and first.ordinal != ordinal:  # a folder that was copied under another number
             whole = commits = False
-    except (OSError, StoreError):
-        pass
+    except (OSError, StoreError) as error:
+        fs.pass_external(error)
     sources = tuple(source for source, _ in meta.sources)
     return Unnamed(entry=entry, schema=meta.schema, sources=sources, whole=whole, commits=commits, catalog=catalog)
 
 
-def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
-    """Build the files of an empty segment in a folder that does not exist yet."""
-    fd = -1
+def write_segment(folder: Path, meta: SegmentMeta) -> tuple[fs.OpenFile, int]:
+    """Build the files of an empty segment in a folder that does not exist yet; return its locked log and a checksum."""
     try:
         for part in (folder, folder / "commits", folder / "commits" / "c", folder / "commits" / "c" / "0"):
             fs.mkdir(part)
         fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
-        fd = fs.open_fd(commits_path(folder), os.O_RDWR)
-        if fs.try_lock(fd) is False:
+        log = fs.OpenFile(commits_path(folder), os.O_RDWR)
+        if fs.try_lock(log.fd) is False:
             raise StoreError(f"{folder} was locked by another process while it was made.")
         fs.write_file(mark_path(folder), pack_mark(0).ljust(MARK_SIZE, b"\0"))
         fs.write_file(folder / "commits" / "zarr.json", commits_json(meta))
@@ -274,40 +276,41 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[int, int]:
         fs.write_file(folder / "zarr.json", raw)
         if meta.durability != "process":
             fs.sync_tree(folder)
+        return log, crc32c(raw)
     except BaseException:
-        if fd >= 0:
-            os.close(fd)
         fs.remove_tree(folder)
         raise
-    return fd, crc32c(raw)
 
 
 class LocalWriter(SegmentWriter):
     """Appends commits to one segment on a local disk."""
 
+    _elements = -1
+    """The elements of all axes, where they were read from the log."""
+
     def __init__(
-        self, folder: Path, ordinal: int, meta: SegmentMeta, log_fd: int, meta_crc: int, io: Io = "pread"
+        self, folder: Path, ordinal: int, meta: SegmentMeta, log: fs.OpenFile, meta_crc: int, io: Io = "pread"
     ) -> None:
         super().__init__(ordinal, meta)
         self.folder = folder
-        self._ended = False
         self._catalog = 0
         self._meta_crc = meta_crc
-        self._log_fd = log_fd
-        self._mark_fd = fs.open_fd(mark_path(folder), os.O_WRONLY)
-        self._marks = open_file(mark_path(folder), MARK_SIZE, io)
-        self._fds = {
-            name: fs.open_fd(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self.specs.items()
-        }
         self._pool: ThreadPoolExecutor | None = None
-        self._files = threading.Lock()
-        self._sync = threading.Condition(threading.Lock())
+        self._files = threading.RLock()
+        self._sync = threading.RLock()
+        """Held by the thread that syncs, for all that wait."""
+        fork_safety.guard(self, 3, self._sync, self._files)
+        self._log = log
+        self._mark = fs.OpenFile(mark_path(folder), os.O_WRONLY)
+        self._marks = open_file(mark_path(folder), MARK_SIZE, io)
+        self._opened = {
+            name: fs.OpenFile(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self.specs.items()
+        }
+        self._fds = {name: file.fd for name, file in self._opened.items()}
         self._pid = os.getpid()
         self._synced = 0
         self._failed = False
-        self._syncing = False
         self._company = False
-        fork_safety.guard(self, 3, self._files, self._sync)
         self._waits = meta.durability != "process" and not meta.merged
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
@@ -318,24 +321,24 @@ class LocalWriter(SegmentWriter):
         time_ns = max(time_ns, self.last_time + 1)
         self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc, target_crc)
         if self._marks[ENDING_AT : ENDING_AT + 1][0] and self._is_fenced():
-            self._ended = True
             raise SealedError(f"{self.folder} was ended by another process")
-        self.rows, self.ends, self.last_time = first + batch.n_rows, ends, time_ns
-        self.records += 1
+        self.rows, self.ends, self.last_time, self.records = first + batch.n_rows, ends, time_ns, self.records + 1
         if not self._waits:
             self._acknowledge(self.records)
         return first
 
     def _is_fenced(self) -> bool:
-        """Return whether another process ended the segment before the record that was just written."""
-        with fs.short_lock(self._mark_fd, mark_path(self.folder)):
+        """Return whether another process ended the segment before record number `records`."""
+        with fs.short_lock(self._mark.fd, mark_path(self.folder)):
             fence = parse_mark(bytes(self._marks[:]), FENCE_AT)
         return fence is not None and self.records >= fence
 
     def _acknowledge(self, records: int) -> None:
         """Note how many commits are acknowledged; they exist even if the note cannot be written."""
-        with suppress(OSError):
-            fs.pwrite(self._mark_fd, pack_mark(records), 0)
+        try:
+            fs.pwrite(self._mark.fd, pack_mark(records), 0)
+        except OSError as error:
+            fs.pass_external(error)
 
     def _put_record(
         self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int = 0, target_crc: int = 0
@@ -353,7 +356,7 @@ class LocalWriter(SegmentWriter):
             catalog=self._catalog,
             data_crc=crc,
         )
-        fs.pwrite(self._log_fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
+        fs.pwrite(self._log.fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
     def _write_data(self, batch: Batch) -> tuple[dict[str, int], int, int]:
         """Write the values after the existing ones; return the new ends, their checksum, and that of the targets."""
@@ -374,16 +377,12 @@ class LocalWriter(SegmentWriter):
         return ends, crc, target_crc
 
     def wait_durable(self, records: int) -> None:
-        """Return once that many records are on the disk, with their data; one waiting thread syncs for all."""
+        """Return once that many records are on the disk, with their data; one thread syncs for all that wait."""
         if not self._waits:
             return
         with self._sync:
-            while self._synced < records and self._syncing:
-                self._sync.wait()
             if self._synced >= records:
                 return
-            self._syncing = True
-        try:
             if self._company:
                 time.sleep(GROUP_DELAY_S)
             before = self._synced
@@ -391,10 +390,6 @@ class LocalWriter(SegmentWriter):
             self._company = self.meta.durability == "group" and self._synced - before > 1
             if self._synced < records:
                 raise OSError(errno.EIO, "the segment was closed before it was synced")
-        finally:
-            with self._sync:
-                self._syncing = False
-                self._sync.notify_all()
 
     def _make_safe(self) -> None:
         """Sync everything written so far, data and records in any order, and acknowledge it.
@@ -402,21 +397,27 @@ class LocalWriter(SegmentWriter):
         After a sync has failed, the kernel may take the pages for clean: the next one would succeed, and prove nothing.
         """
         with self._files:
-            if self._log_fd < 0:
+            if self._log.fd < 0:
                 return
             if self._failed:
                 raise OSError(errno.EIO, "an earlier sync of the segment failed")
-            done = self.records
+            done, others = self.records, list["Future[None]"]()
             try:
-                self._datasync([*self._fds.values(), self._log_fd])
-            except OSError:
-                self._failed = True
+                self._failed = True  # until the sync has succeeded
+                self._datasync([*self._fds.values(), self._log.fd], others)
+                self._failed, self._synced = False, done
+            except BaseException as error:
+                # No file may be closed while it is being synced. An exception from outside says nothing about the disk.
+                errors = [other.exception() for other in others]
+                self._failed = fs.is_of_system(error) or any(error is not None for error in errors)
                 raise
-            self._synced = done
             self._acknowledge(done)
 
-    def _datasync(self, fds: list[int]) -> None:
-        """Sync several files at once, so that they share the journal's commit and the disk's flush."""
+    def _datasync(self, fds: list[int], others: list[Future[None]]) -> None:
+        """Sync several files at once, so that they share the journal's commit and the disk's flush.
+
+        `others` takes the syncs that other threads do.
+        """
         if len(fds) < 3:
             for fd in fds:
                 fs.datasync(fd)
@@ -425,36 +426,48 @@ class LocalWriter(SegmentWriter):
             from concurrent.futures import ThreadPoolExecutor
 
             self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
-        others = [self._pool.submit(fs.datasync, fd) for fd in fds[1:]]
-        try:
-            fs.datasync(fds[0])
-        finally:  # no file may be closed while it is being synced
-            errors = [other.exception() for other in others]
-        for error in errors:
-            if error is not None:
-                raise error
+        for fd in fds[1:]:
+            others.append(self._pool.submit(fs.datasync, fd))  # noqa: PERF401 - each is known once it was submitted
+        fs.datasync(fds[0])
+        for other in others:
+            other.result()
 
     def finish(self) -> None:
         """Sync the segment, write the end record, and close; without the sync, the end says nothing of what is safe."""
-        if self._log_fd < 0:
-            return
-        if self._ended:
+        with self._files:
+            if self._log.fd < 0:
+                return
+            if self._count_log():
+                self._put_end()
             self.abandon()
-            return
+
+    def _count_log(self) -> bool:
+        """Count a commit that is in the log and not counted; return whether the log has no end yet.
+
+        Its call was interrupted, and readers may have seen it.
+        """
+        record = parse(os.pread(self._log.fd, RECORD_SIZE, self.records * RECORD_SIZE), self.meta.salt, self.records)
+        if self._marks[ENDING_AT : ENDING_AT + 1][0] and self._is_fenced():
+            return False
+        if record is not None and record.kind == KIND_ROWS:
+            self.rows, self._elements = record.rows_end, record.elems_end
+            self.last_time, self.records = record.time_ns, self.records + 1
+            return self._count_log()
+        return record is None
+
+    def _put_end(self) -> None:
         kind = KIND_CLOSED
         try:
             self._make_safe()
             if not self._waits:
                 FolderBucket(self.folder.parent, durable=False).sync(self.folder.name)
-        except OSError:
+        except OSError as error:
+            fs.pass_external(error)
             kind = KIND_END
-        try:
-            self._put_record(kind, self.rows, 0, sum(self.ends.values()), self.last_time + 1)
-            fs.datasync(self._log_fd)
-        except OSError:
-            pass
-        finally:
-            self.abandon()
+        with fs.tolerated():
+            elements = self._elements if self._elements >= 0 else sum(self.ends.values())
+            self._put_record(kind, self.rows, 0, elements, self.last_time + 1)
+            fs.datasync(self._log.fd)
 
     def abandon(self) -> None:
         """Close the files and drop the lock without an end record."""
@@ -462,15 +475,12 @@ class LocalWriter(SegmentWriter):
             self._pool.shutdown(wait=False)
         self._pool = None
         with self._files:
-            if self._log_fd < 0:
-                return
-            for fd in (*self._fds.values(), self._mark_fd, self._log_fd):
-                os.close(fd)
             self._fds = {}
-            self._log_fd = -1
+            for file in (*self._opened.values(), self._mark, self._log):
+                file.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_files"):  # a store that nobody closed: its rows are safe, as after a kill
+        if hasattr(self, "_pid"):  # a store that nobody closed: its rows are safe, as after a kill
             self.abandon()
 
 

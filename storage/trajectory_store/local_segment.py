@@ -116,7 +116,8 @@ class LocalSegment(Segment):
         if self._marks is None:
             try:
                 self._marks = open_file(mark_path(self.folder), MARK_SIZE, self._io)
-            except (OSError, StoreError):  # damaged or missing: `acknowledged` says so
+            except (OSError, StoreError) as error:  # damaged or missing: `acknowledged` says so
+                fs.pass_external(error)
                 return None
         if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
             return None
@@ -322,7 +323,8 @@ class LocalSegment(Segment):
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
         try:
             found = parse_mark(fs.read_file(mark_path(self.folder)))
-        except (OSError, StoreError):
+        except (OSError, StoreError) as error:
+            fs.pass_external(error)
             return None
         return found if found is not None and found <= self.meta.rows_cap else None
 
@@ -457,7 +459,8 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
     for part, expected in _expected_metadata(segment):
         try:
             same = fs.read_file(part) == expected
-        except (OSError, StoreError):
+        except (OSError, StoreError) as error:
+            fs.pass_external(error)
             same = False
         if not same:
             report.problem(f"{name}: {part.relative_to(segment.folder)} is damaged or missing")

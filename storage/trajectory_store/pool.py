@@ -38,7 +38,7 @@ class BufferPool:
         self._buffers: list[list[BytesIO]] = [[] for _ in range(64)]  # by the power of two of their size
         self._bytes = 0
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         fork_safety.guard(self, 4, self._lock)
         self._zeros = memoryview(b"")
 

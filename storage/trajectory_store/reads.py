@@ -20,6 +20,7 @@ from trajectory_store.errors import (
     SchemaError,
     SegmentGoneError,
     StoreClosedError,
+    StoreError,
     UnknownColumnError,
     did_you_mean,
 )
@@ -73,6 +74,11 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                         f"{self.path}: {error} The catalog still names the segment, so its files were removed by "
                         "something other than the store. Run verify(), and restore the segment from a copy."
                     ) from None
+            except StoreError:
+                raise
+            except BaseException:
+                self._catalog.is_doubtful = True  # pyright: ignore[reportPrivateUsage]
+                raise
 
     return wrapper
 
@@ -462,6 +468,8 @@ class StoreReads:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"the store {self.path} is closed. Open it again with TrajectoryStore.open.")
+        if self._catalog.is_doubtful:
+            self._catalog.begin_again()
 
 
 def as_ids(ids: Ids) -> Int64Array:

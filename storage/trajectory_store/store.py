@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 
-from trajectory_store import fs
+from trajectory_store import fork_safety, fs
 from trajectory_store.arrow import parquet_of, schema_from, tables_of
 from trajectory_store.backend import Medium
 from trajectory_store.backup import copy_folder
@@ -22,7 +22,7 @@ from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.catalog_log import State
 from trajectory_store.columns import ColumnReader
-from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError
+from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io
 from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
 from trajectory_store.incoming import batch_from, held
@@ -47,6 +47,29 @@ from trajectory_store.verify_report import VerifyReport
 from trajectory_store.writer import Stream
 
 Mode = Literal["r", "a"]
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="TrajectoryStore")
+
+
+def settled(write: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Leave nothing behind that the next call cannot use, if an exception of any kind ends this one.
+
+    The next call reads the log before it writes, and reads its view of the store again.
+    """
+
+    @functools.wraps(write)
+    def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return write(self, *args, **kwargs)
+        except StoreError:
+            raise
+        except BaseException:
+            self._catalog.is_doubtful = True  # pyright: ignore[reportPrivateUsage]
+            fork_safety.release_held()
+            raise
+
+    return wrapper
 
 
 class TrajectoryStore(StoreTable):
@@ -245,6 +268,7 @@ class TrajectoryStore(StoreTable):
             store.append(part)
         return store
 
+    @settled
     def add_columns(self, columns: Sequence[Column]) -> None:
         """Add columns to a store that is open for appending, as `open(add_columns=...)` does.
 
@@ -273,10 +297,9 @@ class TrajectoryStore(StoreTable):
             if medium is not self._catalog.medium:
                 medium.close()
 
+    @settled
     def close(self) -> None:
         """Finish this process's segments and drop the maps; arrays that were read stay valid."""
-        if self._closed:
-            return
         self._closed = True
         if self._pid == os.getpid():
             self._background.pause()
@@ -312,6 +335,7 @@ class TrajectoryStore(StoreTable):
 
     # Writing
 
+    @settled
     def append(self, data: Any) -> Int64Array:
         """Append trajectories in one atomic commit.
 
@@ -323,6 +347,9 @@ class TrajectoryStore(StoreTable):
 
         Returns:
             `[n]` int64 ids, stable and never reused. The rows are durable on return.
+
+        After an exception that interrupts the call, such as `KeyboardInterrupt`, the rows may be in the store. If this
+        thread appends the same rows next, they are in the store once, and the call returns their ids.
 
         Raises:
             BatchError: the rows do not fit the schema; nothing was written.
@@ -336,6 +363,7 @@ class TrajectoryStore(StoreTable):
     def _prepared(self, data: Any) -> Batch:
         return batch_from(self.schema, data)
 
+    @settled
     def append_batch(self, batch: Batch) -> Int64Array:
         """Append rows that are already in the form on disk, as `copy_rows` does.
 
@@ -351,10 +379,9 @@ class TrajectoryStore(StoreTable):
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
             self._catalog.refresh()
-        ordinal, first = self._commit(self._stream, batch, self.schema, self._on_segment)
-        start = (ordinal << ORDINAL_SHIFT) + first
-        return np.arange(start, start + batch.n_rows, dtype=np.int64)
+        return self._commit(self._stream, batch, self.schema, self._on_segment)
 
+    @settled
     def update(self, ids: Ids, **values: Any) -> None:
         """Give trajectories that exist later values of columns.
 
@@ -395,15 +422,19 @@ class TrajectoryStore(StoreTable):
             stream = self._update_streams[names] = Stream(self._catalog, self._root, "update", self.durability)
         self._commit(stream, batch, schema, None)
 
-    def _commit(
-        self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None
-    ) -> tuple[int, int]:
-        """Commit rows or updates and read them back; return their segment and the first row in it."""
-        made = stream.made
-        ordinal, first = stream.append(batch, schema, begin)
-        self._catalog.refresh_segment(ordinal)
-        self._background.tidy(self._catalog, began=stream.made != made)
-        return ordinal, first
+    def _commit(self, stream: Stream, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> Int64Array:
+        """Commit rows or updates and read them back; return their addresses, which are the ids of rows."""
+        stream.begin()
+        try:
+            made = stream.made
+            ordinal, first = stream.append(batch, schema, begin)
+            self._catalog.refresh_segment(ordinal)
+            self._background.tidy(self._catalog, began=stream.made != made)
+            start = (ordinal << ORDINAL_SHIFT) + first
+            return np.arange(start, start + batch.n_rows, dtype=np.int64)
+        except BaseException as error:
+            stream.interrupted(batch, error)
+            raise
 
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
         """Return the rows of an update, checked against the trajectories that they belong to."""
@@ -425,6 +456,7 @@ class TrajectoryStore(StoreTable):
             column = schema.axes[axis][0]
             _same_lengths(column, batch.lengths[axis], reader.base_lengths(column))
 
+    @settled
     def flush(self) -> None:
         """Wait until everything acknowledged is on the disk, also what other processes appended.
 
@@ -483,6 +515,7 @@ class TrajectoryStore(StoreTable):
         """
         self._on_segment = begin
 
+    @settled
     def fence(self, segment: int) -> None:
         """End a segment of another process: its later appends go to a new segment.
 
@@ -496,6 +529,7 @@ class TrajectoryStore(StoreTable):
         self._catalog.refresh()
         self._catalog.refresh_segment(segment)
 
+    @settled
     def compact(self) -> CompactReport:
         """Merge finished segments into few, without superseded updates; ids and their order stay.
 
@@ -538,6 +572,7 @@ class TrajectoryStore(StoreTable):
         report.trajectories = len(self)
         return report
 
+    @settled
     def accept_losses(self, ids: Ids | None = None) -> int:
         """Accept the loss of rows and updates that are damaged now: a record, after which they are no problem.
 

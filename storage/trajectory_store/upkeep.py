@@ -552,6 +552,7 @@ class Background:
         except SegmentGoneError:  # another process is doing the same
             return
         except (StoreError, OSError) as error:
+            fs.pass_external(error)
             log.warning("upkeep failed; it is tried again later: %s", error)
 
     def _run(self) -> None:

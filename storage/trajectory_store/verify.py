@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trajectory_store import fs
 from trajectory_store.backend import Segment
 from trajectory_store.catalog import Catalog
 from trajectory_store.errors import StoreError
@@ -47,6 +48,7 @@ def check_segments(catalog: Catalog, segments: Iterable[Segment], report: Verify
         try:
             catalog.medium.check(segment, report)
         except (StoreError, OSError, ValueError, IndexError, OverflowError) as error:
+            fs.pass_external(error)
             report.problem(f"{segment.name}: cannot be checked: {error}")
             if segment.meta.kind == "rows" and not segment.meta.merged:
                 report.damaged(segment.row_ids(0, segment.rows))
@@ -55,7 +57,8 @@ def check_segments(catalog: Catalog, segments: Iterable[Segment], report: Verify
 def _may_hold(segment: Segment, ids: Int64Array) -> bool:
     try:
         return bool(np.isin(segment.row_ids(0, segment.rows), ids).any())
-    except (StoreError, OSError):  # its ids cannot be read
+    except (StoreError, OSError) as error:  # its ids cannot be read
+        fs.pass_external(error)
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from trajectory_store import fork_safety, fs
 from trajectory_store.backend import SealedError, SegmentWriter
 from trajectory_store.batch import Batch
 from trajectory_store.catalog_log import Entry, State
-from trajectory_store.errors import StoreError, UnsyncedError
+from trajectory_store.errors import StoreError, UnsyncedError, WriteFailedError, is_unknown
 from trajectory_store.format import Durability, Kind, SegmentMeta, time_after
 from trajectory_store.root import Root
 from trajectory_store.schema import Schema
@@ -30,8 +31,36 @@ FIRST_ROWS = 64
 FIRST_ELEMENTS = 1 << 12
 
 
+Place = tuple[SegmentWriter, int, int]
+"""Where a commit is: its writer, the number of records with it, and its first row."""
+
+
+class Call(threading.local):
+    """The call of a thread that appends.
+
+    Attributes:
+        place: where its commit is, or was about to be; None before it has begun.
+        interrupted: the place, and the digest of the batch, of a call that an exception ended, until a call returns.
+    """
+
+    place: Place | None = None
+    interrupted: tuple[Place, bytes] | None = None
+
+    def retried(self, batch: Batch) -> Place | None:
+        """Return where this batch is already, if the last call was interrupted after its commit was complete."""
+        place, digest = self.interrupted or (None, b"")
+        is_there = place is not None and place[0].records >= place[1] and digest == batch.digest()
+        self.place = place if is_there else None
+        return self.place
+
+
 class Stream:
-    """The segments of one kind that this process writes, one after another."""
+    """The segments of one kind that this process writes, one after another.
+
+    The outcome of a call that an exception ended, whichever and wherever, is unknown until the next call has read the
+    log: the writer is `pending` from before the first byte until the commit is counted. A segment of which that is
+    unknown is ended, and a commit that is complete keeps its place in it.
+    """
 
     def __init__(self, catalog: Catalog, root: Root, kind: Kind, durability: Durability) -> None:
         self._catalog = catalog
@@ -43,8 +72,10 @@ class Stream:
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
         self._writer: SegmentWriter | None = None
-        self._ending: tuple[threading.Thread, SegmentWriter] | None = None
-        self._finished: tuple[int, int] | None = None
+        self._ending: SegmentWriter | None = None
+        self._rows: dict[int, int] = {}
+        """The rows of ended segments, as far as the catalog does not have their number yet."""
+        self._call = Call()
         self._lock = threading.RLock()
         fork_safety.guard(self, 0, self._lock)
         self._pid = os.getpid()
@@ -54,77 +85,94 @@ class Stream:
         """The ordinal of the current segment, if there is one."""
         return None if self._writer is None else self._writer.ordinal
 
+    def begin(self) -> None:
+        """Begin a call of this thread: no commit is its own yet."""
+        self._call.place = None
+
     def append(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None = None) -> tuple[int, int]:
-        """Commit a batch of one row or more."""
+        """Commit a batch of one row or more; return the ordinal of its segment, and its first row there.
+
+        If the thread's last call was interrupted with the same batch, and the commit is complete, that one is returned.
+        """
         with self._lock:
-            writer, first = (
-                (None, -1) if self._writer is None or self._writer.pending is None else self._after_pending(batch)
-            )
-            while writer is None:
-                writer = self._writer_for(batch, schema, begin)
-                # After every commit that this process has seen, whatever the clock says.
-                now = time_after(self._catalog.newest_ns)
-                try:
-                    first = writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
-                except SealedError:  # another process ended the segment: the rows go to a new one
-                    self._writer = writer = None
-                except OSError as error:
-                    if writer.pending is None:
-                        self._give_up()
-                    if isinstance(error, StoreError):
-                        raise
-                    raise fs.failed(error, self._catalog.medium.where, "appending") from error
-            records = writer.records
+            self._leave_parent()
+            writer = self._writer
+            if writer is not None and writer.pending:
+                self._end_writer(writer)
+                self._catalog.refresh_segment(writer.ordinal)  # its last commit may have been counted only now
+            place = None if self._call.interrupted is None else self._call.retried(batch)
+            writer, records, first = place or self._commit(batch, schema, begin)
         try:
             writer.wait_durable(records)
         except OSError as error:
+            fs.pass_external(error)
             with self._lock:
                 if self._writer is writer:
-                    self._give_up()
+                    self._end_writer(writer)
             raise fs.unsynced(error, self._catalog.medium.where) from error
         self._catalog.medium.bucket.still_here()  # else the rows are in a folder that nobody reads
+        self._call.interrupted = None
         return writer.ordinal, first
 
-    def _after_pending(self, batch: Batch) -> tuple[SegmentWriter | None, int]:
-        """Find out about the pending commit; return its writer and first row if it holds this batch, else None, -1."""
-        writer, first = self._writer, None
-        if writer is not None:
+    def interrupted(self, batch: Batch, error: BaseException) -> None:
+        """Remember the commit of a call that an exception ended: whoever repeats the call gets the ids of its rows.
+
+        Those of an UnsyncedError are not remembered: no later sync proves that they are on the disk.
+        """
+        place = None if isinstance(error, UnsyncedError) else self._call.place
+        self._call.interrupted = None if place is None else (place, batch.digest())
+
+    def _commit(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> Place:
+        """Commit a batch to the current segment, or to a new one; return where it is."""
+        while True:
+            writer = self._writer_for(batch, schema, begin)
+            writer.pending = True  # from here on, only its log tells what is in it
+            place = self._call.place = writer, writer.records + 1, writer.rows
+            # After every commit that this process has seen, whatever the clock says.
+            now = time_after(self._catalog.newest_ns)
             try:
-                first = writer.resolve(batch)
-            except SealedError:
+                writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
+            except SealedError:  # another process ended the segment: the rows go to a new one
                 self._writer = None
-        return (None, -1) if first is None else (writer, first)
+                continue
+            except OSError as error:
+                fs.pass_external(error)
+                if not is_unknown(error):
+                    self._end_writer(writer)
+                    if writer.records == place[1] and not isinstance(error, UnsyncedError):
+                        return place  # its record was written before the error
+                if isinstance(error, StoreError):
+                    raise
+                raise fs.failed(error, self._catalog.medium.where, "appending") from error
+            writer.pending = False
+            return place
 
     def _writer_for(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
-        if self._pid != os.getpid():
-            self._drop()
-            self._pid = os.getpid()
         writer = self._writer
         if writer is not None and self._names.issuperset(batch.values) and writer.has_room(batch):
             return writer
-        self._end_segment()
+        if writer is not None:
+            self._end_full(writer)
         return self._roll(batch, schema, begin)
 
-    def _end_segment(self) -> None:
+    def _end_full(self, writer: SegmentWriter) -> None:
         """Finish the current segment, with everything in it safe.
 
         Where no append waits for the disk, this one does not, either: a thread syncs the segment and ends it.
         """
-        writer = self._writer
-        if writer is None:
-            return
         if self.durability == "process":
-            self._join()
+            self._end_last()
+            self._rows[writer.ordinal] = writer.rows
+            self._ending, self._writer = writer, None
             thread = threading.Thread(target=writer.finish, name="trajectory-end")
-            self._ending = thread, writer
-            thread.start()
-            self._finished, self._writer = (writer.ordinal, writer.rows), None
+            with suppress(RuntimeError):  # no thread can be started now: who ends the next segment ends this one
+                thread.start()
             return
         with fs.explained(self._catalog.medium.where, "syncing"):
             try:
                 writer.wait_durable(writer.records)
             finally:
-                self._give_up()
+                self._end_writer(writer)
 
     def _roll(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
         required = {c.name for c in schema if not c.optional} if self.kind == "rows" else set[str]()
@@ -152,15 +200,15 @@ class Stream:
             writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
         except UnsyncedError as error:  # the segment may be there, but not these rows
             raise fs.failed(error, medium.where, "beginning a segment") from error
-        self._writer = writer
         self.made += 1
         try:
             self._catalog.refresh()
             if begin is not None:
                 begin(writer.ordinal)
         except BaseException:
-            self._give_up()
+            self._end_writer(writer)
             raise
+        self._writer = writer  # only now: nothing is committed to a segment that `begin` was not called for
         return writer
 
     def _claim(self, ordinal: int, salt: int) -> int:
@@ -174,52 +222,55 @@ class Stream:
         journal = self._catalog.journal
         if journal.change(step, self._catalog.newest_ns) is None:
             return journal.state.next_ordinal
-        self._finished = None
+        self._rows.clear()
         return ordinal
 
     def _noted(self, state: State) -> State:
-        if self._finished is None:
-            return state
-        ordinal, rows = self._finished
-        for entry in state.entries:
-            if entry.ordinal == ordinal and not entry.merged:
-                return state.with_entry(replace(entry, rows=rows))
+        """Return a state that has the row counts of the segments that were ended."""
+        ended = [e for e in state.entries if e.ordinal in self._rows and not e.merged]
+        for entry in ended:
+            state = state.with_entry(replace(entry, rows=self._rows[entry.ordinal]))
         return state
 
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
         return option if option is not None else min(first << (GROWTH * self.made), largest)
 
-    def _give_up(self) -> None:
-        """End the segment after its last good record; after an error this overwrites a torn record."""
-        if self._writer is not None:
-            self._writer.finish()
-            self._finished = self._writer.ordinal, self._writer.rows
+    def _end_writer(self, writer: SegmentWriter) -> None:
+        """End a segment after the last commit that its log holds; after an error this overwrites a torn record."""
+        writer.finish()
+        self._rows[writer.ordinal] = writer.rows
+        if self._writer is writer:
             self._writer = None
 
-    def _join(self) -> None:
-        """Wait until the segment before is ended."""
+    def _end_last(self) -> None:
+        """Wait until the segment before is ended, or end it: its thread may not have begun."""
         if self._ending is not None:
-            self._ending[0].join()
+            self._ending.finish()
             self._ending = None
 
-    def _drop(self) -> None:
+    def _leave_parent(self) -> None:
         """After a fork: close the parent's files and leave its segments alone."""
-        if self._ending is not None:
-            self._ending[1].abandon()
-            self._ending = None
-        if self._writer is not None:
-            self._writer.abandon()
-            self._writer = None
+        if self._pid == os.getpid():
+            return
+        for writer in (self._ending, self._writer):
+            if writer is not None:
+                writer.abandon()
+        self._ending = self._writer = None
+        self._pid = os.getpid()
 
     def close(self) -> None:
         """Finish the current segment."""
         with self._lock:
-            if self._pid != os.getpid():
-                self._drop()
-                return
-            self._join()
-            self._give_up()
-            if self._finished is not None:
+            self._leave_parent()
+            self._end_last()
+            writer = self._writer
+            if writer is not None:
+                try:
+                    self._end_writer(writer)
+                except WriteFailedError:  # whether its last commit is there is not known: upkeep finds out
+                    writer.abandon()
+                    self._writer = None
+            if self._rows:
                 self._note_rows()
 
     def _note_rows(self) -> None:
@@ -233,4 +284,4 @@ class Stream:
             self._catalog.journal.change(step, self._catalog.newest_ns)
         except StoreError:
             return
-        self._finished = None
+        self._rows.clear()

@@ -245,13 +245,14 @@ def test_a_lost_reply_is_settled_by_looking_whose_object_is_there(monkeypatch):
     deaf.deaf = False
     again = store.append({"n": [1]})
     assert store.read(again)["n"].tolist() == [1]
+    store.append({"n": [2]})  # it begins a segment: the one in doubt was ended
     deaf.deaf = True
     with pytest.raises(WriteFailedError):
-        store.append({"n": [2]})
+        store.append({"n": [3]})
     deaf.deaf = False
-    store.append({"n": [3]})
+    store.append({"n": [4]})
     for view in (store, TrajectoryStore.open(deaf)):
-        assert view.read_scalars("n").tolist() == [0, 1, 2, 3]
+        assert view.read_scalars("n").tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("puts", [1, 2, 3])

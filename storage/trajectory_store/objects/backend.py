@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import fork_safety, fs
 from trajectory_store.backend import Claim, Gap, Medium, Part, SealedError, Segment, SegmentWriter
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, number_from
@@ -245,16 +248,12 @@ class ObjectMedium(Medium):
                 least = ordinal + 1
                 continue
             lock = self.bucket.lock(f"{segment_name(ordinal)}/{KEY}")
-            try:
-                least = claim(ordinal, meta.salt)
-            except BaseException:
-                _unlock(lock)
-                raise
+            least = claim(ordinal, meta.salt)
             if least == ordinal:
                 self.bucket.put_once(f"{segment_name(ordinal)}/{COPY}", raw)
                 own = self._own[ordinal] = []
                 return ObjectWriter(self.bucket, ordinal, meta, own, lock, compress=self._root.compress)
-            _unlock(lock)
+            lock = None  # which releases it
 
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
         """Put a segment of sharded arrays, its metadata last."""
@@ -432,6 +431,7 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, A
             chunks = range(-(-spec.capacity // CHUNK))
             report.bytes += sum(values.nbytes for _, values in segment.chunks(spec.name, chunks, sealed))
         except (StoreError, OSError) as error:
+            fs.pass_external(error)
             bad = True
             report.problem(
                 f"{segment.name}: {error if isinstance(error, StoreError) else f'object {error} is missing'}"
@@ -440,7 +440,8 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, A
     if bad:
         try:
             report.damaged(segment.gap_ids(Gap(1, 0, segment.rows, "")))
-        except (StoreError, OSError):
+        except (StoreError, OSError) as error:
+            fs.pass_external(error)
             report.problem(f"{segment.name}: its ids cannot be read")
 
 
@@ -502,7 +503,14 @@ class ObjectWriter(SegmentWriter):
     """Appends commits to one segment in a bucket."""
 
     def __init__(
-        self, bucket: Bucket, ordinal: int, meta: SegmentMeta, own: list[Commit], lock: int | None, *, compress: bool
+        self,
+        bucket: Bucket,
+        ordinal: int,
+        meta: SegmentMeta,
+        own: list[Commit],
+        lock: fs.OpenFile | None,
+        *,
+        compress: bool,
     ) -> None:
         super().__init__(ordinal, meta)
         self._bucket = bucket
@@ -510,7 +518,11 @@ class ObjectWriter(SegmentWriter):
         self._lock = lock
         self._compress = compress
         self._name = segment_name(ordinal)
-        self.pending: tuple[Commit, bytes] | None = None
+        self._is_finished = False
+        self._is_unsynced = False
+        """Whether the last commit was found in a folder and could not be synced."""
+        self._finishing = threading.RLock()
+        fork_safety.guard(self, 3, self._finishing)
 
     def has_room(self, batch: Batch) -> bool:
         """Return whether a batch still fits; a segment of many commits ends, so that upkeep may merge it."""
@@ -546,36 +558,33 @@ class ObjectWriter(SegmentWriter):
         spec = self.specs[name]
         return spec._replace(capacity=len(values) * spec.dtype.itemsize // spec.itemsize)
 
-    def resolve(self, batch: Batch) -> int | None:
-        """Put the pending object again until an object is there, and read whether it is this one."""
-        if self.pending is None:
-            return None
-        commit, raw = self.pending
-        first = self._put_commit(commit, raw)
-        arrays = batch.fitted(self.meta.schema).arrays(self.meta)
-        same = all(commit.crc[name] == crc32c(values.view(np.uint8)) for name, values in arrays.items())
-        return first if commit.n_rows == batch.n_rows and same else None
-
     def _put_commit(self, commit: Commit, raw: bytes) -> int:
-        """Put the object of a commit, which is pending until its outcome is known; return its first row."""
-        self.pending, unsynced = (commit, raw), None
+        """Put the object of a commit; return its first row."""
         try:
             mine = self._bucket.put_once(commit_key(self._name, commit.seq), raw)
-        except UnsyncedError as error:
-            mine, unsynced = True, error
-        except WriteFailedError as error:
-            if error.errno is not None:  # the operating system refused, so nothing will ever arrive
-                self.pending = None
+        except UnsyncedError:
+            self._count(commit)
             raise
-        self.pending = None
         if not mine:
             raise SealedError(f"{self._name} was ended by another process")
-        self.rows, self.ends, self.last_time = commit.rows_end, dict(commit.ends), commit.time_ns
-        self.records += 1
-        self._own.append(commit)
-        if unsynced is not None:
-            raise unsynced
+        self._count(commit)
         return commit.rows_end - commit.n_rows
+
+    def _count(self, commit: Commit) -> None:
+        """Count a commit that is there; to do so again changes nothing."""
+        if len(self._own) == commit.seq:
+            self._own.append(commit)
+        self.rows, self.ends, self.last_time, self.records = (
+            commit.rows_end,
+            dict(commit.ends),
+            commit.time_ns,
+            commit.seq + 1,
+        )
+
+    def wait_durable(self, records: int) -> None:
+        """Check that what was found in a folder, after its call was interrupted, is on the disk as promised."""
+        if self._is_unsynced and self._bucket.durable:
+            raise OSError(errno.EIO, "syncing the folder failed")
 
     def _block(self) -> list[list[int]]:
         if self.records % BLOCK != BLOCK - 1:
@@ -583,34 +592,50 @@ class ObjectWriter(SegmentWriter):
         return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own[1 - BLOCK :]]
 
     def finish(self) -> None:
-        """Put the end of the segment; if that fails, upkeep puts it later."""
-        try:
-            if self.pending is None and self.records:
-                self._put_end()
-        finally:
+        """Put the end of the segment, after a commit whose call was interrupted; if that fails, upkeep puts it."""
+        with self._finishing:
+            if self._is_finished:
+                return
+            if self.records or self.pending:
+                try:
+                    self._put_end()
+                except (StoreError, OSError) as error:
+                    fs.pass_external(error)
+                    if self.pending:
+                        raise
+            self._is_finished = True
             self.abandon()
 
     def _put_end(self) -> None:
-        try:
+        """Put the end at the next number. If a commit is there, its call was interrupted: it counts.
+
+        A put that is still under way finds the end in its place: what the segment holds is certain from here on.
+        """
+        is_found = False
+        while True:
+            synced = self._is_synced()
+            self._is_unsynced = is_found and not synced
+            end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
+            key = commit_key(self._name, end.seq)
+            if self._bucket.put_once(key, build(end, {}, compress=False)):
+                if len(self._own) == end.seq:
+                    self._own.append(end)
+                break
+            raw = self._bucket.get(key)
+            commit = None if raw is None else read_commit(raw, len(raw), key, self.meta)
+            if commit is None or not commit.n_rows:
+                break  # another process ended the segment
+            self._count(commit)
+            is_found = True
+        self.pending = False
+
+    def _is_synced(self) -> bool:
+        """Sync the segment in a folder; return whether that succeeded."""
+        with fs.tolerated():
             self._bucket.sync(self._name)
-            synced = True
-        except (StoreError, OSError):
-            synced = False
-        end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
-        with suppress(StoreError, OSError):
-            if self._bucket.put_once(commit_key(self._name, end.seq), build(end, {}, compress=False)):
-                self._own.append(end)
+            return True
+        return False
 
     def abandon(self) -> None:
         """Let go of the lock, without an end."""
-        lock, self._lock = self._lock, None
-        _unlock(lock)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_lock"):  # a store that nobody closed
-            self.abandon()
-
-
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
+        self._lock = None

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from trajectory_store import extras
+from trajectory_store import extras, fork_safety
 from trajectory_store.bucket import Bucket, FolderBucket, Traffic, Transient, is_folder, persist
 from trajectory_store.errors import ReadFailedError, SchemaError, StoreError, WriteFailedError
 
@@ -111,7 +111,8 @@ class ObstoreBucket(_Parallel):
         super().__init__()
         self.store = store
         self.where = where
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
+        fork_safety.guard(self, 5, self._counting)
         self._obs: Any = importlib.import_module("obstore")
         self._errors: Any = importlib.import_module("obstore.exceptions")
 

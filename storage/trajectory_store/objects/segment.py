@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -443,7 +443,7 @@ class ObjectSegment(Segment):
             try:
                 fs.create_sized(path, spec.capacity * spec.itemsize, preallocate=False)
             except OSError:
-                with suppress(OSError):  # a file that is too short would be taken for a damaged one
+                with fs.tolerated():  # a file that is too short would be taken for a damaged one
                     fs.remove_file(path)
                 raise
         return path
@@ -468,7 +468,7 @@ class ObjectSegment(Segment):
                 "ids()."
             ) from None
         except OSError as error:
-            if isinstance(error, StoreError):
+            if isinstance(error, StoreError) or fs.is_external(error):
                 raise
             raise ReadFailedError(
                 error.errno,

@@ -1,0 +1,134 @@
+"""An exception from outside ends a write: Ctrl-C, an alarm, the time limit of a library."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.crash.interrupts import CALLS, EXCEPTIONS, TimedOut, lines_of, sweep
+from trajectory_store import Column, Schema, TrajectoryStore, fs
+from trajectory_store.local_backend import LocalWriter
+from trajectory_store.objects.backend import ObjectWriter
+
+SCHEMA = Schema([Column("tag", "int64"), Column("x", "int32", ragged=True), Column("m", "int64", mutable=True)])
+BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
+
+
+def rows(*tags):
+    """A batch in which every value follows from the tag."""
+    return {"tag": list(tags), "x": [[tag] * 4 for tag in tags]}
+
+
+def after(monkeypatch, owner, name, error):
+    """Let a function raise once, after it has done its work."""
+    real = getattr(owner, name)
+
+    def call(*arguments, **more):
+        real(*arguments, **more)
+        monkeypatch.setattr(owner, name, real)
+        raise error
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@BACKENDS
+@pytest.mark.parametrize("call", CALLS)
+def test_a_write_that_is_interrupted_at_a_line_costs_nothing(backend, call):
+    """A sample of `tests/crash/interrupts.py`: no id changes its row, nothing is lost, doubled or left hanging."""
+    durability = "power" if CALLS.index(call) % 2 else "process"
+    ats = lines_of(backend, durability, call)
+    points = [(ats[len(ats) * i // 7], EXCEPTIONS[i % 3]) for i in (1, 4, 6)]
+    done, failures = sweep(backend, durability, call, points)
+    assert done
+    assert not failures, "\n".join(failures)
+
+
+@BACKENDS
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("too long"), TimedOut("too long")])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_commit_that_is_complete_keeps_its_number(tmp_path, monkeypatch, backend, error, again):
+    """Its writer was interrupted before it counted it, and readers have seen it. Appended again, it is there once."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend)
+    first = store.append(rows(1)).tolist()
+    owner, name = (LocalWriter, "_put_record") if backend == "memmap" else (ObjectWriter, "_put_commit")
+    after(monkeypatch, owner, name, error)
+    with pytest.raises(type(error)) as caught:
+        store.append(rows(10, 11))
+    assert caught.value is error
+    reader = TrajectoryStore.open(tmp_path / "s")
+    drawn = reader.ids()
+    assert reader.read(drawn, checked=True)["tag"].tolist() == [1, 10, 11]
+    ids = store.append(rows(10, 11) if again else rows(77, 78)).tolist()
+    assert (first + ids == drawn.tolist()) == again
+    for view in (store, reader, TrajectoryStore.open(tmp_path / "s")):
+        view.refresh()
+        assert view.read(drawn, checked=True)["tag"].tolist() == [1, 10, 11]
+        assert view["tag"].tolist() == [1, 10, 11] + ([] if again else [77, 78])
+        assert view.verify().ok
+    assert store.append(rows(10, 11)).tolist() != ids, "only the call that was interrupted is recognised"
+    store.close()
+
+
+def test_an_interrupt_as_the_thread_starts_that_ends_a_segment(tmp_path, monkeypatch):
+    """The segment is ended by the next call, and every call works."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA)
+    store.append(rows(*range(64)))
+    real = threading.Thread.start
+
+    def start(self):
+        if self.name == "trajectory-end":
+            monkeypatch.setattr(threading.Thread, "start", real)
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        store.append(rows(*range(64, 1000)))
+    store.append(rows(*range(64, 1000)))
+    store.append(rows(*range(1000, 30_000)))
+    store.compact()
+    assert np.array_equal(store["tag"], np.arange(30_000))
+    store.close()
+    with TrajectoryStore.open(tmp_path / "s") as fresh:
+        assert fresh.verify().ok
+        assert len(fresh) == 30_000
+
+
+def test_a_time_limit_as_a_commit_is_noted_is_raised(tmp_path, monkeypatch):
+    """TimeoutError is an OSError, and no word of the disk."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA)
+    store.append(rows(1))
+    real, writes = fs.pwrite, []
+
+    def pwrite(fd, data, offset):
+        writes.append(len(data))
+        if len(data) == 16 and len(writes) > 1:  # the mark of what is acknowledged
+            monkeypatch.setattr(fs, "pwrite", real)
+            raise TimeoutError("the step took too long")
+        real(fd, data, offset)
+
+    monkeypatch.setattr(fs, "pwrite", pwrite)
+    with pytest.raises(TimeoutError, match="the step took too long"):
+        store.append(rows(2))
+    store.append(rows(2))
+    assert store["tag"].tolist() == [1, 2]
+    store.close()
+
+
+@pytest.mark.parametrize("durability", ["power", "group"])
+def test_an_interrupted_sync_blocks_no_other_thread(tmp_path, monkeypatch, durability):
+    """The thread that syncs for all is interrupted: those that wait, and those that come, sync themselves."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA, durability=durability)
+    store.append(rows(1))
+    after(monkeypatch, LocalWriter, "_datasync", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        store.append(rows(2))
+    thread = threading.Thread(target=store.append, args=(rows(3),), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    store.append(rows(2))
+    assert store["tag"].tolist() == [1, 2, 3]
+    store.close()
