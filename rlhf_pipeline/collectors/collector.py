@@ -481,12 +481,20 @@ class Collector:
         prompt_ids = [[*ids, *begins] for ids in prompt_ids]
         texts: dict[int, str] = {}
 
+        def row(owner: int, text: str, tokens: Sequence[int], finish_reason: str = "stop") -> Sampled:
+            before = prompt_ids[owner]
+            return Sampled(
+                prompt=prompts[owner],
+                completion=text,
+                ids=[*before, *tokens],
+                mask=[False] * len(before) + [True] * len(tokens),
+                finish_reason=finish_reason,
+                prompt_text=shown[owner],
+            )
+
         def ended(place: int, tokens: Sequence[int]) -> None:
             texts[place], owner = self._text(tokens), place // self.config.group_size
-            grading.add(
-                place,
-                Sampled(prompt=prompts[owner], completion=texts[place], token_ids=tokens, prompt_text=shown[owner]),
-            )
+            grading.add(place, row(owner, texts[place], tokens))
             if beside is not None:
                 beside.ended(num_before + place, prompt_ids[owner], tokens)
 
@@ -498,14 +506,7 @@ class Collector:
         for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
             given, owner = tokens.tolist(), completions.prompt_index[place]
             texts[place] = texts[place] if place in texts else self._text(given)
-            one = Sampled(
-                prompt=prompts[owner],
-                completion=texts[place],
-                token_ids=given,
-                finish_reason=reason,
-                prompt_text=shown[owner],
-            )
-            grading.add(place, one, ended=True)
+            grading.add(place, row(owner, texts[place], given, reason), ended=True)
         return sampled_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))], shown)
 
     def _conversed(
@@ -534,17 +535,21 @@ class Collector:
         if conversation.failure is not None:
             grading.fail(place, conversation.failure)
             return
-        if self.grader.bound.takes_prompt_text and conversation.row is not None:
+        assert conversation.row is not None
+        if self.grader.bound.takes_prompt_text:
             before = conversation.row.ids[: conversation.row.began]
             conversation.prompt_text = decode_prompt(self.policy.tokenizer, before)
         one = Sampled(
             prompt=conversation.prompt,
             completion=conversation.last_text,
+            ids=conversation.row.ids,
+            mask=conversation.row.mask,
             finish_reason=conversation.finish_reason,
             conversation=tuple(conversation.messages),
             num_asked=conversation.num_asked,
             rewards=dict(conversation.rewards),
             turns=conversation.num_turns,
+            call_errors=conversation.call_errors,
             environment=getattr(conversation.environment, "owner", conversation.environment),
             prompt_text=conversation.prompt_text,
         )

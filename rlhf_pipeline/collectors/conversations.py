@@ -43,6 +43,7 @@ from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, TurnRow
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
+from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_messages, checked_rewards
 
 _CHARACTERS_A_TOKEN: Final = 32
@@ -251,7 +252,7 @@ class Conversations:
         made = run([functools.partial(self._made, prompts[index]) for index in prompt_of])
         seeds = [int(stream_keys(self.seed, [int(cursor)], [-1])[0] >> 1) for cursor in cursors]
         calls = [
-            functools.partial(_reset, environment, self._without_column(prompts[index]), seeds[index])
+            functools.partial(_reset, environment, self._own_prompt(prompts[index]), seeds[index])
             for index, environment in zip(prompt_of, made, strict=True)
         ]
         shown = run(calls)
@@ -302,11 +303,10 @@ class Conversations:
         """Make a prompt's environment."""
         return self._kind_of(prompt).make()
 
-    def _without_column(self, prompt: Prompt) -> Prompt:
-        """Return a prompt without the column that chose its environment."""
-        if not isinstance(self.make, Environments) or self.make.column not in prompt.meta:
-            return prompt
-        return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != self.make.column})
+    def _own_prompt(self, prompt: Prompt) -> Prompt:
+        """Return a copy of a prompt for one environment, without the column that chose it."""
+        column = self.make.column if isinstance(self.make, Environments) else None
+        return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != column})
 
     def _first(self, prompt: Prompt, shown: Any, most: int) -> tuple[list[dict[str, Any]], list[int], bool]:
         """Return the messages and the tokens that begin a conversation, and whether it goes through the template."""
@@ -434,7 +434,7 @@ class Conversations:
             number=conversation.num_turns,
             finish_reason=STOP if conversation.whole_turn else LENGTH,
             content=str(parsed.message.get("content") or ""),
-            tool_calls=parsed.calls,
+            tool_calls=own_copy(parsed.calls),
             call_error=parsed.error,
             token_ids=tuple(tokens),
         )

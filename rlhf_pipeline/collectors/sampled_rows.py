@@ -73,11 +73,7 @@ def sampled_conversations(
     tokens = np.array([token for row in of for token in row.ids], np.int64)
     log_probs = np.array([value for row in of for value in row.log_probs], np.float32)
     log_mass = np.array([value for row in of for value in row.log_mass], np.float32)
-    assistant = np.zeros(int(lengths.sum()), np.bool_)
-    for row, begin in zip(of, (np.cumsum(lengths) - lengths).tolist(), strict=True):
-        ends = [start for start, _ in row.turn_spans[1:]] + [len(row.ids)]
-        for (start, role), end in zip(row.turn_spans, ends, strict=True):
-            assistant[begin + start : begin + end] = role == POLICY_ROLE
+    assistant = np.array([is_sampled for row in of for is_sampled in row.mask], np.bool_)
     owner, member = np.divmod(np.arange(len(of)), group_size)
     prompt_lengths = np.array([row.num_prompt for row in of], np.int64)
     mass = log_mass if len(log_mass) else None

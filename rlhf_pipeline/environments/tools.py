@@ -22,6 +22,7 @@ from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.environments.environment import Step, Turn, rewards_of_environment
 from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_rewards, text_of
 
 TOLD: Final = (
@@ -161,7 +162,7 @@ class Session:
             return Step(done=True)
         replies, call_errors = list[dict[str, Any]](), 0
         for call in turn.tool_calls:
-            content, made = await self._called(str(call["name"]), dict(call["arguments"]))
+            content, made = await self._called(str(call["name"]), own_copy(call["arguments"]))
             replies.append({"role": "tool", "name": call["name"], "content": content})
             call_errors += not made
         return Step(replies, call_errors=call_errors)

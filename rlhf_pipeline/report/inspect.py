@@ -87,9 +87,7 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
     """
     prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
     reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
-    wanted = grader.bound.takes("token_ids", "completion_ids")
-    tokens = stored.rows("input_ids", ids) if wanted else None
-    starts = stored.scalars("num_prompt_tokens", ids)
+    rows = stored.sampled(ids) if grader.bound.takes("token_ids", "completion_ids") else [([], [])] * len(ids)
     known: dict[tuple[int, str], Prompt] = {}
     sampled = [
         Sampled(
@@ -98,7 +96,8 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
                 (id(context), prompts[i]),
                 _prompt(prompts[i], context),
             ),
-            token_ids=[] if tokens is None or starts is None else tokens[i][int(starts[i]) :].tolist(),
+            ids=rows[i][0],
+            mask=rows[i][1],
             finish_reason=reasons[i],
             **{"completion": completions[i], **context.graded},
         )

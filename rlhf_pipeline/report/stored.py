@@ -70,6 +70,19 @@ class Stored:
         """Return a ragged column as one array per trajectory, or None if the store has no such column."""
         return list(self.store.read(ids, [name])[name]) if name in self.columns else None
 
+    def sampled(self, ids: Ids) -> list[tuple[list[int], list[bool]]]:
+        """Return the tokens of rows, and which the policy sampled: without a mask, all those after the prompt."""
+        tokens, masks = self.rows("input_ids", ids), self.rows("assistant_mask", ids)
+        starts = self.scalars("num_prompt_tokens", ids)
+        if tokens is None or starts is None:
+            return [([], [])] * len(ids)
+        rows: list[tuple[list[int], list[bool]]] = []
+        for i, (row, start) in enumerate(zip(tokens, starts.tolist(), strict=True)):
+            after_prompt = np.arange(len(row)) >= start
+            mask = after_prompt if masks is None or not masks[i].any() else masks[i].astype(np.bool_)
+            rows.append((row.tolist(), mask.tolist()))
+        return rows
+
     def contexts(self, ids: Ids) -> list[Context]:
         """Return the contents of `meta`; equal texts are parsed once."""
         parsed: dict[str, Context] = {}
@@ -95,6 +108,7 @@ def _context(text: str, row: int, path: Address) -> Context:
     talk, messages = data.get("graded") or {}, data.get("messages")
     if talk:
         talk |= {"conversation": messages, "turns": len(data["turn_rewards"])}
+        talk |= {"call_errors": data.get("call_errors", 0)}
         messages = None
     elif "prompt_text" in data:
         talk = {"prompt_text": data["prompt_text"]}

@@ -4,7 +4,8 @@ A function takes by name whichever it asks for of
 
 - `prompt`, `completion` (texts), `messages` (the conversation, the completion last), `answer`, `meta`, `token_ids` (the
   sampled ones), `finish_reason`; with an environment `completion` is the last turn, and there are
-  `rewards` (the environment's, summed over the turns by name), `turns` (their number) and `environment` (the object),
+  `rewards` (the environment's, summed over the turns by name), `turns` (their number), `call_errors` (calls that could
+  not be made) and `environment` (the object),
 - `prompt_text`: all that the model read before the completion, as its chat template rendered it,
 - verl's names for these: `solution_str`, `ground_truth`, `extra_info`, `data_source`,
 - any column of the prompt's data: the keys of `meta`.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -32,14 +34,40 @@ from rlhf_pipeline.data.rewards import Reward, RewardFunction, has_columns, rewa
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
 
+def own_copy(value: Any) -> Any:
+    """Return a value whose dicts, lists and tuples are new at every level; the rest of it is shared.
+
+    A user's function may change what it receives, and nobody else sees that. Copying the values of JSON is enough:
+    rows have no others.
+
+    >>> row = {"board": [[0], 1]}
+    >>> own_copy(row)["board"][0].append(2)
+    >>> row
+    {'board': [[0], 1]}
+    """
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {name: own_copy(part) if isinstance(part, _CONTAINERS) else part for name, part in items}
+    if isinstance(value, (list, tuple)):
+        parts = cast("Sequence[Any]", value)
+        copied = [own_copy(part) if isinstance(part, _CONTAINERS) else part for part in parts]
+        return copied if isinstance(value, list) else tuple(copied)
+    return value
+
+
+_CONTAINERS: Final = (dict, list, tuple, Mapping)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One completion, as reward functions see it."""
+    """One row, as reward functions see it: the same in training, evaluation, `inspect` and imports."""
 
     prompt: Prompt
     completion: str
-    token_ids: Sequence[int] = ()
-    """The sampled tokens, the end token included."""
+    ids: Sequence[int] = ()
+    """The tokens of the row, int [T]: prompt, turns and replies."""
+    mask: Sequence[bool] = ()
+    """Which of them the policy sampled, bool [T]."""
     finish_reason: str = "stop"
     conversation: Sequence[Mapping[str, Any]] | None = None
     """With an environment, all messages; else None."""
@@ -50,22 +78,29 @@ class Sampled:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The environment's rewards."""
     turns: int = 1
+    call_errors: int = 0
+    """Calls of the policy that could not be made."""
     environment: Any = None
     """The object that answered the conversation, for functions that look into it, as TRL's do; None if it is gone."""
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
-        """The prompt as messages."""
-        if self.conversation is not None:
-            return [dict(one) for one in self.conversation[: self.num_asked]]
-        given = self.prompt.messages
-        return [{"role": "user", "content": self.prompt.text}] if given is None else [dict(one) for one in given]
+    def token_ids(self) -> list[int]:
+        """The sampled tokens of all turns, end tokens included."""
+        return [*itertools.compress(self.ids, self.mask)]
 
     @property
-    def completed_messages(self) -> list[dict[str, Any]]:
+    def asked(self) -> list[Mapping[str, Any]]:
+        """The prompt as messages."""
+        if self.conversation is not None:
+            return [*self.conversation[: self.num_asked]]
+        messages = self.prompt.messages
+        return [{"role": "user", "content": self.prompt.text}] if messages is None else [*messages]
+
+    @property
+    def completed_messages(self) -> list[Mapping[str, Any]]:
         """The completion as messages."""
         if self.conversation is not None:
-            return [dict(one) for one in self.conversation[self.num_asked :]]
+            return [*self.conversation[self.num_asked :]]
         return [{"role": "assistant", "content": self.completion}]
 
 
@@ -93,14 +128,15 @@ _OWN: Final[dict[str, Getter]] = {
     "messages": lambda one: one.asked + one.completed_messages,
     "answer": lambda one: one.prompt.meta.get("answer") if one.prompt.answer is None else one.prompt.answer,
     "meta": lambda one: one.prompt.meta,
-    "token_ids": lambda one: list(one.token_ids),
+    "token_ids": lambda one: one.token_ids,
     "finish_reason": lambda one: one.finish_reason,
 }
 """The names of a function of one completion that come before a column of that name."""
 _MORE: Final[dict[str, Getter]] = {
     "prompt_text": _prompt_text,
-    "rewards": lambda one: dict(one.rewards),
+    "rewards": lambda one: one.rewards,
     "turns": lambda one: one.turns,
+    "call_errors": lambda one: one.call_errors,
     "environment": _environment,
     "solution_str": lambda one: one.completion,
     "ground_truth": _OWN["answer"],
@@ -111,7 +147,7 @@ _MORE: Final[dict[str, Getter]] = {
 _TRL: Final[dict[str, Getter]] = {
     "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
     "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
-    "completion_ids": lambda one: list(one.token_ids),
+    "completion_ids": lambda one: one.token_ids,
     "environments": _environment,
 }
 """The names of a batched function that come before a column of that name."""
@@ -145,6 +181,11 @@ class Argument:
     """It is left out, and the function's default counts, if no prompt of the group has the column."""
     needed: bool = False
     """The function names it and has no default for it."""
+
+    def copied(self, one: Sampled) -> Any:
+        """Return the value for one row, a copy of its own; an environment stays the live object, as in TRL."""
+        value = self.value(one)
+        return value if value is one.environment else own_copy(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,16 +223,16 @@ class Form:
         """Call the function on one completion, or on several if it is batched."""
         function: Any = self.reward.function
         if self.by_position:
-            return function(*(argument.value(group[0]) for argument in self.arguments))
-        wanted = [
+            return function(*(argument.copied(group[0]) for argument in self.arguments))
+        passed = [
             argument
             for argument in (*self.arguments, *self.rest)
             if not argument.optional or any(argument.name in one.prompt.meta for one in group)
         ]
-        values = {argument.name: [argument.value(one) for one in group] for argument in wanted}
+        values = {argument.name: [argument.copied(one) for one in group] for argument in passed}
         if self.other_columns:
             for name in sorted({name for one in group for name in one.prompt.meta} - _bound(function) - values.keys()):
-                values[name] = [one.prompt.meta.get(name) for one in group]
+                values[name] = [own_copy(one.prompt.meta.get(name)) for one in group]
         return function(**(values if self.batched else {name: several[0] for name, several in values.items()}))
 
 

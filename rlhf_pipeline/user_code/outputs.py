@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.rewards import LARGEST, TOTALS
+from rlhf_pipeline.user_code.arguments import own_copy
 
 DEEPEST: Final = 64
 """Levels of nesting in what is stored as JSON; deeper values are text."""
@@ -133,7 +134,7 @@ def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
     for one in cast("Sequence[Any]", messages):
         if not isinstance(one, Mapping) or not isinstance(cast("Mapping[str, Any]", one).get("role"), str):
             raise TypeError(f"{what} has {one!r:.60}; a message must be a mapping with a role")
-        message = dict(cast("Mapping[str, Any]", one))
+        message = own_copy(one)
         found.append({**message, "content": text_of(message.get("content"), what)})
     return found
 

@@ -46,6 +46,15 @@ class TurnRow:
         """How many tokens a reply may have, if one sampled token is to follow."""
         return self.most - len(self.ids) - 1
 
+    @property
+    def mask(self) -> list[bool]:
+        """Which tokens the policy sampled, bool [T]."""
+        sampled = [False] * len(self.ids)
+        ends = [start for start, _ in self.turn_spans[1:]] + [len(self.ids)]
+        for (start, role), end in zip(self.turn_spans, ends, strict=True):
+            sampled[start:end] = [role == POLICY_ROLE] * (end - start)
+        return sampled
+
     def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], log_mass: Sequence[float] = ()) -> None:
         """Append tokens of the policy."""
         self.ids += tokens

@@ -19,9 +19,13 @@ from rlhf_pipeline.user_code.outputs import result_of, results_of
 
 META = {"data_source": "gsm8k", "level": 3}
 GROUP = [
-    Sampled(prompt=Prompt(text="2+2=", answer="4", meta=META), completion="4", token_ids=[7, 1]),
+    Sampled(prompt=Prompt(text="2+2=", answer="4", meta=META), completion="4", ids=[3, 7, 1], mask=[False, True, True]),
     Sampled(
-        prompt=Prompt(text="2+2=", answer="4", meta=META), completion="five", token_ids=[8], finish_reason="length"
+        prompt=Prompt(text="2+2=", answer="4", meta=META),
+        completion="five",
+        ids=[3, 8],
+        mask=[False, True],
+        finish_reason="length",
     ),
 ]
 
