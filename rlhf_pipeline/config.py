@@ -171,12 +171,21 @@ class Collect(Settings):
         above=0,
         help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
     )
-    reply_after: int | None = setting(
-        None,
+    reply_after: int = setting(
+        32,
         min=0,
-        help="With an environment: token steps between the end of a turn and the step that takes its reply, which "
-        "sampling then waits for; until then other conversations are sampled. Which rows share a batch is so a "
-        "function of the data alone. None takes a `def` in place and an `async def` as it comes.",
+        help="For an environment with `async def step` or `parallel = True`: token steps between the end of a turn and "
+        "the step that takes its reply. Calls run meanwhile, and sampling waits only for a reply that is due, so which "
+        "rows share a batch depends on the data alone.",
+    )
+    call_threads: int = setting(
+        256, min=1, help="The most threads for rewards, environments and tools; a conversation keeps one thread."
+    )
+    live_conversations: int | None = setting(
+        None,
+        min=1,
+        help="With an environment: the most conversations, and so environments, that exist at once. The others of a "
+        "rollout follow in parts of this size. None begins all of a rollout at once.",
     )
     max_reply_tokens: int | None = setting(
         None,

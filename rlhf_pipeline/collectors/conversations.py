@@ -6,14 +6,16 @@ answer becomes tokens, and what becomes of a conversation is decided, by the tab
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
+import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from rlhf_pipeline.collectors.calls import Caller
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.rewards import describe_error
@@ -23,6 +25,7 @@ from rlhf_pipeline.environments.environment import (
     Step,
     Turn,
     checked,
+    is_parallel,
     rewards_of_environment,
     tools_of,
 )
@@ -45,12 +48,18 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
 from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_messages, checked_rewards
+from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
+from rlhf_pipeline.user_code.threads import Lane
 
 _CHARACTERS_A_TOKEN: Final = 32
 """A reply with more characters per token of room is not encoded to see that it is too long."""
 _PREFIX_TOKENS: Final = 64
 """Tokens before a turn that may decide how it is read."""
 _UNBOUNDED: Final = 1 << 30
+_LOOK_S: Final = 0.5
+"""How often a wait for a reply looks whether the engine must end."""
+_LONG_S: Final = 5.0
+"""Steps in place that take longer than this in one rollout, and most of its time, are mentioned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +126,8 @@ class _Kind:
     tools: list[dict[str, Any]]
     parser: TurnParser | None
     rewards: tuple[str, ...] | None
+    overlaps: bool
+    """Its calls run beside sampling, see `environments.environment.is_parallel`."""
 
 
 class Conversations:
@@ -133,8 +144,10 @@ class Conversations:
         as_chat: bool,
         template: Mapping[str, Any],
         names: Sequence[str] = (),
+        same_tasks: int | None = None,
     ) -> None:
         self.make = maker_of(environment)
+        self.same_tasks = same_tasks
         self.reply_after = config.reply_after
         self.policy, self.config, self.temperature, self.seed = policy, config, temperature, seed
         self.template = dict(template)
@@ -145,7 +158,18 @@ class Conversations:
         self.names = tuple(names)
         self.stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
         self.conversations: list[Conversation] = []
-        self._caller = Caller(config.step_timeout_s)
+        late = config.step_timeout_s
+        self._late = "" if late is None else f"no answer after {late:g} s (collect.step_timeout_s)"
+        self._in_place = Limit(1, Lane())
+        """Calls that are made one after the other, in one thread, while sampling waits."""
+        self._in_place_s = 0.0
+        self._lanes: list[Lane] = []
+        """The thread of each conversation."""
+        self._overlaps: list[bool] = []
+        """Which conversations' calls run beside sampling."""
+        self._calls: dict[int, Call] = {}
+        """The newest of these calls, by conversation."""
+        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ended: Callable[[int, Conversation], None] | None = None
         self._turns: dict[int, EndedTurn] = {}
         self._places: Sequence[int] = ()
@@ -160,7 +184,7 @@ class Conversations:
                 raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
             model_type = getattr(getattr(self.policy.model, "config", None), "model_type", None)
             parser = TurnParser(self.policy.tokenizer, model_type, tools)
-        return _Kind(make, tools, parser, rewards_of_environment(make))
+        return _Kind(make, tools, parser, rewards_of_environment(make), is_parallel(make))
 
     def _kind_of(self, prompt: Prompt) -> _Kind:
         """Return the environment that answers a prompt."""
@@ -181,31 +205,49 @@ class Conversations:
         prompt, the seed and what their environments answer.
         """
         size = self.config.group_size
-        wanted = range(len(prompts) * size) if only is None else only
-        found: dict[int, Conversation] = {}
-        left: Sequence[int] = wanted
+        every = range(len(prompts) * size) if only is None else only
+        newest: dict[int, Conversation] = {}
+        left: Sequence[int] = every
+        started, self._in_place_s = time.monotonic(), 0.0
         for again in range(self.config.retries + 1):
             self._ended, self._may_retry = ended, again < self.config.retries
-            rows = self._run(prompts, cursors, left, refresh)
-            for place, conversation, row in zip(left, self.conversations, rows, strict=True):
-                if place in found:
-                    before = found[place].failure
-                    error = "the engine aborted it" if before is None else f"{before.kind}: {before.error}"
-                    conversation.retried = (*found[place].retried, error)
-                conversation.row = row
-                found[place] = conversation
-            aborted = sum(row.aborted for row in rows)
-            if aborted and not self._may_retry:
-                raise EngineError(
-                    f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of this "
-                    "rollout; none of it was stored. Did another client of the engine stop them? Type the same command "
-                    "with --resume: the rollout is sampled again."
-                )
-            left = [place for place in left if _is_to_retry(found[place])]
+            for places in self._alive_at_once(left):
+                rows = self._run(prompts, cursors, places, refresh)
+                for place, conversation, row in zip(places, self.conversations, rows, strict=True):
+                    if place in newest:
+                        before = newest[place].failure
+                        error = "the engine aborted it" if before is None else f"{before.kind}: {before.error}"
+                        conversation.retried = (*newest[place].retried, error)
+                    conversation.row = row
+                    newest[place] = conversation
+                aborted = sum(row.aborted for row in rows)
+                if aborted and not self._may_retry:
+                    raise EngineError(
+                        f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of this "
+                        "rollout; none of it was stored. Did another client of the engine stop them? Type the same "
+                        "command with --resume: the rollout is sampled again."
+                    )
+            left = [place for place in left if _is_to_retry(newest[place])]
             if not left:
                 break
-        self.conversations = [found[place] for place in wanted]
+        self._mention_slow_steps(time.monotonic() - started)
+        self.conversations = [newest[place] for place in every]
         return self.conversations
+
+    def _alive_at_once(self, places: Sequence[int]) -> list[Sequence[int]]:
+        """Return the conversations in parts that run one after the other: `collect.live_conversations` of them each."""
+        most, size = self.config.live_conversations or len(places), self.config.group_size
+        most = max(most - most % size, 1) if most >= size else most  # whole groups, where there is room for one
+        return [places[first : first + most] for first in range(0, len(places), most)]
+
+    def _mention_slow_steps(self, taken_s: float) -> None:
+        if self._in_place_s > max(_LONG_S, taken_s / 2):
+            process_runtime().notice(
+                f"the environment took {self._in_place_s:.0f} of the {taken_s:.0f} s of a rollout, one conversation "
+                "after the other. If its objects may be used in several threads, set `parallel = True` on the class: "
+                "its calls then run side by side (docs/environments.md).",
+                once="slow steps in place",
+            )
 
     def _run(
         self, prompts: Sequence[Prompt], cursors: Sequence[int], places: Sequence[int], refresh: WeightRefresh | None
@@ -213,9 +255,9 @@ class Conversations:
         """Begin conversations and let the engine run them."""
         size = self.config.group_size
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
-        self._turns, self._places, self._ending = {}, places, set()
+        self._turns, self._places, self._ending, self.conversations = {}, places, set(), []
+        self._lanes, self._calls, self._arrived = [Lane() for _ in places], {}, queue.SimpleQueue()
         whole = len(places) == len(prompts) * size
-        self._caller = Caller(self.config.step_timeout_s)
         try:
             firsts = self._reset(prompts, cursors, most)
             truncation = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
@@ -237,31 +279,30 @@ class Conversations:
                 row_tokens=most,
                 refresh=refresh,
             )
-            if self.reply_after is not None and not any(row.aborted for row in rows):
+            if not any(row.aborted for row in rows):
                 self._take_ends(wait=True)
             return rows
         finally:
-            self._caller.close()
+            process_runtime().give_up([*self._calls.values()])
+            for lane in self._lanes:
+                process_runtime().pool.close(lane)
 
     # Beginnings
 
     def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
         """Make and reset all environments, and return the first tokens of each group that has any."""
         prompt_of = [place // self.config.group_size for place in self._places]
-        run = self._caller.run if self.reply_after is None else self._run_each
-        made = run([functools.partial(self._made, prompts[index]) for index in prompt_of])
-        seeds = [int(stream_keys(self.seed, [int(cursor)], [-1])[0] >> 1) for cursor in cursors]
-        calls = [
-            functools.partial(_reset, environment, self._own_prompt(prompts[index]), seeds[index])
-            for index, environment in zip(prompt_of, made, strict=True)
-        ]
-        shown = run(calls)
-        for place, outcome in enumerate(shown):
-            if inspect.isawaitable(outcome):
-                self._caller.begin(place, outcome)
-        while any(inspect.isawaitable(outcome) for outcome in shown):
-            for place, outcome in self._caller.arrived(wait=True).items():
-                shown[place] = outcome
+        self._overlaps = [self._kind_of(prompts[index]).overlaps for index in prompt_of]
+        every = range(len(prompt_of))
+        made = self._outcomes([(place, functools.partial(self._made, prompts[prompt_of[place]])) for place in every])
+        self._overlaps = [known or is_parallel(one) for known, one in zip(self._overlaps, made, strict=True)]
+        seeds = [self._task_seed(int(cursor)) for cursor in cursors]
+        shown = self._outcomes(
+            [
+                (place, _reset(made[place], self._own_prompt(prompts[prompt_of[place]]), seeds[prompt_of[place]]))
+                for place in every
+            ]
+        )
         for place, outcome in enumerate(shown):
             try:
                 shown[place] = _readable(outcome)
@@ -291,13 +332,49 @@ class Conversations:
                     conversation.fail(shown[place])
         return firsts
 
-    def _run_each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Make calls side by side, that of each conversation in its thread."""
-        for place, call in enumerate(calls):
-            self._caller.submit(place, call)
-        found = self._caller.results(range(len(calls)))
-        assert found is not None
-        return [found[place] for place in range(len(calls))]
+    def _task_seed(self, cursor: int) -> int:
+        """Return what seeds the task of a prompt: that of a group in training, that of a prompt in an evaluation."""
+        if self.same_tasks is None:
+            return int(stream_keys(self.seed, [cursor], [-1])[0] >> 1)
+        return int(stream_keys(0, [cursor % self.same_tasks], [-2])[0] >> 1)
+
+    # Calls
+
+    def _call(self, place: int, work: Callable[[], Any], on_end: Callable[[Call], None] | None = None) -> Call:
+        return Call(
+            self._name_of(place),
+            work,
+            timeout_s=self.config.step_timeout_s,
+            late=self._late,
+            on_end=on_end,
+            is_async=inspect.iscoroutinefunction(work),
+        )
+
+    def _name_of(self, place: int) -> str:
+        made = self.conversations[place].environment if place < len(self.conversations) else None
+        return "the environment" if made is None else f"the environment {type(made).__name__}"
+
+    def _outcomes(self, works: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+        """Make a call for each of these conversations and wait for all of them.
+
+        Side by side where the environment allows that, otherwise one after the other.
+        """
+        runtime, calls = process_runtime(), [self._call(place, work) for place, work in works]
+        for (place, _), call in zip(works, calls, strict=True):
+            if self._overlaps[place]:
+                runtime.begin([call], lane=self._lanes[place])
+        in_place = [call for (place, _), call in zip(works, calls, strict=True) if not self._overlaps[place]]
+        started = time.monotonic()
+        runtime.begin(in_place, limit=self._in_place)
+        for call in in_place[-1:]:
+            runtime.wait(call)
+        self._in_place_s += time.monotonic() - started
+        return [runtime.wait(call) for call in calls]
+
+    def _begin(self, place: int, work: Callable[[], Any], on_end: Callable[[Call], None] | None = None) -> None:
+        """Let a call of a conversation run beside sampling."""
+        call = self._calls[place] = self._call(place, work, on_end)
+        process_runtime().begin([call], lane=self._lanes[place])
 
     def _made(self, prompt: Prompt) -> Any:
         """Make a prompt's environment."""
@@ -334,86 +411,54 @@ class Conversations:
 
     def answer(self, ended: Sequence[EndedTurn]) -> Answers:
         """See `Partner.answer`."""
-        if self.reply_after is not None:
-            return self._ask(ended)
-        calls: list[Callable[[], Any]] = []
-        asked: list[EndedTurn] = []
+        in_place: list[tuple[int, Callable[[], Any]]] = []
         over: list[int] = []
         answers: dict[int, Sequence[int] | None] = {}
+        arrived = self._arrived
         for turn in ended:
-            self._turns[turn.place] = turn
-            call = self._call(turn)
-            if call is None:
-                over.append(turn.place)
-            elif inspect.iscoroutinefunction(self.conversations[turn.place].environment.step):
-                self._caller.begin(turn.place, call())
+            place = turn.place
+            self._turns[place] = turn
+            if (work := self._step_of(turn)) is None:
+                over.append(place)
+            elif self._overlaps[place]:
+                self._begin(place, work, lambda _, place=place: arrived.put(place))
             else:
-                calls.append(call)
-                asked.append(turn)
-        for turn, outcome in zip(asked, self._caller.run(calls), strict=True):
-            if inspect.isawaitable(outcome):
-                self._caller.begin(turn.place, outcome)
-                continue
-            if (reply := self._taken(turn, outcome)) is None:
-                over.append(turn.place)
+                in_place.append((place, work))
+        for (place, _), outcome in zip(in_place, self._outcomes(in_place), strict=True):
+            if (reply := self._taken(self._turns[place], outcome)) is None:
+                over.append(place)
             else:
-                answers[turn.place] = reply
-        return answers | dict.fromkeys(self._end(over))
+                answers[place] = reply
+        self._end(over)
+        return answers | dict.fromkeys(over)
 
     def arrived(self, *, wait: bool) -> Answers:
         """See `Partner.arrived`."""
-        answers: dict[int, Sequence[int] | None] = {}
-        while not answers:
-            came = self._caller.arrived(wait=wait)
-            over = []
-            for place, outcome in sorted(came.items()):
-                if place in self._ending:
-                    self._ending.remove(place)
-                    self._take_end(place, outcome)
-                    answers[place] = None
-                elif (reply := self._taken(self._turns[place], outcome)) is None:
-                    over.append(place)
-                else:
-                    answers[place] = reply
-            answers |= dict.fromkeys(self._end(over))
-            if not wait or not came:
-                break
-        return answers
-
-    def _ask(self, ended: Sequence[EndedTurn]) -> Answers:
-        """Begin the calls; `fetch` takes their results."""
-        over: list[int] = []
-        for turn in ended:
-            self._turns[turn.place] = turn
-            if (call := self._call(turn)) is None:
-                over.append(turn.place)
-            else:
-                self._caller.submit(turn.place, call)
-        return dict.fromkeys(self._end(over))
+        places: list[int] = []
+        while (wait and not places) or not self._arrived.empty():
+            with contextlib.suppress(queue.Empty):
+                places.append(self._arrived.get(timeout=_LOOK_S))
+        return self._replies(sorted(places))
 
     def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
         """See `Partner.fetch`."""
-        came = self._caller.results(places, go_on)
-        if came is None:
-            return None
-        answers: dict[int, Sequence[int] | None] = {}
-        for place, outcome in came.items():
-            answers[place] = self._taken(self._turns[place], outcome)
+        runtime = process_runtime()
+        for call in [self._calls[place] for place in places]:
+            while not call.has_ended:
+                runtime.wait(call, _LOOK_S)
+                if not call.has_ended and not go_on():
+                    return None
+        return self._replies(places)
+
+    def _replies(self, places: Sequence[int]) -> Answers:
+        """Return the replies of conversations whose calls have ended."""
+        answers = {place: self._taken(self._turns[place], self._calls.pop(place).outcome) for place in places}
         self._end([place for place, reply in answers.items() if reply is None])
         self._take_ends(wait=False)
         return answers
 
-    def _take_ends(self, *, wait: bool) -> None:
-        """Take what `end` gave where it has; nothing that is sampled depends on when that is."""
-        for place in sorted(self._ending):
-            if wait or self._caller.is_done(place):
-                outcomes = self._caller.results([place])
-                assert outcomes is not None
-                self._ending.remove(place)
-                self._take_end(place, outcomes[place])
-
-    def _call(self, ended: EndedTurn) -> Callable[[], Any] | None:
-        """Note a turn and return the call that asks its environment; None if the conversation has failed before."""
+    def _step_of(self, ended: EndedTurn) -> Callable[[], Any] | None:
+        """Note a turn and return the call that answers it; None if the conversation has failed before."""
         conversation, tokens = self.conversations[ended.place], ended.tokens
         text = self.text(tokens)
         conversation.num_turns += 1
@@ -552,34 +597,30 @@ class Conversations:
 
     # Ends
 
-    def _end(self, places: Sequence[int]) -> list[int]:
-        """Ask environments for their last rewards; return the conversations that are over by now."""
+    def _end(self, places: Sequence[int]) -> None:
+        """Ask the environments of conversations that are over for their last rewards."""
+        in_place: list[tuple[int, Callable[[], Any]]] = []
         for place in places:
-            self.conversations[place].row = self._turns.pop(place).row
-        asked = [place for place in places if hasattr(self.conversations[place].environment, "end")]
-        calls = [
-            functools.partial(
-                cast(Any, self.conversations[place].environment).end, self.conversations[place].finish_reason
-            )
-            for place in asked
-        ]
-        outcomes: dict[int, Any] = dict.fromkeys(places)
-        if self.reply_after is not None:
-            for place, call in zip(asked, calls, strict=True):
+            conversation = self.conversations[place]
+            conversation.row = self._turns.pop(place).row
+            end = getattr(conversation.environment, "end", None)
+            if not callable(end):
+                self._take_end(place, None)
+            elif self._overlaps[place]:
                 self._ending.add(place)
-                self._caller.submit(place, call)
-            for place in places:
-                if place not in self._ending:
-                    self._take_end(place, None)
-            return [*places]
-        outcomes |= zip(asked, self._caller.run(calls), strict=True)
-        for place, outcome in outcomes.items():
-            if inspect.isawaitable(outcome):
-                self._ending.add(place)
-                self._caller.begin(place, outcome)
+                self._begin(place, functools.partial(end, conversation.finish_reason))
             else:
-                self._take_end(place, outcome)
-        return [place for place in places if place not in self._ending]
+                in_place.append((place, functools.partial(end, conversation.finish_reason)))
+        for (place, _), outcome in zip(in_place, self._outcomes(in_place), strict=True):
+            self._take_end(place, outcome)
+
+    def _take_ends(self, *, wait: bool) -> None:
+        """Take what `end` returned where it has; nothing that is sampled depends on when that is."""
+        for place in sorted(self._ending):
+            call = self._calls[place]
+            if wait or call.has_ended:
+                self._ending.remove(place)
+                self._take_end(place, process_runtime().wait(call))
 
     def _take_end(self, place: int, outcome: Any) -> None:
         """Take the last rewards of a conversation, and pass it on."""
@@ -611,8 +652,12 @@ def _readable(shown: Any) -> Any:
     return checked_messages(shown, "what reset returned")
 
 
-def _reset(environment: Any, prompt: Prompt, seed: int) -> Any:
-    """Reset an environment; if making it failed, raise that."""
+def _reset(environment: Any, prompt: Prompt, seed: int) -> Callable[[], Any]:
+    """Return the call that resets an environment; if making it failed, the call raises that."""
     if isinstance(environment, BaseException):
-        raise environment
-    return environment.reset(prompt, seed)
+        return functools.partial(_raise, environment)
+    return functools.partial(environment.reset, prompt, seed)
+
+
+def _raise(error: BaseException) -> Any:
+    raise error

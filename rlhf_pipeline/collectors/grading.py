@@ -1,22 +1,19 @@
-"""Calling reward functions: side by side, with a deadline, each failure kept to its own trajectories.
+"""Calling reward functions: side by side, with a deadline; a failure affects its own trajectories only.
 
-The calls of one rollout begin while other completions are still being sampled. Plain and batched functions run in
-threads, coroutine functions in one event loop, so no call stops the thread that samples, and signals reach that thread
-while calls are waited for. What a call gives belongs to its place, so grades do not depend on which call ends first.
+The calls of one rollout begin while other completions are still being sampled, in the process's runtime for user code.
+A result belongs to its place, so grades do not depend on which call ends first.
 
-A function that sets signal handlers (a time limit by `SIGALRM`) works in the main thread only. Once a call says so, it
-and all later calls of that function are made there, one after the other, while the others go on.
+A function that sets signal handlers (a time limit by `SIGALRM`) works in the main thread only. Once a call has failed
+for that reason, it and all later calls of that function are made there, one after the other, while the others go on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -34,6 +31,7 @@ from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLIC
 from rlhf_pipeline.errors import RewardError, StopAskedError
 from rlhf_pipeline.user_code.arguments import BoundRewards, Form, Sampled
 from rlhf_pipeline.user_code.outputs import Result, result_of, results_of
+from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 
 _LOOK_S: Final = 0.05
 """How often the waiting thread looks for a deadline or a request to stop; a call that ends wakes it at once."""
@@ -72,15 +70,16 @@ class Grade:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
-    """One call: a reward function on one completion, or on the members of one group."""
+class _Graded:
+    """What one reward function is asked for: one completion, or the members of one group."""
 
     form: Form
     number: int
     places: tuple[int, ...]
     group: tuple[Sampled, ...]
-    started: float | None = None
-    said: bool = False
+    call: Call | None = None
+    """The newest try; None until it is made."""
+    is_named: bool = False
     outcome: list[Result] | BaseException | None = None
     retried: tuple[str, ...] = ()
     """The failures of earlier tries."""
@@ -112,15 +111,11 @@ class Grader:
         """Whether a function may leave a completion out; in an evaluation it only does not apply."""
         self.bound = bound
         self.rewards, self.forms = bound.rewards, bound.forms
-        self.concurrency = concurrency
         self.timeout_s = timeout_s
+        self.late = "" if timeout_s is None else f"no result after {timeout_s:g} s (collect.reward_timeout_s)"
+        self.limits = [Limit(concurrency) for _ in self.forms]
         self.in_main: set[int] = set()
         """The numbers of the functions that work in the main thread only."""
-        self.changed = threading.Condition()
-        self._waiting: queue.SimpleQueue[tuple[Grading, _Call]] = queue.SimpleQueue()
-        self._threads = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots: asyncio.Semaphore | None = None
 
     def begin(self, group_size: int) -> Grading:
         """Begin a rollout."""
@@ -148,105 +143,57 @@ class Grader:
             grading.complete(list(members.values()))
             return grading.results()
 
-    def submit(self, grading: Grading, call: _Call) -> None:
-        """Let a call run as soon as there is room for it."""
-        if call.form.is_async:
-            self._submit_async(grading, call)
-            return
-        self._waiting.put((grading, call))
-        if self._threads < self.concurrency:
-            self.start_thread()
 
-    def start_thread(self) -> None:
-        """Start a thread that runs calls; a hanging call is left to its thread, which ends with the process."""
-        self._threads += 1
-        threading.Thread(target=self._work, name=f"reward-{self._threads}", daemon=True).start()
-
-    def too_late(self) -> TimeoutError:
-        """Return the error of a call that is past its deadline."""
-        return TimeoutError(f"no result after {self.timeout_s:g} s (collect.reward_timeout_s)")
-
-    def _work(self) -> None:
-        while True:
-            grading, call = self._waiting.get()
-            if call.number in self.in_main:
-                grading.pass_back(call)
-                continue
-            if grading.given_up:
-                continue
-            call.started = time.monotonic()
-            if not grading.finish(call, _run(call.form, call.group)):
-                return  # it was too late, and another thread has taken this one's place
-
-    def _submit_async(self, grading: Grading, call: _Call) -> None:
-        if self._loop is None:
-            self._loop, self._slots = asyncio.new_event_loop(), asyncio.Semaphore(self.concurrency)
-            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._await(grading, call), self._loop)
-
-    async def _await(self, grading: Grading, call: _Call) -> None:
-        assert self._slots is not None
-        async with self._slots:
-            if grading.given_up:
-                return
-            call.started = time.monotonic()
-            limit = asyncio.timeout(self.timeout_s)
-            try:
-                async with limit:
-                    outcome: list[Result] | BaseException = _read(
-                        call.form, call.group, await call.form.call(call.group)
-                    )
-            except BaseException as error:  # noqa: BLE001 - a call may raise anything; it is recorded, not hidden
-                outcome = self.too_late() if limit.expired() else error
-            grading.finish(call, outcome)
+def _checked(graded: _Graded, returned: Any) -> list[Result] | BaseException:
+    try:
+        return _read(graded.form, graded.group, returned)
+    except Exception as error:  # noqa: BLE001 - what a call returned may be anything; it fails its own trajectories
+        return error
 
 
 def _read(form: Form, group: Sequence[Sampled], given: Any) -> list[Result]:
     return results_of(given, len(group)) if form.batched else [result_of(given)]
 
 
-def _run(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
-    """Return what a call gives, or whatever it raises."""
-    try:
-        given = form.call(group)
-        if inspect.isawaitable(given):
-            given = asyncio.run(_awaited(given))
-        return _read(form, group, given)
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
-        return error
-
-
 def _run_here(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
     """Make a call in this thread, in which Ctrl-C may end it."""
-    outcome = _run(form, group)
-    if isinstance(outcome, KeyboardInterrupt):
-        raise outcome
-    return outcome
-
-
-async def _awaited(given: Awaitable[Any]) -> Any:
-    return await given
+    try:
+        returned = form.call(group)
+        if inspect.isawaitable(returned):
+            runtime, call = process_runtime(), Call(form.reward.label, lambda: returned, is_async=True)
+            runtime.begin([call])
+            returned = runtime.wait(call)
+            if isinstance(returned, BaseException):
+                return returned
+        return _read(form, group, returned)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything; it is recorded, not hidden
+        return error
 
 
 class Grading:
     """The grades of one rollout, or of completions that exist already; made by a `Grader`."""
 
     def __init__(self, grader: Grader, group_size: int | None) -> None:
-        self.given_up = False
         self._grader = grader
         self._group_size = group_size
         self._sampled: dict[int, Sampled] = {}
         self._failed: dict[int, Failure] = {}
-        self._calls: dict[tuple[int, tuple[int, ...]], _Call] = {}
+        self._calls: dict[tuple[int, tuple[int, ...]], _Graded] = {}
         self._open = 0
-        self._for_main: list[_Call] = []
+        self._is_over = False
+        self._for_main: list[_Graded] = []
+        self._changed = threading.Condition()
 
     def __enter__(self) -> Grading:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Give up the calls that have not begun."""
-        self.given_up = True
+        """Give up the calls that have not ended."""
+        self._is_over = True
+        if self._open:
+            process_runtime().give_up([one.call for one in self._calls.values() if one.call is not None])
 
     def add(self, place: int, one: Sampled, *, ended: bool = False) -> None:
         """Take a completion; its calls begin at once, as far as they can."""
@@ -284,67 +231,83 @@ class Grading:
     def _call(self, number: int, places: tuple[int, ...]) -> None:
         if (number, places) in self._calls:
             return
-        call = _Call(self._grader.forms[number], number, places, tuple(self._sampled[place] for place in places))
-        self._calls[number, places] = call
-        self._open += 1
-        self._grader.submit(self, call)
+        graded = _Graded(self._grader.forms[number], number, places, tuple(self._sampled[place] for place in places))
+        self._calls[number, places] = graded
+        with self._changed:
+            self._open += 1
+        self._submit(graded)
 
-    def finish(self, call: _Call, outcome: list[Result] | BaseException) -> bool:
-        """Take the outcome of a call; return False if it was given up before."""
+    def _submit(self, graded: _Graded) -> None:
+        grader, form, group = self._grader, graded.form, graded.group
+        if graded.number in grader.in_main:
+            self._pass_back(graded)
+            return
+        graded.call = Call(
+            f"the reward function {form.reward.label}",
+            lambda: form.call(group),
+            timeout_s=grader.timeout_s,
+            late=grader.late,
+            on_end=lambda call: self._take(graded, call.outcome),
+            is_async=form.is_async,
+        )
+        process_runtime().begin([graded.call], limit=grader.limits[graded.number])
+
+    def _take(self, graded: _Graded, outcome: Any) -> None:
+        """Take the outcome of a call; one that failed is made again at once, as often as that is allowed."""
         if isinstance(outcome, ValueError) and str(outcome).startswith(_MAIN_ONLY):
-            self._grader.in_main.add(call.number)
-            self.pass_back(call)
-            return True
-        with self._grader.changed:
-            if call.outcome is not None:
-                return False
-            if self._is_to_retry(call, outcome):
-                self._grader.submit(self, call)
-                return True
-            call.outcome = outcome
+            self._grader.in_main.add(graded.number)
+            self._pass_back(graded)
+            return
+        if not isinstance(outcome, BaseException):
+            outcome = _checked(graded, outcome)
+        if self._is_to_retry(graded, outcome):
+            self._submit(graded)
+            return
+        with self._changed:
+            graded.outcome = outcome
             self._open -= 1
-            if not self._open or self.given_up:
-                self._grader.changed.notify_all()
-        return True
+            if not self._open:
+                self._changed.notify_all()
 
-    def _is_to_retry(self, call: _Call, outcome: list[Result] | BaseException) -> bool:
+    def _is_to_retry(self, graded: _Graded, outcome: list[Result] | BaseException) -> bool:
         """Return whether a call is to be made again, and note why."""
         if not isinstance(outcome, BaseException) or isinstance(outcome, (LeftOut, KeyboardInterrupt, SystemExit)):
             return False
-        if self.given_up or len(call.retried) >= self._grader.retries:
+        if self._is_over or len(graded.retried) >= self._grader.retries:
             return False
-        call.retried = (*call.retried, describe_error(outcome))
-        call.started, call.said = None, False
+        graded.retried = (*graded.retried, describe_error(outcome))
+        graded.is_named = False
         return True
 
-    def pass_back(self, call: _Call) -> None:
+    def _pass_back(self, graded: _Graded) -> None:
         """Leave a call to the thread that waits for the grades."""
-        with self._grader.changed:
-            call.started = None
-            self._for_main.append(call)
-            self._grader.changed.notify_all()
+        with self._changed:
+            graded.call = None
+            self._for_main.append(graded)
+            self._changed.notify_all()
 
     def results(self, stop: Callable[[], bool] | None = None, say: Callable[[str], None] | None = None) -> list[Grade]:
         """Wait for all calls and return the grades, by place."""
         stop_at = math.inf
         while self._open:
-            with self._grader.changed:
+            with self._changed:
                 if self._open and not self._for_main:
-                    self._grader.changed.wait(_LOOK_S)
+                    self._changed.wait(_LOOK_S)
                 mine, self._for_main = self._for_main, []
-            for call in mine:
-                outcome = _run_here(call.form, call.group)
-                while self._is_to_retry(call, outcome):
-                    outcome = _run_here(call.form, call.group)
-                with self._grader.changed:
-                    call.outcome = outcome
+            for graded in mine:
+                outcome = _run_here(graded.form, graded.group)
+                while self._is_to_retry(graded, outcome):
+                    outcome = _run_here(graded.form, graded.group)
+                with self._changed:
+                    graded.outcome = outcome
                     self._open -= 1
-            self._look_at_clock(say)
+            if say is not None:
+                self._name_slow(say)
             if stop is not None and stop() and self._open:
                 stop_at = min(stop_at, time.monotonic() + _GRACE_S)
                 if time.monotonic() >= stop_at:
                     raise StopAskedError(f"a request to stop came while {self._waited_for()} ran")
-        by_place: dict[int, dict[int, _Call]] = {}
+        by_place: dict[int, dict[int, _Graded]] = {}
         for call in self._calls.values():
             for place in call.places:
                 by_place.setdefault(place, {})[call.number] = call
@@ -358,26 +321,20 @@ class Grading:
         values = (math.nan,) * len(self._grader.rewards)
         return Grade(reward=math.nan, error=failure.error, kind=failure.kind, values=values)
 
-    def _look_at_clock(self, say: Callable[[str], None] | None) -> None:
-        """Fail the calls that are past their deadline, and name one that takes long."""
-        grader, now = self._grader, time.monotonic()
-        for call in self._calls.values():
-            if call.outcome is not None or call.started is None:
-                continue
-            taken = now - call.started
-            if grader.timeout_s is not None and taken > grader.timeout_s + (_GRACE_S if call.form.is_async else 0):
-                if self.finish(call, grader.too_late()) and not call.form.is_async:
-                    grader.start_thread()
-            elif taken > _SAY_AFTER_S and not call.said and say is not None:
-                call.said = True
-                say(f"waiting for {_described(call)}, for {taken:.0f} s now ...")
+    def _name_slow(self, say: Callable[[str], None]) -> None:
+        """Name calls that take long."""
+        now = time.monotonic()
+        for graded in self._calls.values():
+            if graded.outcome is None and not graded.is_named and now - _start_of(graded, now) > _SAY_AFTER_S:
+                graded.is_named = True
+                say(f"waiting for {_described(graded)}, for {now - _start_of(graded, now):.0f} s now ...")
 
     def _waited_for(self) -> str:
-        running = [call for call in self._calls.values() if call.outcome is None]
-        first = min(running, key=lambda call: math.inf if call.started is None else call.started)
+        running = [graded for graded in self._calls.values() if graded.outcome is None]
+        first = min(running, key=lambda graded: _start_of(graded, math.inf))
         return _described(first) + (f" and {len(running) - 1} more" if len(running) > 1 else "")
 
-    def _grade(self, place: int, calls: Mapping[int, _Call]) -> Grade:
+    def _grade(self, place: int, calls: Mapping[int, _Graded]) -> Grade:
         """Put the results for one completion together."""
         outcomes = [
             call.outcome[call.places.index(place)] if isinstance(call.outcome, list) else call.outcome
@@ -460,7 +417,12 @@ def _kind_of(error: BaseException) -> str:
     return TIMEOUT if isinstance(error, TimeoutError) else GRADER_ERROR
 
 
-def _described(call: _Call) -> str:
+def _start_of(graded: _Graded, otherwise: float) -> float:
+    call = graded.call
+    return otherwise if call is None or call.started is None else call.started
+
+
+def _described(call: _Graded) -> str:
     many = f" and {len(call.places) - 1} more" if len(call.places) > 1 else ""
     prompt = call.group[0].prompt.text
     short = prompt if len(prompt) <= 40 else f"{prompt[:37]}..."

@@ -18,6 +18,7 @@ token for token. One with effects outside itself says so with a class attribute,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
@@ -75,14 +76,16 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers one conversation; four further attributes are optional.
+    """Answers one conversation; five further attributes are optional.
 
     - `end(reason) -> Mapping[str, float]`: called once when the conversation has ended, however it did, for rewards
       that are known only then; it may be `async`; `reason` is `stop`, `length`, `turns`, `calls` or `failed`;
     - `rewards = ("reached", ...)`: the names of its rewards; one that a conversation does not give is 0, and another
       one is an error;
     - `tools`: functions or JSON schemas, for the chat template and for reading calls;
-    - `has_effects = True`: it changes something outside itself.
+    - `has_effects = True`: it changes something outside itself;
+    - `parallel = True`: its objects may be used in several threads at once, one thread for each of them, so calls of
+      different conversations run side by side.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message] | None:
@@ -97,8 +100,8 @@ class Environment(Protocol):
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
         """Answer a turn.
 
-        A `def` answers in place: the conversation keeps its slot and its cache. An `async def` frees the slot while it
-        waits.
+        A `def` answers in place: the conversation keeps its slot and its cache. An `async def`, and with `parallel` a
+        `def`, runs beside sampling: its reply is due `collect.reply_after` token steps after the turn.
         """
         ...
 
@@ -110,6 +113,17 @@ class Failure:
     kind: str
     """`timeout` or `tool_error`."""
     error: str
+
+
+def is_parallel(environment: object) -> bool:
+    """Return whether an environment's calls may run beside those of others, each conversation's in a thread of its own.
+
+    It has `parallel = True`, or its `step` is a coroutine function. Other calls are made one after the other, because
+    generators, counters and libraries of a module may not be made for several threads.
+    """
+    return getattr(environment, "parallel", False) is True or inspect.iscoroutinefunction(
+        getattr(environment, "step", None)
+    )
 
 
 def has_effects(environment: Callable[[], Any] | None) -> bool:

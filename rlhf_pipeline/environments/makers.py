@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
-from rlhf_pipeline.environments.environment import Environment, has_effects, rewards_of_environment, tools_of
+from rlhf_pipeline.environments.environment import (
+    Environment,
+    has_effects,
+    is_parallel,
+    rewards_of_environment,
+    tools_of,
+)
 from rlhf_pipeline.environments.tools import MethodTools, Tools
 from rlhf_pipeline.errors import DefinitionError
 
@@ -93,6 +99,11 @@ class Factory:
     def tools(self) -> list[Any]:
         """Those of the first one."""
         return tools_of(self.form)
+
+    @property
+    def parallel(self) -> bool:
+        """As the first one says."""
+        return getattr(self.make, "parallel", False) is True or is_parallel(self.form)
 
     @property
     def has_effects(self) -> bool:

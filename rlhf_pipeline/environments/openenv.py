@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.environments.environment import Message, Step, Turn
-from rlhf_pipeline.environments.tools import result_of
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.runtime import in_thread
 
 
 class OpenEnv:
@@ -20,6 +20,8 @@ class OpenEnv:
     The server must take as many sessions (`max_concurrent_envs`) as a rollout has conversations. Calls are made in
     threads, so a slow server stops nobody.
     """
+
+    parallel = True
 
     def __init__(
         self,
@@ -54,11 +56,11 @@ class OpenEnvSession:
     async def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message]:
         """Reset the server's environment and show its first observation."""
         given = {"seed": seed % 2**31, **self.settings.arguments(prompt)}
-        return self.settings.show((await result_of(self.client.reset, given)).observation)
+        return self.settings.show((await in_thread("OpenEnv's reset", self.client.reset, given)).observation)
 
     async def step(self, turn: Turn) -> Step:
         """Take the turn's action and show what came of it."""
-        result = await result_of(self.client.step, {"action": self.settings.action(turn)})
+        result = await in_thread("OpenEnv's step", self.client.step, {"action": self.settings.action(turn)})
         rewards = {} if result.reward is None else {self.settings.reward: float(result.reward)}
         return Step("" if result.done else self.settings.show(result.observation), done=result.done, rewards=rewards)
 

@@ -6,7 +6,6 @@ transformers' `get_json_schema`, and its calls are read by transformers' parser.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -14,7 +13,6 @@ import json
 import random
 import re
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -24,6 +22,7 @@ from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_rewards, text_of
+from rlhf_pipeline.user_code.runtime import in_thread
 
 TOLD: Final = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, re.error, SyntaxError),
@@ -37,9 +36,10 @@ RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 class Tools:
     """An environment of functions: the policy calls them until it answers without a call.
 
-    A `def` runs in a thread of its own, so that one that waits for a network or hangs stops nobody. A call that cannot
-    be read, names no tool, has other arguments than the tool takes, or raises one of `TOLD`, is answered with that
-    error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails the conversation.
+    A `def` runs in the thread of its conversation, so that one that waits for a network or hangs stops nobody. A call
+    that cannot be read, names no tool, has other arguments than the tool takes, or raises one of `TOLD`, is answered
+    with that error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails the
+    conversation.
 
     Args:
         functions: with annotations and docstrings.
@@ -60,6 +60,8 @@ class Tools:
     >>> Tools(add).tools[0](1, 2)
     3
     """
+
+    parallel = True
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class MethodTools:
         made: returns a new object.
         kind: its class, where `made` is not the class itself.
     """
+
+    parallel = True
 
     def __init__(self, made: Callable[[], Any], kind: type | None = None) -> None:
         self.made = made
@@ -184,7 +188,7 @@ class Session:
         except TypeError as error:
             return f"error: {type(error).__name__}: {error}", False
         try:
-            result = await result_of(function, arguments)
+            result = await in_thread(f"the tool {name}", function, arguments)
         except TimeoutError:
             raise
         except self.told as error:
@@ -247,32 +251,6 @@ def _named(given: Any) -> dict[str, float]:
 
 async def _awaited_rewards(given: Awaitable[Any]) -> dict[str, float]:
     return _named(await given)
-
-
-async def result_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a coroutine function, or another one in a thread that may hang without holding up the process's end."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def end_call(outcome: Any, failed: bool) -> None:
-        if not future.done():
-            (future.set_exception if failed else future.set_result)(outcome)
-
-    def work() -> None:
-        try:
-            outcome, failed = function(**arguments), False
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything; it reaches the one who waits
-            outcome, failed = error, True
-        except BaseException as error:  # noqa: BLE001 - SystemExit, too, ends this conversation only
-            outcome, failed = RuntimeError(f"{type(error).__name__}: {error}"), True
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-            loop.call_soon_threadsafe(end_call, outcome, failed)
-
-    threading.Thread(target=work, name=f"tool-{_name(function)}", daemon=True).start()
-    found = await future
-    return await found if inspect.isawaitable(found) else found
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -35,6 +35,8 @@ class Verifiers:
     sub-agents) fails the conversation.
     """
 
+    parallel = True
+
     def __init__(self, taskset: str | Mapping[str, Any], *, has_effects: bool = False, **config: Any) -> None:
         self.config = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset), **config}
         self.has_effects = has_effects

@@ -41,7 +41,7 @@ from rlhf_pipeline.policies.engines.protocol import (
 from rlhf_pipeline.policies.engines.rollout import EngineRollout, Gate
 from rlhf_pipeline.policies.engines.sampling import uniforms
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache
-from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, EndedTurn, Partner, TurnRow, begin_rows
+from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, Answers, EndedTurn, Partner, TurnRow, begin_rows
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -310,7 +310,7 @@ class _Turns(RaggedRun):
         self.turn_rows = begin_rows(request, most)
         self.stays = list(range(self.count))
         """The conversation of each stay."""
-        self.reply_after: int | None = getattr(partner, "reply_after", None)
+        self.reply_after = partner.reply_after
         self.clock = 0
         """Token steps, those included that were skipped as nothing was live."""
         self.due: dict[int, list[int]] = {}
@@ -359,14 +359,16 @@ class _Turns(RaggedRun):
                 ended.append(EndedTurn(conversations[at], row, stopped))
                 at_of[conversations[at]] = at
         self.out_rows.append(rows[:0])
-        answers = self.partner.answer(ended) if ended else {}
+        answers: Answers = {}
+        if ended:
+            with self.engine.gate.standing_aside():  # others need not wait for an environment
+                answers = self.partner.answer(ended)
         if self.reply_after == 0:
             answers = {**answers, **self._fetch([turn.place for turn in ended if turn.place not in answers])}
         for turn in ended:
             if turn.place not in answers:
                 self.waiting += 1
-                if self.reply_after is not None:
-                    self.due.setdefault(self.clock + self.reply_after, []).append(turn.place)
+                self.due.setdefault(self.clock + self.reply_after, []).append(turn.place)
                 leaves[at_of[turn.place]] = True
             else:
                 leaves[at_of[turn.place]] = not self._go_on(turn.place, answers[turn.place], in_slot=True)
@@ -390,20 +392,14 @@ class _Turns(RaggedRun):
         return False
 
     def come_back(self) -> None:
-        """Queue the conversations whose partner has answered; wait for one if there is nothing else to do."""
-        if self.reply_after is not None:
-            if not len(self.live) and self.next >= self.count and self.due and not self.came:
-                self.clock = min(self.due)
-            came = self.came | self._fetch(self.due.pop(self.clock, []))
-            self.came = {}
-            for conversation, reply in sorted(came.items()):
-                self.waiting -= 1
-                self._go_on(conversation, reply, in_slot=False)
-        elif self.waiting:
-            idle = not len(self.live) and self.next >= self.count
-            for conversation, reply in sorted(self.partner.arrived(wait=idle).items()):
-                self.waiting -= 1
-                self._go_on(conversation, reply, in_slot=False)
+        """Queue the conversations whose reply is due; if there is nothing else to do, go on to the next such step."""
+        if not len(self.live) and self.next >= self.count and self.due and not self.came:
+            self.clock = min(self.due)
+        came = self.came | self._fetch(self.due.pop(self.clock, []))
+        self.came = {}
+        for conversation, reply in sorted(came.items()):
+            self.waiting -= 1
+            self._go_on(conversation, reply, in_slot=False)
 
     def step(self) -> bool:
         """See `RaggedRun.step`; the clock goes on."""

@@ -98,19 +98,19 @@ Answers = Mapping[int, Sequence[int] | None]
 class Partner(Protocol):
     """Answers turns; called in the thread that samples."""
 
+    reply_after: int
+    """Token steps after a turn at which a reply that was not given at once is due."""
+
     def answer(self, ended: Sequence[EndedTurn]) -> Answers:
         """Take turns that ended together; those that the result lacks are answered later."""
         ...
 
-    def arrived(self, *, wait: bool) -> Answers:
-        """Return answers that were missing."""
+    def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
+        """Wait for exactly these missing answers, which are due; None if `go_on` has said no meanwhile."""
         ...
 
-    reply_after: int | None
-    """Steps after which `fetch` is asked for an answer; None asks `arrived` at each step."""
-
-    def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
-        """Wait for exactly these answers; None if `go_on` has said no meanwhile."""
+    def arrived(self, *, wait: bool) -> Answers:
+        """Return answers that were missing, as they come: for an engine whose batches nobody can repeat."""
         ...
 
 
@@ -138,7 +138,6 @@ def converse(
     per_turn = request.limits()
     streams, members = request.streams(), request.member_of.tolist()
     ready, waiting = list(range(len(rows))), 0
-    in_waves = getattr(partner, "reply_after", None) is not None
     while ready or waiting:
         answers: dict[int, Sequence[int] | None] = {}
         if ready:
@@ -146,10 +145,7 @@ def converse(
             answers |= _wave(engine, request, partner, refresh, rows, ready, per_turn.tolist(), streams, members)
             if any(rows[place].aborted for place in ready):
                 break
-        if in_waves:
-            answers |= partner.fetch([place for place in ready if place not in answers], lambda: True) or {}
-        else:
-            answers |= partner.arrived(wait=not answers and bool(waiting))
+        answers |= partner.arrived(wait=not answers and bool(waiting))
         waiting -= len(answers)
         ready = []
         for place, reply in sorted(answers.items()):
