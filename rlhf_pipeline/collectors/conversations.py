@@ -190,6 +190,11 @@ class Conversations:
         """Return the environment that answers a prompt."""
         return self.kinds[self.make.of(prompt) if isinstance(self.make, Environments) else ""]
 
+    def _kind_overlaps(self, prompt: Prompt) -> bool:
+        """Return whether the environment of a prompt is known to run beside sampling; one that is missing is not."""
+        name = prompt.meta.get(self.make.column) if isinstance(self.make, Environments) else ""
+        return isinstance(name, str) and name in self.kinds and self.kinds[name].overlaps
+
     def run(
         self,
         prompts: Sequence[Prompt],
@@ -292,7 +297,7 @@ class Conversations:
     def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
         """Make and reset all environments, and return the first tokens of each group that has any."""
         prompt_of = [place // self.config.group_size for place in self._places]
-        self._overlaps = [self._kind_of(prompts[index]).overlaps for index in prompt_of]
+        self._overlaps = [self._kind_overlaps(prompts[index]) for index in prompt_of]
         every = range(len(prompt_of))
         made = self._outcomes([(place, functools.partial(self._made, prompts[prompt_of[place]])) for place in every])
         self._overlaps = [known or is_parallel(one) for known, one in zip(self._overlaps, made, strict=True)]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from asyncio.tasks import _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
@@ -84,7 +85,7 @@ class EventLoop:
             task = asyncio.current_task(self.loop)
             if task is not None:
                 with contextlib.suppress(RuntimeError):  # from Python 3.14 on each thread has a current task of its own
-                    asyncio.tasks._leave_task(self.loop, task)
+                    _leave_task(self.loop, task)
             self._start()
         self._report(call, blocked_s)
 
