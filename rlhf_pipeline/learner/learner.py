@@ -291,7 +291,7 @@ class Learner:
         ages: np.ndarray | None = None,
         admitted: np.ndarray | None = None,
         ledger_fields: Mapping[str, object] | None = None,
-    ) -> dict[str, float | int | None]:
+    ) -> dict[str, float | int | str | None]:
         """Take optimizer step number `step` (1-based) and return its metrics.
 
         Args:
@@ -371,7 +371,7 @@ class Learner:
             self.reference.after_step(step)
         if self.shards is not None:
             self.shards.refresh_mirror()
-        if self.config.layout not in ("auto", "padded"):
+        if self.config.layout != "padded":
             self._notices += self.policy.layout_notices()
         seen = StepSeen(
             step=step,
@@ -398,7 +398,9 @@ class Learner:
             found, problems = own_metrics(self.config.metrics, dataclasses.replace(seen, figures=figures))
             figures |= found
             self._notices += [f"step {step}: {problem}" for problem in problems]
-        return figures
+        # On a GPU the last bits depend on the kernels that ran.
+        computed = self.policy.take_computed() if self.policy.device.type == "cuda" else {}
+        return {**figures, **computed}
 
     @property
     def chooses_a_part(self) -> bool:

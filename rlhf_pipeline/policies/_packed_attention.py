@@ -56,7 +56,8 @@ def packed_attention(
     """
     _refuse_extras(module, query, attention_mask, dropout, segments, kwargs)
     segments.calls += 1
-    if _has_varlen(query, value):
+    segments.kernel = "varlen" if _has_varlen(query, value) else "sdpa"
+    if segments.kernel == "varlen":
         return _varlen(query, key, value, segments, scaling)
     return _by_segment(query, key, value, segments, scaling)
 

@@ -35,6 +35,8 @@ class Segments:
     prefix_starts: list[int]
     prefix_lengths: list[int]
     calls: int = 0
+    kernel: str = ""
+    """The kernel of the last call: `varlen`, or `sdpa` for each segment."""
     _varlen: tuple[Tensor, Tensor, int, int, Tensor | None] | None = field(default=None, repr=False)
 
     @property

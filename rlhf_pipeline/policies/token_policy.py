@@ -235,6 +235,16 @@ class TokenPolicy(nn.Module):
         """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""
         return self._scorer.take_notices()
 
+    def take_computed(self) -> dict[str, str]:
+        """Return what has determined the last bits of scored rows since the last call, and clear it.
+
+        `layout`, `attention` (its kernel) and `dtype`; several of a kind are joined by `+`.
+        """
+        computed = sorted(self._scorer.take_computed())
+        layouts, kernels = (dict.fromkeys(names) for names in zip(*computed, strict=True)) if computed else ({}, {})
+        dtype = str(self.head_weight.dtype).removeprefix("torch.")
+        return {"layout": "+".join(layouts), "attention": "+".join(kernels), "dtype": dtype}
+
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
         super().train(mode)

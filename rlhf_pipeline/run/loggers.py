@@ -51,7 +51,7 @@ def with_logger(
         on_event(event)
         if isinstance(event, StepDone) and event.step > last_logged:
             for name, value in event.metrics.items():
-                if value is not None and name != "step":
+                if name != "step" and isinstance(value, (int, float)):
                     logger.log_scalar(name, float(value), step=event.step)
             if learn.logger_samples:
                 _log_table(logger, samples(event.step, learn.logger_samples), event.step)

@@ -230,9 +230,9 @@ def _batches(pipeline: Pipeline, store: TrajectoryStore, seed: int) -> Batches |
     )
 
 
-def _recorded_form(value: float | int | None) -> float | None:
+def _recorded_form(value: float | int | str | None) -> float | None:
     """Return a figure as in `metrics.jsonl`, where a non-finite number is null."""
-    if value is None or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 

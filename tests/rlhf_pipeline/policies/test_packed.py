@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline import CausalLMPolicy
 from rlhf_pipeline.errors import DefinitionError
@@ -46,7 +47,8 @@ def score(model, layout, batch):
     policy = CausalLMPolicy(model, scoring_layout=layout)
     model.zero_grad(set_to_none=True)
     log_probs = policy.log_probs(*batch)
-    weights = torch.linspace(-1, 1, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
+    weights = torch.linspace(-1, 1, log_probs.numel(), dtype=log_probs.dtype, device=log_probs.device)
+    weights = weights.view_as(log_probs)
     (log_probs * weights).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return log_probs.detach(), gradient, policy
@@ -291,6 +293,37 @@ def test_rows_longer_than_a_sliding_window_are_padded(make_model, name):
     notices = policy.layout_notices()
     assert len(notices) == 1
     assert "window of" in notices[0]
+
+
+@pytest.mark.parametrize("initializer_range", [0.2, 0.28, 0.4])
+def test_rounding_does_not_decide_which_layout_a_process_uses(initializer_range):
+    """Layouts of eight bfloat16 layers differ by 0.024 to 0.034 a token, which is rounding: such rows stay shared."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=initializer_range,
+    )  # fmt: skip
+    policy = CausalLMPolicy(Qwen2ForCausalLM(config).bfloat16(), scoring_layout="prefix_shared")
+    ids, attention, scored = groups(prompt=40, completion=20)
+    with torch.no_grad():
+        policy.log_probs(ids, attention, scored)
+        assert policy.layout_notices() == []
+        assert policy.take_computed() == {"layout": "prefix_shared", "attention": "sdpa", "dtype": "bfloat16"}
+        policy.log_probs(ids[:1], attention[:1], scored[:1])
+        policy.scoring_layout = "padded"
+        policy.log_probs(ids, attention, scored)
+    assert policy.take_computed() == {"layout": "padded", "attention": "sdpa", "dtype": "bfloat16"}
+
+
+def test_auto_reports_a_layout_that_fails_its_check(make_model):
+    """What cannot be packed is padded quietly; a chosen layout that gives other log-probs is named."""
+    model = make_model("qwen2")
+    mlp = model.model.layers[0].mlp
+    plain = type(mlp).forward
+    mlp.forward = MethodType(lambda self, x: plain(self, x) + running_mean(x), mlp)
+    policy = compared_with_padded_rows(model, "auto", groups(prompt=180, completion=60))
+    (notice,) = policy.layout_notices()
+    assert "layout 'auto' does not fit this model: log-probs differ from padded rows" in notice
 
 
 def test_bfloat16_rows_stay_packed(make_model):
