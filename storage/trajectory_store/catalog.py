@@ -42,6 +42,14 @@ class Address(NamedTuple):
     rows: Int64Array
 
 
+def _missing_rows(segment: Segment) -> int:
+    """Return how many rows of a segment are not served."""
+    count, end = 0, 0
+    for gap in sorted(segment.gaps, key=lambda gap: gap.first):
+        count, end = count + max(0, gap.end - max(gap.first, end)), max(end, gap.end)
+    return count
+
+
 class Catalog:
     """A reader's view of a store."""
 
@@ -467,18 +475,22 @@ class Catalog:
         """The segments whose rows count, by ordinal."""
         return [self.segments[o] for o in sorted(self.segments)]
 
-    def total_rows(self) -> int:
-        """Rows that are part of the store: damaged ones as well, but not those whose loss was accepted."""
+    def served_rows(self) -> int:
+        """Rows that `ids` has, except for damage that only reading finds."""
         with self.lock:
-            return sum(s.rows for s in self.segments.values()) - sum(
-                gap.end - gap.first for s in self._gappy for gap in s.gaps if not s.is_damage(gap)
-            )
+            for segment in self._unseen:
+                segment.see()
+            return sum(s.rows - _missing_rows(s) for s in self.segments.values())
 
     def watermark(self) -> int:
         """Rows committed since the store was made, as far as this reader has seen: it never falls."""
         with self.lock:
             self._watermark = max(self._watermark, self.state.rows_gone + sum(s.rows for s in self.segments.values()))
             return self._watermark
+
+    def last_update(self) -> int:
+        """The time of the newest update that this reader sees, ns since the epoch; 0 if there is none."""
+        return max((s.time_span()[1] for s in list(self.updates.values()) if s.rows), default=0)
 
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""

@@ -63,11 +63,11 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 continue
             except UnknownColumnError:  # another process may have added it
                 schema = self.schema
-                self.refresh()
+                self.follow()
                 if self.schema == schema:
                     raise
             except SegmentGoneError as error:
-                self.refresh()
+                self.follow()
                 looks += self.catalog_number == number
                 if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
                     raise CorruptionError(
@@ -100,6 +100,7 @@ class StoreReads:
         self._then = then
         self._limits: Mapping[int, int] | None = None if then is None else {-1: 0, **then.updates}
         self._pool = BufferPool()
+        self._positions: Int64Array | None = None
         self._closed = False
 
     @property
@@ -126,10 +127,15 @@ class StoreReads:
 
     def refresh(self) -> int:
         """Read what other processes wrote, and damaged files that were put back; return the watermark."""
+        self.follow()
+        self._positions = None
+        return self.watermark
+
+    def follow(self) -> None:
+        """Read what other processes wrote; row positions stay."""
         self._check_open()
         self._catalog.refresh()
         self._catalog.look_again()
-        return self.watermark
 
     @property
     def watermark(self) -> int:
@@ -141,12 +147,23 @@ class StoreReads:
         return self._catalog.watermark() if self._then is None else self._then.watermark
 
     def __len__(self) -> int:
+        """Return the number of row positions, which is that of `ids()` after a `refresh`."""
         self._check_open()
-        if self._then is not None:
-            return len(self.ids())
-        total = self._catalog.total_rows()
+        if self._positions is not None or self._then is not None:
+            return len(self.positions())
+        total = self._catalog.served_rows()
         limit = self._root.max_trajectories
         return total if limit is None else min(total, limit)
+
+    def positions(self) -> Int64Array:
+        """Return the ids of the rows by position: `[len(self)]` int64, read-only.
+
+        They are those of `ids()` as of the last `refresh`, or the last write of this store. Damage that is found since
+        moves no row; to read a damaged position is an error that names the row.
+        """
+        if self._positions is None:
+            self._positions = self.ids()
+        return self._positions
 
     @following
     def snapshot(self) -> Snapshot:

@@ -40,6 +40,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Ids, as_ids, following
 from trajectory_store.root import Root, create_root, read_root
 from trajectory_store.schema import Column, Schema
+from trajectory_store.snapshot import Snapshot
 from trajectory_store.table import StoreTable
 from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, recover_claimed, sweep
 from trajectory_store.verify import verify
@@ -95,9 +96,12 @@ class TrajectoryStore(StoreTable):
     ([[1, 2, 3], [4, 0, 0]], [3, 1])
     """
 
-    def __init__(self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability) -> None:
+    def __init__(
+        self, address: Any, root: Root, medium: Medium, mode: Mode, durability: Durability, **more: Any
+    ) -> None:
         super().__init__(medium.bucket.address, root, Catalog(medium, root))
-        self._address = address
+        settings = {"path": self.path.absolute() if isinstance(self.path, Path) else address, "mode": mode}
+        self._reopening = _reopen, {**settings, "durability": durability, **more}
         self.mode: Mode = mode
         self.durability: Durability = durability
         self._stream = Stream(self._catalog, root, "rows", durability)
@@ -169,7 +173,8 @@ class TrajectoryStore(StoreTable):
         )
         root, held, bucket = bounded(root), size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
         create_root(bucket, root)
-        return cls(path, root, medium_of(bucket, root, None, cache_dir, held), "a", durability)
+        cache: dict[str, Any] = {"cache_dir": cache_dir, "cache_bytes": held}
+        return cls(path, root, medium_of(bucket, root, None, cache_dir, held), "a", durability, **cache)
 
     @classmethod
     def open(
@@ -214,7 +219,8 @@ class TrajectoryStore(StoreTable):
         held, bucket = size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
         root = read_root(bucket)
         medium = medium_of(bucket, root, None if io == "auto" else io, cache_dir, held)
-        store = cls(path, root, medium, mode, durability or root.durability)
+        settings: dict[str, Any] = {"io": io, "cache_dir": cache_dir, "cache_bytes": held}
+        store = cls(path, root, medium, mode, durability or root.durability, **settings)
         if add_columns:
             store.add_columns(add_columns)
         if mode == "a":
@@ -318,11 +324,6 @@ class TrajectoryStore(StoreTable):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def __reduce__(self) -> tuple[Callable[..., TrajectoryStore], tuple[Any, ...]]:
-        """Reduce to `open`: an unpickled store is opened again, and writes segments of its own."""
-        address = self.path.absolute() if isinstance(self.path, Path) else self._address
-        return _reopen, (address, self.mode, self.durability)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -430,6 +431,7 @@ class TrajectoryStore(StoreTable):
             ordinal, first = stream.append(batch, schema, begin)
             self._catalog.refresh_segment(ordinal)
             self._background.tidy(self._catalog, began=stream.made != made)
+            self._positions = None
             start = (ordinal << ORDINAL_SHIFT) + first
             return np.arange(start, start + batch.n_rows, dtype=np.int64)
         except BaseException as error:
@@ -548,6 +550,7 @@ class TrajectoryStore(StoreTable):
                 except SegmentGoneError:  # another process removed segments that were to be merged
                     catalog.refresh()
         self._catalog.refresh()
+        self._positions = None
         return report
 
     def being_written(self) -> bool:
@@ -601,8 +604,10 @@ class TrajectoryStore(StoreTable):
             )
 
 
-def _reopen(address: Any, mode: Mode, durability: Durability) -> TrajectoryStore:
-    return TrajectoryStore.open(address, mode, durability=durability)
+def _reopen(settings: Mapping[str, Any], then: Snapshot | None, held: object) -> StoreTable:
+    """Open a pickled store, or a view of it as of a snapshot; what it held is only its identity."""
+    store = TrajectoryStore.open(**settings)
+    return store if then is None else store.as_of(then)
 
 
 def _same_lengths(column: Column, given: Int64Array, known: Int64Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, SupportsIndex, cast
 
@@ -23,13 +23,39 @@ _ITER_ROWS: Final = 1024
 class StoreTable(StoreReads):
     """The rows of an open store by their place in the order of arrival, as tables and data sets have them."""
 
+    _reopening: tuple[Callable[..., StoreTable], dict[str, Any]]
+    """How to open the store again in another process."""
+
     def as_of(self, snapshot: Snapshot) -> StoreTable:
         """Return a view of the rows and values of a snapshot: later rows and later updates do not count.
 
         Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
         """
         self._check_open()
-        return StoreTable(self.path, self._root, self._catalog, snapshot)
+        view = StoreTable(self.path, self._root, self._catalog, snapshot)
+        reopen, settings = self._reopening
+        view._reopening = reopen, {**settings, "mode": "r"}
+        return view
+
+    @following
+    def _held(self) -> tuple[str, int, int, int]:
+        """Return what identifies the rows and values that this reader sees, however they are stored.
+
+        It is the store's id, the watermark, the time of the last update, and the number of rows that were removed.
+        """
+        if self._closed:
+            return self._root.uuid, 0, 0, 0
+        self._check_open()
+        last = self._catalog.last_update() if self._then is None else 0  # of a snapshot, no later one counts
+        return self._root.uuid, self.watermark, last, self.watermark - len(self.ids())
+
+    def __reduce__(self) -> tuple[Callable[..., StoreTable], tuple[Any, ...]]:
+        """Reduce to `open` with the same settings: an unpickled store is opened again, and writes its own segments.
+
+        The pickle also has what the store holds, which opening ignores: for `datasets` it identifies the data.
+        """
+        reopen, settings = self._reopening
+        return reopen, (settings, self._then, self._held())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the trajectories in the order of arrival, each as a dict of its values by column."""
@@ -82,7 +108,7 @@ class StoreTable(StoreReads):
 
     def _at(self, places: Any, key: Any) -> Int64Array:
         """Return the ids of rows by their places: a slice, whole numbers, or a mask."""
-        every = self.ids()
+        every = self.positions()
         if isinstance(places, slice):
             return every[places]
         found: npt.NDArray[Any] = np.asarray(places)
