@@ -123,7 +123,15 @@ class Scorer(Protocol):
 
 
 def as_scorer(model: Any, owner: str) -> Scorer:
-    """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy."""
+    """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy.
+
+    A policy that generates is refused, as in TorchRL: its call would sample another completion.
+    """
+    if getattr(model, "generate", False) is True:
+        raise DefinitionError(
+            f"{owner} got a {type(model).__name__} with generate=True, and it scores tokens that are there. Pass "
+            "policy.get_new_version(generate=False), which shares the weights."
+        )
     model = policy_of(model, owner)
     if callable(getattr(model, "log_probs", None)):
         return model

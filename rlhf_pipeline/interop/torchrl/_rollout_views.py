@@ -1,4 +1,4 @@
-"""The tensors of a rollout with one step per token, without a copy of the prefix per step.
+"""The tensors of a rollout with one step per token: prefixes padded on the right, or on the left without copies.
 
 Prompt and completion of a row share one buffer, and step `i` is a window on it that ends at token `i`. Windows of equal
 width that move by one column per step are a strided view, so `[B, T, W]` prefixes cost a buffer `[B, W + T]`. This
@@ -107,6 +107,28 @@ def start_aligned(input_ids: Tensor, mask: Tensor, pad_token_id: int) -> tuple[T
     order = mask.long().argsort(dim=-1, descending=True, stable=True)
     real = mask.gather(-1, order)
     return input_ids.gather(-1, order).masked_fill(~real, pad_token_id), real
+
+
+def right_padded_prefixes(
+    prompts: PromptRows, completion: Tensor, lengths: Tensor, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Return the prefix before each step and after the last one, tokens first; arguments as for `prefix_windows`.
+
+    Returns:
+        (ids int64 `[B, T + 1, P + T]`, mask bool of that shape). After a completion's end the prefix stays the same.
+
+    >>> prompts = PromptRows(*(torch.tensor(x) for x in ([[4, 5]], [[True, True]], [[True, True]], [2])))
+    >>> right_padded_prefixes(prompts, torch.tensor([[6, 0]]), torch.tensor([1]), 0)[0].tolist()
+    [[[4, 5, 0, 0], [4, 5, 6, 0], [4, 5, 6, 0]]]
+    """
+    steps = completion.shape[1]
+    real = torch.arange(steps, device=completion.device) < lengths.unsqueeze(1)
+    ids, mask = torch.cat((prompts.input_ids, completion), 1), torch.cat((prompts.prompt_mask, real), 1)
+    ids, _ = start_aligned(ids, mask, pad_token_id)
+    tokens = torch.arange(steps + 1, device=ids.device).minimum(lengths.unsqueeze(1))
+    tokens = tokens + prompts.prompt_mask.sum(1, keepdim=True)
+    mask = torch.arange(ids.shape[1], device=ids.device) < tokens.unsqueeze(-1)
+    return torch.where(mask, ids.unsqueeze(1), pad_token_id), mask
 
 
 def prefix_windows(

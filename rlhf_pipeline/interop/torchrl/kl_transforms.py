@@ -199,7 +199,8 @@ class ActorKLRewardTransform(KLRewardTransform):
     `KLRewardTransform(actor, ...)` makes this class if the actor is a `ProbabilisticTensorDictModule`. The actor is
     copied when the transform is made; later changes of its parameters do not reach the copy. Works as a transform of an
     environment, as a forward transform on a rollout, and on samples of a replay buffer; on the write path, batches pass
-    unchanged.
+    unchanged. In an environment, an action without a log-prob, such as a random one of `check_env_specs`, gets that of
+    the actor at this moment; elsewhere a missing log-prob is an error.
 
     Source: https://arxiv.org/abs/1909.08593, equation 2.
 
@@ -325,11 +326,15 @@ class ActorKLRewardTransform(KLRewardTransform):
         if action is None:
             raise MissingKeyError(f"the step has no action under {self._action()!r}; pass action_key=")
         log_prob = tensordict.get(self.log_prob_key, None)
-        if log_prob is None:
+        if log_prob is None and self.parent is None:
             raise MissingKeyError(
                 f"the step has no log-prob under {self.log_prob_key!r}; build the actor with return_log_prob=True"
             )
         with contextlib.nullcontext() if self.requires_grad else torch.no_grad():
+            if log_prob is None:
+                # In an environment the actor is as it was when the action was taken; `check_env_specs` takes random
+                # actions, which no actor scored.
+                log_prob = self.__dict__["actor"].get_dist(tensordict.clone(recurse=False)).log_prob(action)
             inputs = tensordict.clone(recurse=False) if self.device is None else tensordict.to(self.device)
             dist = self.frozen_actor.get_dist(inputs)
             reference = dist.log_prob(action if self.device is None else action.to(self.device)).to(log_prob.device)

@@ -214,7 +214,8 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         over the prompt), and with a tokenizer `text`. Rows are ragged unless `pad_output`; then prompts are padded on
         the left and responses on the right, as in TorchRL. With `num_samples` the result has batch size
         `[B, num_samples]`. Scoring reads the tokens and writes `log_probs` (full, aligned with the tokens, 0 where a
-        token has none; and response if the prompts' lengths are known).
+        token has none; and response if the prompts' lengths are known). With `pad_output`, ragged rows,
+        texts and histories are returned padded on the left, with their `tokens` and `masks`.
 
         Args:
             tensordict: batch size `[B]` or `[]`.
@@ -422,11 +423,19 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         responses = None
         if lengths is not None:
             responses = [r[int(n) :] for r, n in zip(batch.real_rows(scores), lengths, strict=True)]
-        if not batch.ragged:
+        if self.pad_output or not batch.ragged:
             size = [len(scores)]
             response = None if responses is None else pad_rows(responses, side="right")[0]
-            found = LogProbs(full=scores, response=response, padded=True, batch_size=size)
-            return TensorDict({self.log_probs_key: found}, size)
+            log_probs = LogProbs(full=scores, response=response, padded=True, batch_size=size)
+            padded = TensorDict({self.log_probs_key: log_probs}, size)
+            if batch.ragged:
+                # The log-probs are aligned with these tokens, and not with the rows that were passed.
+                real = batch.attention_mask
+                ids = batch.input_ids.masked_fill(~real, self.pad_token_id)
+                masks = Masks(all_attention_mask=real, all_assistant_mask=assistant, padded=True, batch_size=size)
+                padded.set(self.tokens_key, Tokens(full=ids, padded=True, batch_size=size))
+                padded.set(self.masks_key, masks)
+            return padded
         out = [TensorDict({}, []) for _ in rows]
         tokens = batch.rows(batch.input_ids)
         said = None if assistant is None else batch.rows(assistant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,9 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrl.data.llm.utils import KLControllerBase
 
+from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl._rollout_models import RolloutModel, device_of, labels_log_probs
-from rlhf_pipeline.interop.torchrl._rollout_views import completion_lengths, prefix_windows, prompt_rows, start_aligned
+from rlhf_pipeline.interop.torchrl._rollout_views import (
+    completion_lengths,
+    prefix_windows,
+    prompt_rows,
+    right_padded_prefixes,
+    start_aligned,
+)
 from rlhf_pipeline.policies.model_parts import evaluated
 from rlhf_pipeline.transforms.kl_controllers import KLController
 
@@ -34,17 +41,17 @@ class RolloutFromModel:
     - Log-probs are float32, at the sampling temperature, of the distribution that was sampled from: top-k, top-p and
       similar options are off, whatever the checkpoint says, and are refused in a `generation_config`.
     - Nothing is NaN when every completion stops early, dropout is off, and `step_scheduler` needs no scheduler.
-    - Memory grows with the number of tokens, not with its square: see below.
+    - On request, memory grows with the number of tokens, not with its square: see `padding_side`.
 
-    Views: `input_ids` and `attention_mask`, `[B, T, P + T]`, here and under "next", are four views of two buffers
-    `[B, P + 2 T]` (int64 and bool). Step `i` is a window that ends with the newest token, so padding is on the LEFT,
-    where TorchRL pads on the right: a right-padded prefix per step cannot be a view. Generation needs left padding, and
-    TorchRL's `LMHeadActorValueOperator` reads the last column. After a completion's end, its later steps have padding
-    on the right as well. All other leaves are plain tensors of one number per token.
-    Do not write into the views. Indexing with integers or slices returns views, and an index tensor (a mini-batch)
-    copies the selected steps only; `clone`, `reshape`, `to` another device and writing to a storage copy every prefix,
-    so apply these to mini-batches. `pad_right` converts one to TorchRL's layout, which models with absolute positions
-    (GPT-2) need unless they get `position_ids`.
+    Prefixes: `input_ids` and `attention_mask`, `[B, T, P + T]`, here and under "next", hold the prefix of every step,
+    tokens first and then padding, so a model with absolute positions (GPT-2) scores them as they are. Here and under
+    "next" are views of one buffer `[B, T + 1, P + T]`, 9 bytes per entry. With `padding_side="left"`, step `i` is a
+    window that ends with the newest token, and all four are views of two buffers `[B, P + 2 T]`. TorchRL's
+    `LMHeadActorValueOperator`, which reads the last column, needs that, too, and a model with absolute positions then
+    needs `position_ids`, or `pad_right`, which converts a mini-batch. After a completion's end, its later steps have
+    padding on the right as well. Do not write into views. Indexing with integers or slices returns views, and an index
+    tensor (a mini-batch) copies the selected steps only; `clone`, `reshape`, `to` another device and writing to a
+    storage copy every prefix, so apply these to mini-batches.
 
     Args:
         model: the policy: a `CausalLMPolicy`, or a model with the `generate` and `forward` of transformers. The latter
@@ -57,6 +64,7 @@ class RolloutFromModel:
         score_clip: scores are clipped to `[-score_clip, score_clip]`.
         kl_scheduler: a controller of this package, or one of TorchRL's.
         num_steps: how many of the last rollouts `step_scheduler` uses; all since its last call when None.
+        padding_side: of the prefixes: `right`, as in TorchRL, or `left`, without a copy per step.
 
     Attributes:
         model: the policy; likewise `ref_model`.
@@ -76,8 +84,8 @@ class RolloutFromModel:
     (torch.Size([2, 4]), torch.Size([2, 4, 7]), torch.Size([2, 4, 1]))
     >>> td["next", "done"].sum(1).flatten().tolist()
     [1, 1]
-    >>> td["input_ids"].untyped_storage().nbytes() == 2 * (3 + 2 * 4) * 8
-    True
+    >>> td["attention_mask"][0, :, :4].int().tolist()  # two tokens, and one sampled: the end
+    [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
     """
 
     def __init__(
@@ -90,6 +98,8 @@ class RolloutFromModel:
         score_clip: float = 10.0,
         kl_scheduler: KLController | KLControllerBase | None = None,
         num_steps: int | None = None,
+        *,
+        padding_side: Side = "right",
     ) -> None:
         if max_new_tokens < 1:
             raise DefinitionError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
@@ -97,6 +107,9 @@ class RolloutFromModel:
             raise DefinitionError(f"score_clip is {score_clip}; it must be above 0.")
         if num_steps is not None and num_steps < 1:
             raise DefinitionError(f"num_steps is {num_steps}; it must be at least 1, or None.")
+        if padding_side not in get_args(Side):
+            raise DefinitionError(f"padding_side is {padding_side!r}; it must be 'right' or 'left'.")
+        self.padding_side: Side = padding_side
         self._actor = RolloutModel(model)
         self._reference = RolloutModel(ref_model)
         self.model, self.ref_model = self._actor.model, self._reference.model
@@ -211,7 +224,8 @@ class RolloutFromModel:
         lengths = completion_lengths(action, self.eos_token_ids)
         real = index < lengths.unsqueeze(1)
         action = action.masked_fill(~real, self.pad_token_id)
-        ids, mask = prefix_windows(prompts, action, lengths, self.pad_token_id)
+        prefixes = right_padded_prefixes if self.padding_side == "right" else prefix_windows
+        ids, mask = prefixes(prompts, action, lengths, self.pad_token_id)
 
         scores = self._end_scores(ids[:, -1], mask[:, -1]) - self._end_scores(prompts.input_ids, prompts.attention_mask)
         done = (index == lengths.unsqueeze(1) - 1).unsqueeze(-1)
@@ -267,7 +281,7 @@ class RolloutFromModel:
 
     @staticmethod
     def pad_right(td: TensorDict, pad_token_id: int = 0) -> TensorDict:
-        """Return a copy with prefixes padded on the right, TorchRL's layout; meant for a mini-batch of steps.
+        """Return a copy with prefixes padded on the right; for a mini-batch of a rollout with `padding_side="left"`.
 
         Args:
             td: steps of a rollout, of any batch size. Every prefix is copied, so a whole rollout takes as much memory

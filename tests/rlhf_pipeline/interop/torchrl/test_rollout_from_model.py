@@ -179,7 +179,7 @@ def test_label_is_hidden_and_is_the_baseline():
     )
     td = rollout.rollout_from_data(data)
     assert rollout.model.seen[0].tolist() == [[2, 3]]
-    assert td["next", "input_ids"][0, -1].tolist() == [0, 0, 0, 2, 3, 6, 6, 1]
+    assert td["next", "input_ids"][0, -1].tolist() == [2, 3, 6, 6, 1, 0, 0, 0]
     assert td["next", "reward_raw"].sum() == 0.5 * 5 - 0.5 * 4
 
 
@@ -248,10 +248,10 @@ def test_bad_scores_are_refused():
 # Memory
 
 
-def test_prefixes_are_views_of_two_buffers():
+def test_left_padded_prefixes_are_views_of_two_buffers():
     """Four leaves share two storages of P + 2 T columns, and slices of them copy nothing."""
     prompt, steps = 40, 16
-    td = scripted([[6] * steps] * 3, steps).rollout_from_data(batch([[2] * prompt] * 3))
+    td = scripted([[6] * steps] * 3, steps, padding_side="left").rollout_from_data(batch([[2] * prompt] * 3))
     for name, size in (("input_ids", 8), ("attention_mask", 1)):
         storage = td[name].untyped_storage()
         assert storage.data_ptr() == td["next", name].untyped_storage().data_ptr()
@@ -259,9 +259,20 @@ def test_prefixes_are_views_of_two_buffers():
         assert td[1:, :4][name].untyped_storage().data_ptr() == storage.data_ptr()
 
 
-def test_mini_batches_and_the_right_padded_layout():
-    """Picked steps are ordinary tensors; `pad_right` gives the prefix first and padding after it."""
+def test_prefixes_are_padded_on_the_right():
+    """Each step has its tokens first; here and under `next` are one buffer of T + 1 prefixes."""
     td = scripted([[6, EOS], [7, 5, 4]], 3).rollout_from_data(batch([[2, 3], [5]]))
+    assert td["input_ids"][1].tolist() == [[5, PAD, PAD, PAD, PAD], [5, 7, PAD, PAD, PAD], [5, 7, 5, PAD, PAD]]
+    assert td["next", "attention_mask"].sum(-1).tolist() == [[3, 4, 4], [2, 3, 4]]
+    assert td["input_ids"].untyped_storage().nbytes() == 2 * 4 * 5 * 8
+    assert td["input_ids"].untyped_storage().data_ptr() == td["next", "input_ids"].untyped_storage().data_ptr()
+    with pytest.raises(DefinitionError, match="padding_side"):
+        scripted([[6, EOS]], 3, padding_side="middle")
+
+
+def test_mini_batches_of_the_left_padded_layout():
+    """Picked steps are ordinary tensors; `pad_right` gives the prefix first and padding after it."""
+    td = scripted([[6, EOS], [7, 5, 4]], 3, padding_side="left").rollout_from_data(batch([[2, 3], [5]]))
     picked = td[torch.tensor([0, 1, 1]), torch.tensor([2, 0, 2])]
     assert picked["input_ids"].untyped_storage().nbytes() == 3 * 5 * 8
     right = RolloutFromModel.pad_right(picked, pad_token_id=9)
@@ -370,10 +381,24 @@ def forced(model, row, start, temperature):
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_the_last_column_predicts_the_action(make):
-    """Each step is what the model takes to sample it: the logits of its last column give the stored log-prob."""
+def test_a_model_scores_the_prefixes_as_they_are(make):
+    """The keys that are returned are all that GPT-2 needs: no positions, and the log-probs are the stored ones."""
     model = make(0)
     td = RolloutFromModel(model, make(1), count_score, max_new_tokens=5).rollout_from_data(batch([[5, 6, 7], [8]]))
+    picked = td[td["next", "done"].squeeze(-1).flip(1).cumsum(1).flip(1).bool()]
+    with torch.no_grad():
+        logits = model.eval()(picked["input_ids"], attention_mask=picked["attention_mask"].long()).logits
+    last = logits[torch.arange(len(picked)), picked["attention_mask"].sum(1) - 1]
+    scores = RolloutFromModel.logprobs_of_labels(last, picked["action"])
+    torch.testing.assert_close(scores, picked["sample_log_prob"].squeeze(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_the_last_column_predicts_the_action(make):
+    """On the left, each step is what the model takes to sample it: its last column gives the stored log-prob."""
+    model = make(0)
+    rollout = RolloutFromModel(model, make(1), count_score, max_new_tokens=5, padding_side="left")
+    td = rollout.rollout_from_data(batch([[5, 6, 7], [8]]))
     steps = td["next", "done"].squeeze(-1).flip(1).cumsum(1).flip(1).bool()  # up to the end of each trajectory
     picked = td[steps]
     mask = picked["attention_mask"].long()
