@@ -84,8 +84,8 @@ class RolloutFromModel:
     (torch.Size([2, 4]), torch.Size([2, 4, 7]), torch.Size([2, 4, 1]))
     >>> td["next", "done"].sum(1).flatten().tolist()
     [1, 1]
-    >>> td["attention_mask"][0, :, :4].int().tolist()  # two tokens, and one sampled: the end
-    [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    >>> td["attention_mask"][0, 0].int().tolist()  # before the first step, the prompt
+    [1, 1, 0, 0, 0, 0, 0]
     """
 
     def __init__(

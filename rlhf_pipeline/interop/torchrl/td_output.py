@@ -52,11 +52,15 @@ def completion_row(fields: dict[str, list[Any]], i: int, keys: dict[str, Key]) -
         start, end = fields["prompt_text"][i], fields["response_text"][i]
         row.set(keys["text"], Text(prompt=start, response=end, full=start + end))
     if "prompt_history" in fields:
-        prompt = fields["prompt_history"][i]
-        turn = History(role="assistant", content=fields["response_text"][i], batch_size=(1,))
-        full_history = prompt.extend(turn, inplace=False)
-        row.set(keys["history"], ChatHistory(prompt=prompt, response=turn, full=full_history))
+        row.set(keys["history"], _continued_chat(fields, i))
     return row
+
+
+def _continued_chat(fields: dict[str, list[Any]], i: int) -> ChatHistory:
+    """Return the conversation of a completion, its last turn, and both together."""
+    prompt = fields["prompt_history"][i]
+    turn = History(role="assistant", content=fields["response_text"][i], batch_size=(1,))
+    return ChatHistory(prompt=prompt, response=turn, full=prompt.extend(turn, inplace=False))
 
 
 def padded_completions(fields: dict[str, list[Any]], pad: int, count: int, keys: dict[str, Key]) -> TensorDict:
@@ -94,4 +98,7 @@ def padded_completions(fields: dict[str, list[Any]], pad: int, count: int, keys:
         pairs = zip(fields["prompt_text"], fields["response_text"], strict=True)
         texts: Any = [Text(prompt=start, response=end, full=start + end) for start, end in pairs]
         out.set(keys["text"], lazy_stack(texts))
+    if "prompt_history" in fields:
+        chats: Any = [_continued_chat(fields, i) for i in range(count)]
+        out.set(keys["history"], lazy_stack(chats))
     return out

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 
-from rlhf_pipeline import CausalLMPolicy, ChatHistory
+from rlhf_pipeline import CausalLMPolicy, ChatHistory, KLRewardTransform
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -158,6 +158,15 @@ def test_errors(policy):
         RetrieveLogProb(torch.nn.Linear(1, 1))
     with pytest.raises(DataError, match="token ids"):
         RetrieveLogProb(policy).inv(TensorDict(text=torch.zeros(2), batch_size=[2]))
+
+
+def test_a_policy_that_generates_is_refused(policy):
+    """Its call would sample another completion; the error names the version that scores. Also of the KL's reference."""
+    sampler = policy.get_new_version(generate=True)
+    for transform in (RetrieveLogProb, KLRewardTransform):
+        with pytest.raises(DefinitionError, match=r"get_new_version\(generate=False\)"):
+            transform(sampler)
+        transform(sampler.get_new_version(generate=False))
 
 
 def test_state_dict_carries_no_model_weights(policy):

@@ -8,7 +8,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 from torch.distributions import Independent, Normal
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl.kl_transforms import ActorKLRewardTransform, KLRewardTransform
@@ -130,6 +130,12 @@ def test_write_path_passes_unchanged():
     transform = KLRewardTransform(make_actor())
     assert transform.inv(td) is td
     assert transform.inv(None) is None
+
+
+@pytest.mark.parametrize("out_keys", ["reward", "reward_kl"])
+def test_the_specs_of_an_environment_hold(out_keys):
+    """`check_env_specs` takes random actions, which have no log-prob of the actor."""
+    check_env_specs(TransformedEnv(Drift(), KLRewardTransform(make_actor(), out_keys=out_keys)))
 
 
 def test_errors():
