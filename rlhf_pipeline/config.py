@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from rlhf_pipeline.data.prompts import Curriculum, EmptyPrompts, Mix, NoPrompts, PromptSource
@@ -578,8 +578,14 @@ class Evaluate(Settings):
             given |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return replace(collect, group_size=self.group_size, dynamic=1, dynamic_by=None, **given)
 
-    def _rules(self) -> list[tuple[bool, str]]:
-        return [(not isinstance(self.prompts, NoPrompts), "it needs prompts that the run does not learn from.")]
+
+def _asking_nothing(evaluate: Any) -> Any:
+    """Return evaluations that ask nothing where they have no prompts, for an environment that does all the asking."""
+    if isinstance(evaluate, Mapping):
+        return {name: _asking_nothing(one) for name, one in cast("Mapping[str, Any]", evaluate).items()}
+    if isinstance(evaluate, Evaluate) and isinstance(evaluate.prompts, NoPrompts):
+        return replace(evaluate, prompts=EmptyPrompts())
+    return evaluate
 
 
 def evaluation_sets(evaluate: Evaluate | Mapping[str, Evaluate] | None) -> dict[str, Evaluate]:
@@ -1020,6 +1026,8 @@ class Pipeline(Settings):
                 object.__setattr__(self, "reward", environment_reward)
             if self.replay is None and isinstance(self.prompts, NoPrompts):
                 object.__setattr__(self, "prompts", EmptyPrompts())
+            if isinstance(self.prompts, EmptyPrompts):
+                object.__setattr__(self, "evaluate", _asking_nothing(self.evaluate))
         Settings.__post_init__(self)
 
     @property
@@ -1098,6 +1106,10 @@ class Pipeline(Settings):
             (
                 self.replay is not None or not isinstance(self.prompts, NoPrompts),
                 "it needs prompts, for example prompts=CopyDigits(), or replay=Replay() to learn from stores.",
+            ),
+            (
+                not any(isinstance(one.prompts, NoPrompts) for one in self.evaluations.values()),
+                "evaluate: it needs prompts that the run does not learn from.",
             ),
             (
                 self.replay is not None or self.reward is not no_reward,

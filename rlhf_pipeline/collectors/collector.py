@@ -54,6 +54,7 @@ from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb, ScoringBeside
 from rlhf_pipeline.user_code.arguments import BoundRewards, Sampled, bind
+from rlhf_pipeline.user_code.runtime import process_runtime
 
 _MOST_NAMED: Final = 64
 _REWARD: Final = reward_column("")
@@ -108,6 +109,8 @@ class Collector:
         environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
         temperature: in place of the config's; 0 takes the most probable token.
         marks: columns that are the same for every trajectory, such as `evaluation`.
+        same_tasks: the prompts repeat after so many, and with them the seeds of their environments' tasks, whatever the
+            run's seed: an evaluation. None gives each group a task of its own.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -143,8 +146,10 @@ class Collector:
         environment: Callable[..., Any] | dict[str, Any] | None = None,
         temperature: float | None = None,
         marks: Mapping[str, bool] | None = None,
+        same_tasks: int | None = None,
     ) -> None:
         self.policy: TokenPolicy = policy_of(policy, "Collector")
+        process_runtime().pool.size = config.call_threads
         self.prompts = prompts
         bound = reward if isinstance(reward, BoundRewards) else bind(reward, columns_of(prompts, seed))
         self.marks = dict(marks or {})
@@ -178,6 +183,7 @@ class Collector:
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
                 names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
+                same_tasks=same_tasks,
             )
         self.keeps_each = (
             self.conversations is not None
@@ -341,6 +347,7 @@ class Collector:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
             self._hand_over(policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
+            _say_notices(say)
             _say_failures(rollout, grades, self.config.alarm_failed, say)
         else:
             self.observe(cursors)
@@ -433,6 +440,7 @@ class Collector:
             else:
                 rows = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
+        _say_notices(say)
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
         if by is not None and say is not None and not np.isfinite(steered).any():
@@ -656,6 +664,12 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
         raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} leaves out whole groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):
         raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
+
+
+def _say_notices(say: Callable[[str], None] | None) -> None:
+    if say is not None:
+        for sentence in process_runtime().take_notices():
+            say(sentence)
 
 
 def _say_failures(rollout: int, grades: Sequence[Grade], most: float, say: Callable[[str], None] | None) -> None:

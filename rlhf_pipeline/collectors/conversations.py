@@ -84,6 +84,7 @@ class Conversation:
         row: its tokens, once it is over.
         last_text: the last turn as text.
         prompt_text: what the model read before it, if a reward function asks for that.
+        closing: what the environment replied to the last turn, which the policy was not shown.
         as_chat: it goes through the chat template.
     """
 
@@ -104,6 +105,7 @@ class Conversation:
     row: TurnRow | None = None
     last_text: str = ""
     prompt_text: str | None = None
+    closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     as_chat: bool = False
 
     def gain(self, gains: Mapping[str, float]) -> None:
@@ -509,6 +511,7 @@ class Conversations:
             conversation.call_errors += step.call_errors
             if step.done:
                 conversation.finish_reason = STOP if conversation.whole_turn else LENGTH
+                conversation.closing = _messages_of(step.reply)
             elif conversation.num_turns >= self.config.max_turns:
                 conversation.finish_reason = TURNS
             elif conversation.call_errors >= (self.config.max_call_errors or _UNBOUNDED):
@@ -532,11 +535,9 @@ class Conversations:
     def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> list[int] | None:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         room, codec = ended.row.room, self.policy.tokenizer
-        replies: list[dict[str, Any]] = []
-        if isinstance(step.reply, str):
-            replies = [{"role": "user", "content": step.reply}] if step.reply or conversation.as_chat else []
-        else:
-            replies = [dict(one) for one in step.reply]
+        replies = _messages_of(step.reply)
+        if not replies and conversation.as_chat and isinstance(step.reply, str):
+            replies = [{"role": "user", "content": ""}]
         if self.config.max_reply_tokens is not None:
             replies = self._cut(conversation, replies, self.config.max_reply_tokens)
         if room < 0 or sum(len(one["content"]) for one in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
@@ -554,13 +555,18 @@ class Conversations:
 
     def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
         """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
-        found: list[dict[str, Any]] = []
+        has_parser = self._kind_of(conversation.prompt).parser is not None
+        cut: list[dict[str, Any]] = []
         for place, one in enumerate(replies):
-            content, num = cut_text(self.policy.tokenizer, one["content"], left // (len(replies) - place))
-            conversation.cut_replies += content != one["content"]
-            found.append({**one, "content": content})
+            most, content = left // (len(replies) - place), one["content"]
+            if has_parser:  # as below, of what may be kept
+                head = content[: _CHARACTERS_A_TOKEN * (most + 1)]
+                content = known_text(self.policy.tokenizer, head) + content[len(head) :]
+            shortened, num = cut_text(self.policy.tokenizer, content, most)
+            conversation.cut_replies += shortened != content
+            cut.append({**one, "content": shortened})
             left -= num
-        return found
+        return cut
 
     def _encoded(
         self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
@@ -648,6 +654,13 @@ class Conversations:
 def _is_to_retry(conversation: Conversation) -> bool:
     """Return whether the world failed a conversation, or the engine left it before it was over."""
     return conversation.failure is not None or conversation.row is None or conversation.row.aborted
+
+
+def _messages_of(reply: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a reply as messages; none for empty text."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}] if reply else []
+    return [dict(one) for one in reply]
 
 
 def _readable(shown: Any) -> Any:

@@ -143,6 +143,7 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
     known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
     beside = {
         "info": conversation.info,
+        "closing": conversation.closing,
         "retried": conversation.retried,
         "call_errors": conversation.call_errors,
         "cut_replies": conversation.cut_replies,

@@ -19,7 +19,7 @@ token for token. One with effects outside itself says so with a class attribute,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -133,7 +133,15 @@ def has_effects(environment: Callable[[], Any] | None) -> bool:
 
 def tools_of(environment: Callable[[], Any] | None) -> list[Any]:
     """Return an environment's tools, functions or JSON schemas; empty without."""
-    return [*(getattr(environment, "tools", ()) or ())]
+    tools: Any = getattr(environment, "tools", None) or ()
+    if not isinstance(tools, Iterable) or isinstance(tools, (str, bytes)):
+        raise DefinitionError(
+            f"an environment's `tools` is a {type(tools).__name__}; it must be a list of functions or JSON schemas. A "
+            "method that computes the list is written as a property of the class that makes environments."
+            if callable(tools)
+            else f"an environment's `tools` is {tools!r:.60}; it must be a list of functions or JSON schemas."
+        )
+    return [*cast("Iterable[Any]", tools)]
 
 
 def rewards_of_environment(environment: Callable[[], Any] | None) -> tuple[str, ...] | None:

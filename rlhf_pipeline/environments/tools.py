@@ -6,14 +6,11 @@ transformers' `get_json_schema`, and its calls are read by transformers' parser.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
-import random
 import re
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.prompts import Prompt
@@ -21,6 +18,7 @@ from rlhf_pipeline.environments.environment import Step, Turn, rewards_of_enviro
 from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.user_code.arguments import own_copy
+from rlhf_pipeline.user_code.generators import SeededGenerators
 from rlhf_pipeline.user_code.outputs import checked_rewards, text_of
 from rlhf_pipeline.user_code.runtime import in_thread
 
@@ -91,10 +89,11 @@ class Tools:
 class MethodTools:
     """An environment from a class in TRL's form: `reset(**row)`, public methods that are tools, `get_reward()`.
 
-    `reset` gets the columns of the prompt's data that it asks for, with `prompt` (messages, where it is messages) and
-    `answer`; what it returns is put after the prompt. The generators of `random` and NumPy are seeded for it, so that
-    members of a group that draw a task draw the same. `get_reward` may be `async`, and return a number, None,
-    or a mapping of names to numbers; a class attribute `told` names further errors of tools that the policy is told.
+    `reset` gets the columns of the prompt's data that it asks for, with `prompt` (messages, where it is messages),
+    `answer`, and `seed` if it names that; what it returns is put after the prompt. The generators of `random` and NumPy
+    are seeded for it, `async` or not, so that members of a group that draw a task draw the same. `get_reward` may be
+    `async`, and return a number, None, or a mapping of names to numbers; a class attribute `told` names further errors
+    of tools that the policy is told.
 
     Args:
         made: returns a new object.
@@ -151,12 +150,15 @@ class Session:
             return None
         row = {"prompt": prompt.text if prompt.messages is None else [*map(dict, prompt.messages)]}
         row |= {"answer": prompt.answer, **prompt.meta}
-        taken = inspect.signature(self.owner.reset).parameters.values()
-        if not any(one.kind is one.VAR_KEYWORD for one in taken):
-            row = {one.name: row[one.name] for one in taken if one.name in row}
-        with _seeded(seed):
+        taken = inspect.signature(self.owner.reset).parameters
+        if "seed" in taken:
+            row = {"seed": seed, **row}
+        if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            row = {name: row[name] for name in taken if name in row}
+        generators = SeededGenerators(seed)
+        with generators:
             shown = self.owner.reset(**row)
-        return _awaited_shown(prompt, shown) if inspect.isawaitable(shown) else _shown(prompt, shown)
+        return _awaited_shown(prompt, generators.drive(shown)) if inspect.isawaitable(shown) else _shown(prompt, shown)
 
     async def step(self, turn: Turn) -> Step:
         """Make the calls of a turn, one after the other; a turn without a call ends the conversation."""
@@ -208,22 +210,6 @@ def _as_text(name: str, result: Any) -> str:
         return json.dumps(plain, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Let the generators of `random`, and of NumPy if it is in use, draw what follows from a seed, for a while."""
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state()
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
 
 
 def _shown(prompt: Prompt, shown: Any) -> Sequence[Mapping[str, Any]] | None:

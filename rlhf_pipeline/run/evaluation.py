@@ -140,6 +140,7 @@ def open_evaluator(
                     temperature=evaluate.temperature,
                     marks={EVALUATION.name: True},
                     environment=pipeline.environment,
+                    same_tasks=prompts.count,
                 )
             )
         yield Evaluator(sets, collectors, on_event)
