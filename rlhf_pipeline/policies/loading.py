@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,8 @@ from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.model_source import is_gguf
 from trajectory_store.recorder.text_codec import tokenizer_at
+
+_log = logging.getLogger("rlhf_pipeline")
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
         with quiet_progress() if local else nullcontext():
             if local and is_gguf(source):
                 return _load_gguf(Path(source), wanted)
-            return AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         if not local and isinstance(error, OSError):
             raise MissingPathError(
@@ -56,6 +59,30 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
         raise DataError(
             f"The weights in {source} are damaged: {_first_line(error)}. Copy the checkpoint again."
         ) from error
+    if use_config_time_steps(model):
+        _log.warning(
+            "%s: transformers limits the time steps of its recurrence by time_step_min, a setting for random weights "
+            "(huggingface/transformers#48989). The time_step_limit of its config is used instead, as vLLM does.",
+            source,
+        )
+    return model
+
+
+def use_config_time_steps(model: nn.Module) -> bool:
+    """Let the recurrences of a model limit their time steps as its config names it; return whether this changed any.
+
+    For Nemotron-H, whose layers in transformers take `time_step_min`, a setting for random weights, for their lower
+    limit. They limit whole rows with it, and not single steps, so no engine can sample with such a model.
+    """
+    limit: Any = getattr(getattr(model, "config", None), "time_step_limit", None)
+    others = [
+        layer
+        for layer in model.modules()
+        if limit is not None and tuple(getattr(layer, "time_step_limit", None) or limit) != tuple(limit)
+    ]
+    for layer in others:
+        layer.time_step_limit = tuple(limit)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return bool(others)
 
 
 def _load_gguf(path: Path, dtype: Any) -> nn.Module:

@@ -1,14 +1,15 @@
 """The trunk and the head of a causal language model, found and checked.
 
 Scoring and sampling apply the head themselves, to the rows that need it. That is right only if the model's own logits
-are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor and a soft cap. Soft caps and rotary
-embeddings that change with the length are read from the config: a probe of an untrained model does not reveal them.
-Anything else shows in one comparison of the parts with the model's own forward pass, with logits as small as they are
-and as large as they may become. A model that changes its logits in any other way is refused by name.
+are `trunk(tokens) @ head.weight.T + head.bias`, up to one constant factor and a soft cap, which are measured. Anything
+else shows in one comparison of the parts with the model's own forward pass, with logits as small as they are, as large
+as they may become, and beyond any cap. A model that changes its logits in any other way is rejected. Rotary embeddings
+that change with the length are read from the config: a probe of short rows does not reveal them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -24,22 +25,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.attention_name import implementation_of
+from rlhf_pipeline.policies.logit_map import LEVELS, fitted_map, numbers_of
 
-# Config fields with which models of transformers scale their logits: 1 multiplies by the field's value, -1 divides.
-_SCALES = {
-    "logit_scale": 1,  # Cohere
-    "logits_scaling": -1,  # Granite
-    "lm_head_multiplier": 1,  # Falcon-H1
-}
-_SOFT_CAPS = ("final_logit_softcapping", "final_logit_soft_cap", "logits_soft_cap", "output_logit_soft_cap")
-"""Config fields with which models of transformers cap their logits; Gemma 2 has the first."""
-_OTHER_CAPS = re.compile("attn|attention|router|gate|mlp|moe")
 _LENGTH_ROPES = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies change, for all tokens of a batch, when its longest row passes a limit."""
-_CACHES = ("past_key_values", "cache")
-"""What transformers calls the cache of keys and values: the first until 5.23, the second from 5.24 on."""
+_CACHES = ("past_key_values", "cache", "cache_params")
+"""What transformers calls the cache of keys and values: the first until 5.23, the second from 5.24 on. Mamba's has the
+third until 5.23."""
 _PROBE_TOKENS = 64
-_PROBE_LOGIT = 60.0
+_FITTED_TOKENS = 24
+"""Tokens whose logits a map is fitted to: with 150,000 entries each, more would take a GiB."""
 _COMPRESSED = "compressed_sparse_attention"
 _CHOOSING = frozenset({_COMPRESSED, "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
 """Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two for the second."""
@@ -66,6 +61,8 @@ class ModelParts:
             its layers differ in what they attend to.
         cache_refusal: why the slot engine cannot drive this model, or None.
         cache_name: what the trunk's `forward` calls its cache of keys and values.
+        takes_positions: False for a model whose layers are all recurrent: it has no positions, and needs no mask in a
+            step on its states.
     """
 
     trunk: nn.Module
@@ -79,9 +76,14 @@ class ModelParts:
     builds_own_mask: bool
     cache_refusal: str | None
     cache_name: str
+    takes_positions: bool = True
 
     def hidden(self, *, cache: Cache | None = None, **inputs: Any) -> Tensor:
         """Run the trunk and return its last hidden state, scaled so that the head gives the model's logits."""
+        if not self.takes_positions:
+            inputs.pop("position_ids", None)
+            if inputs.get("attention_mask") is not None and inputs["attention_mask"].shape != inputs["input_ids"].shape:
+                del inputs["attention_mask"]  # of a step: the columns of earlier tokens
         if cache is not None:
             inputs[self.cache_name] = cache
         hidden: Tensor = self.trunk(**inputs).last_hidden_state
@@ -139,39 +141,36 @@ def find_parts(model: nn.Module) -> ModelParts:
         raise _refuse_head(model, head)
     known = inspect.signature(trunk.forward).parameters
     cache_name = next((name for name in _CACHES if name in known), None)
-    missing = [name for name in ("position_ids", "attention_mask") if name not in known]
+    recurrent_alone = _kinds(text_config) == {"linear_attention"}
+    needed = ("attention_mask",) if recurrent_alone else ("position_ids", "attention_mask")
+    missing = [name for name in needed if name not in known]
     if cache_name is None:
         missing.append(_CACHES[0])
     if cache_name is None or missing:
+        reason = f"its forward takes no {' and no '.join(missing)}"
+        if "state" in known:
+            reason += ", and its recurrent states are an argument of its own, state"
         raise _refuse(
             model,
-            f"its forward takes no {' and no '.join(missing)}",
-            "Models whose layers are all recurrent, and those with ALiBi positions, are not supported.",
+            reason,
+            "Models with ALiBi positions or with states outside of a Cache are not supported; use another.",
         )
-    soft_cap = _soft_cap(model, text_config)
-    scale = 1.0
-    for field, power in _SCALES.items():
-        value = getattr(text_config, field, None)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value != 1.0:
-            scale *= float(value) ** power
-    if scale != 1.0 and head.bias is not None:
-        raise _refuse(model, "it scales its logits and has a head bias", "Remove one of the two.")
     max_positions, positions_by = _max_positions(text_config)
     parts = ModelParts(
         trunk=trunk,
         head=head,
-        scale=scale,
-        soft_cap=soft_cap,
+        scale=1.0,
+        soft_cap=None,
         num_layers=int(text_config.num_hidden_layers),
         num_states=_num_states(text_config),
         max_positions=max_positions,
         positions_by=positions_by,
         builds_own_mask=_builds_own_mask(text_config),
-        cache_refusal=_cache_refusal(text_config, _time_step_limits(trunk, text_config)),
+        cache_refusal=_cache_refusal(trunk, text_config, known[cache_name].annotation),
         cache_name=cache_name,
+        takes_positions="position_ids" in known,
     )
-    _check_logits(model, parts, int(head.weight.shape[0]))
-    return parts
+    return _checked(model, parts, numbers_of(text_config.to_dict()))
 
 
 def rounding(weight: Tensor, *, fine: float, coarse: float) -> float:
@@ -276,22 +275,6 @@ def _refuse_head(model: nn.Module, head: nn.Module) -> DefinitionError:
     return _refuse(model, f"its head is a {kind}, not a torch.nn.Linear", "Use a model with a linear head.")
 
 
-def _soft_cap(model: nn.Module, config: Any) -> float | None:
-    """Return the cap of the final logits that the config names."""
-    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    caps = {name: value for name, value in fields.items() if re.search("soft_?cap", name) and value is not None}
-    final = {name: value for name, value in caps.items() if not _OTHER_CAPS.search(name)}
-    unknown = sorted(final.keys() - set(_SOFT_CAPS))
-    if unknown or len(final) > 1:
-        name = (unknown or sorted(final))[0]
-        raise _refuse(
-            model,
-            f"its config has {name}={final[name]}, a cap that is not known here",
-            f"Known are {', '.join(_SOFT_CAPS)}, one at a time.",
-        )
-    return float(next(iter(final.values()))) if final else None
-
-
 def _max_positions(config: Any) -> tuple[int | None, str]:
     """Return the longest sequence that the model supports, and the config entry that limits it.
 
@@ -331,33 +314,46 @@ def _builds_own_mask(config: Any) -> bool:
     return not uniform or implementation_of(config) != "sdpa" or bool(getattr(config, "alibi", False))
 
 
+def _kinds(config: Any) -> set[str]:
+    """Return the kinds of a model's layers, as its config names them."""
+    return set(getattr(config, "layer_types", None) or ())
+
+
 def _num_states(config: Any) -> int:
-    recurrent = not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
+    recurrent = not _RECURRENT.isdisjoint(_kinds(config))
     return int(getattr(config, "number_of_conv_states", 1)) if recurrent else 0
 
 
-def _time_step_limits(trunk: nn.Module, config: Any) -> set[tuple[float, ...]]:
-    """Return the limits of the time steps of a trunk's recurrences, after giving them those of the config.
-
-    In transformers, Nemotron-H takes `time_step_min`, a setting for random weights, for its lower limit
-    (huggingface/transformers#48989); its published code and vLLM do not.
-    """
-    found: set[tuple[float, ...]] = set()
-    layer: Any
-    for layer in trunk.modules():
-        if getattr(layer, "time_step_limit", None) is not None:
-            own: Any = getattr(config, "time_step_limit", None) or layer.time_step_limit
-            layer.time_step_limit = tuple(own)
-            found.add(tuple(own))
-    return found
+def time_step_limits(trunk: nn.Module) -> set[tuple[float, ...]]:
+    """Return the limits of the time steps of a trunk's recurrences (Mamba 2); empty without any."""
+    limits = (getattr(layer, "time_step_limit", None) for layer in trunk.modules())
+    return {tuple(limit) for limit in limits if limit is not None}
 
 
-def _cache_refusal(config: Any, limits: set[tuple[float, ...]]) -> str | None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_CACHES
+def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None:
+    """Return why the slots cannot hold what the layers of a model keep, or None."""
+    kinds = _kinds(config) - _KNOWN_CACHES
     if kinds:
         return f"its layers keep a cache of the kind {', '.join(sorted(kinds))}"
-    if limits - {(0.0, math.inf)}:
-        return "its recurrence limits its time steps in whole rows, and not in single steps"
+    own_cache = re.search(r"\w+Cache\b", str(cache_type))
+    if own_cache and own_cache[0] != "DynamicCache":
+        return f"it keeps its states in a cache of its own, {own_cache[0]}"
+    keeper = next((type(part).__name__ for part in trunk.modules() if hasattr(part, "recurrent_states")), None)
+    if keeper is not None:
+        return f"it keeps its states in its modules ({keeper}), for one batch of rows"
+    limits = time_step_limits(trunk) - {(0.0, math.inf)}
+    if limits:
+        low, high = min(limits)
+        reason = (
+            f"its recurrence limits its time steps ({low} to {high}) in whole rows, and not in single steps "
+            "(huggingface/transformers#48989)"
+        )
+        if tuple(getattr(config, "time_step_limit", ())) == (0.0, math.inf):
+            reason += (
+                "; its config has no such limit: load it by name, or call "
+                "rlhf_pipeline.policies.loading.use_config_time_steps(model) first"
+            )
+        return reason
     if getattr(config, "attention_chunk_size", None) is not None:
         return "its attention is chunked"
     if getattr(config, "num_kv_shared_layers", None):
@@ -370,26 +366,28 @@ def _largest(values: Tensor) -> float:
     return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0
 
 
-def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
-    """Compare head(trunk(x)) with the model's own logits, as they are and with the head's input scaled up.
+def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> ModelParts:
+    """Return the parts with the scale and the soft cap of the model's own logits; refuse a model with other changes.
 
     Also compare two rows that differ only in their second half: if later tokens change earlier hidden states, the
     scores are not log-probs.
     """
     weight = parts.head.weight
     if weight.is_meta:
-        return
+        return parts
     length = min(_PROBE_TOKENS, parts.max_positions or _PROBE_TOKENS)
     row, half = torch.arange(length, device=weight.device), length // 2
     inputs: dict[str, Any] = {
-        "input_ids": torch.stack([row, torch.cat([row[:half], row[half:] + 1])]).remainder(vocab),
+        "input_ids": torch.stack([row, torch.cat([row[:half], row[half:] + 1])]).remainder(weight.shape[0]),
         "position_ids": row.expand(2, -1),
         "use_cache": False,
     }
     try:
         with evaluated(model), torch.no_grad():
             hidden = parts.hidden(**inputs)
-            pairs = [*_logit_pairs(model, parts, inputs, hidden)]
+            if not parts.takes_positions:
+                del inputs["position_ids"]
+            parts, pairs = _with_logit_map(model, parts, inputs, hidden, numbers)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -405,7 +403,7 @@ def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
             raise _refuse(
                 model,
                 f"its logits differ from head(hidden) by {error:.1%} of their size",
-                "It changes its logits in a way that is not known here; use another architecture.",
+                "One factor and a soft cap do not explain them; use another architecture.",
             )
     change = _gap(hidden[0, :half], hidden[1, :half])
     if not change <= rounding(weight, fine=1e-5, coarse=1e-2):
@@ -414,29 +412,68 @@ def _check_logits(model: nn.Module, parts: ModelParts, vocab: int) -> None:
             f"later tokens change its hidden states of earlier ones, by {change:.2%} of their size",
             "Its attention is not causal: set is_decoder in its config if it has that, or pass a decoder-only model.",
         )
+    return parts
 
 
-def _logit_pairs(
-    model: nn.Module, parts: ModelParts, inputs: dict[str, Any], hidden: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's own logits and the logits of its parts, first as they are, then scaled up."""
-    hidden, sampling = hidden.flatten(0, 1), parts.sampling_weight()
-    ours = parts.logits(hidden, sampling)
-    factor = _PROBE_LOGIT / max(_largest(ours), 1e-6)
-    seen: list[float] = []
+def _with_logit_map(
+    model: nn.Module, parts: ModelParts, inputs: dict[str, Any], hidden: Tensor, numbers: list[float]
+) -> tuple[ModelParts, list[tuple[Tensor, Tensor]]]:
+    """Return the parts with the fitted scale and cap, and pairs of the model's own logits and theirs to compare.
 
-    def scale_up(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(factor)
-        return (given[0] * factor, *given[1:])
+    Args:
+        model: the whole model.
+        parts: without scale and cap.
+        inputs: of its forward pass, for ids `[B, T]`.
+        hidden: the trunk's last hidden states of these, `[B, T, H]`.
+        numbers: of its config.
+    """
+    bias, sampling = parts.head.bias, parts.sampling_weight()
+    offset = 0.0 if bias is None else bias.float()
+    size = max(_largest(parts.logits(hidden.flatten(0, 1), sampling) - offset), 1e-6)
+    most = torch.finfo(hidden.dtype).max / 16 / max(_largest(hidden), size)
+    # Every token has a level, in turn, so that one more forward pass shows all of them.
+    levels = torch.tensor([min(level / size, most) for level in LEVELS], dtype=hidden.dtype, device=hidden.device)
+    factors = levels.repeat(hidden.shape[1] // len(levels) + 1)[: hidden.shape[1], None]
+    scaled, own = (
+        [tensor[0, first : _FITTED_TOKENS : len(levels)] for first in range(len(levels))]
+        for tensor in (hidden * factors, _own_logits(model, parts, inputs, factors))
+    )
+    linear = [parts.logits(level, sampling) - offset for level in scaled]
+    exact = rounding(parts.head.weight, fine=1e-5, coarse=2e-3)
+    scale, soft_cap = fitted_map(linear, own, bias, numbers=numbers, exact=exact)
+    parts = dataclasses.replace(parts, scale=scale, soft_cap=soft_cap)
+    plain = model(**inputs).logits.flatten(0, 1).float()
+    if soft_cap is not None:
+        del own[-1], scaled[-1]  # beyond the cap, where logits near 0 are all rounding
+    pairs = zip([plain, *own], [hidden.flatten(0, 1), *scaled], strict=True)
+    return parts, [(logits, parts.logits(states * scale, sampling)) for logits, states in pairs]
 
-    yield model(**inputs).logits.flatten(0, 1).float(), ours
-    hook = parts.head.register_forward_pre_hook(scale_up)
-    try:
-        loud = model(**inputs).logits.flatten(0, 1).float()
-    finally:
-        hook.remove()
-    if seen:  # else the model applies its head's weight without calling the head
-        yield loud, parts.logits(hidden * factor, sampling)
+
+def _own_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], factors: Tensor) -> Tensor:
+    """Return the model's own logits, `[B, T, V]`, of last hidden states times factors, `[T, 1]`."""
+    applied: list[nn.Module] = []
+
+    def before_head(head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        applied.append(head)
+        return (given[0] * factors, *given[1:])
+
+    def after_trunk(trunk: nn.Module, _given: Any, output: Any) -> Any:
+        applied.append(trunk)
+        output.last_hidden_state = output.last_hidden_state * factors
+        return output
+
+    for register in (
+        lambda: parts.head.register_forward_pre_hook(before_head),
+        lambda: parts.trunk.register_forward_hook(after_trunk),  # some apply the head's weight without calling it
+    ):
+        hook = register()
+        try:
+            logits: Tensor = model(**inputs).logits.float()
+        finally:
+            hook.remove()
+        if applied:
+            return logits
+    raise ValueError("it calls neither its head nor its trunk as a module")
 
 
 def _gap(one: Tensor, other: Tensor) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlhf_pipeline.policies.loading import use_config_time_steps
+
 LLAMA_LIKE = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -111,8 +113,47 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
 }
 """Models whose layers keep states."""
+WITHOUT_HEADS = {k: v for k, v in RECURRENT_LIKE.items() if "heads" not in k}
+PURE: dict[str, dict[str, Any]] = {
+    "mamba": {**WITHOUT_HEADS, "state_size": 8},
+    "falcon_mamba": {**WITHOUT_HEADS, "state_size": 8},
+    "mamba2": {**WITHOUT_HEADS, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+}
+"""Models whose layers are all recurrent: no positions, and no attention."""
+ZAMBA: dict[str, dict[str, Any]] = {
+    "zamba": {
+        **RECURRENT_LIKE,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        **RECURRENT_LIKE,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+        "mamba_d_state": 8,
+        "mamba_headdim": 8,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+        "use_mem_rope": True,
+    },
+}
+"""Models that share attention blocks; the slots run the first."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **RECURRENT,
+    **PURE,
+    **ZAMBA,
     "qwen2": {**LLAMA_LIKE},
     "qwen2-tied": {**LLAMA_LIKE, "tie_word_embeddings": True},
     "qwen2-sliding": {**LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
@@ -161,15 +202,18 @@ def family_model(name: str = "qwen2", *, attention: str = "sdpa", seed: int = 0,
     """A model of an architecture, or of one of its configurations above."""
     kind = name if name in CONFIG_MAPPING else name.split("-")[0]
     config = AutoConfig.for_model(kind, **{**ARCHITECTURES.get(name, LLAMA_LIKE), **changes})
-    attention = "eager" if name == "gemma2" else attention  # which has no other
+    attention = "eager" if name in ("gemma2", "zamba", *PURE) else attention  # which have no other
+    # Of the pure recurrences, stronger ones make transformers' own steps differ from its whole rows by 3e-4.
+    strength = 2.0 if name in PURE else 4.0
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    use_config_time_steps(model)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "A_log" in parameter_name or "dt_" in parameter_name:
                 continue  # of a recurrence: stronger ones forget at once
             if parameter.dim() > 1:
-                parameter.mul_(4.0)
+                parameter.mul_(strength)
             elif "bias" in parameter_name:
                 parameter.normal_()
     return model

@@ -389,11 +389,7 @@ def test_the_cache_has_the_name_that_the_model_gives_it(make_model: Make, name: 
 
 
 def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
-    """ALiBi without positions, models without a head, other modules, caps and heads that are not known here."""
-    model = make_model()
-    model.config.strange_soft_cap = 30.0
-    with pytest.raises(DefinitionError, match=r"its config has strange_soft_cap=30\.0, a cap that is not known"):
-        TokenPolicy(model)
+    """ALiBi without positions, models without a head, other modules, and heads that are not known here."""
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -412,10 +408,64 @@ def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
         TokenPolicy(nn.Linear(2, 2))
 
 
-def test_logits_that_are_changed_unknown_ways_are_refused(make_model: Make) -> None:
-    """A head whose output is squashed by a hook does not pass the check against the model's own logits."""
+CHANGED_LOGITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float | None]] = {
+    "times_8": (lambda z: z * 8.0, 8.0, None),
+    "by_16": (lambda z: z / 16.0, 0.0625, None),
+    "odd_factor": (lambda z: z * 0.19611613513818404, 0.19611613513818404, None),
+    "capped": (lambda z: 5.0 * torch.tanh(z / 5.0), 1.0, 5.0),
+    "scaled_and_capped": (lambda z: 30.0 * torch.tanh(z * 0.3 / 30.0), 0.3, 30.0),
+    "squashed": (torch.tanh, 1.0, 1.0),
+}
+"""What a model does to its logits, and the factor and the cap of it."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGED_LOGITS)
+def test_factor_and_cap_of_the_logits_are_measured(
+    make_model: Make, oracle: Oracle, change: str, dtype: torch.dtype
+) -> None:
+    """No field of the config names them; scores are those of the model's own logits."""
+    function, factor, cap = CHANGED_LOGITS[change]
+    model = make_model().to(dtype)
+    model.lm_head.register_forward_hook(lambda _m, _i, output: function(output))
+    policy = TokenPolicy(model)
+    exact = 1e-5 if dtype == torch.float32 else 3e-3
+    assert policy._parts.scale == pytest.approx(factor, rel=exact)
+    assert policy.head_soft_cap == (None if cap is None else pytest.approx(cap, rel=exact))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        found = policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool))[0].double()
+    assert float((found - oracle(model, ids[0].tolist())).abs().max()) < (1e-4 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes", "factor"),
+    [
+        ("hyperclovax", {"logits_scaling": 8.0}, 8.0),
+        ("hyperclovax", {"logits_scaling": 0.3}, 0.3),
+        ("granite", {"logits_scaling": 8.0}, 0.125),
+        ("granite", {"logits_scaling": 0.3}, 1 / 0.3),
+        ("cohere", {"logit_scale": 0.0625, "num_key_value_heads": 2}, 0.0625),
+        ("falcon_h1", {"lm_head_multiplier": 0.039}, 0.039),
+    ],
+)
+def test_a_factor_has_the_direction_of_the_model_and_the_digits_of_its_config(
+    make_model: Make, name: str, changes: dict[str, Any], factor: float, dtype: torch.dtype
+) -> None:
+    """HyperCLOVAX multiplies by the field of the name by which Granite divides."""
+    assert TokenPolicy(make_model(name, **changes).to(dtype))._parts.scale == factor
+
+
+@pytest.mark.parametrize(
+    "function", [lambda z: z.sign() * z.abs().sqrt(), lambda z: z + z.roll(1, -1), lambda z: z.clamp(-3.0, 3.0)]
+)
+def test_logits_that_are_changed_in_other_ways_are_refused(
+    make_model: Make, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """One factor and a soft cap do not explain them."""
     model = make_model()
-    model.lm_head.register_forward_hook(lambda _m, _i, output: output.tanh())
+    model.lm_head.register_forward_hook(lambda _m, _i, output: function(output))
     with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
         TokenPolicy(model)
 
@@ -450,20 +500,20 @@ def changed(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tenso
     return model
 
 
-@pytest.mark.parametrize("kind", ["cap", "positions"])
-def test_what_shows_only_on_large_logits_or_long_rows_is_refused(make_model: Make, kind: str) -> None:
-    """A soft cap that small logits do not feel, and a scale from the ninth position on, are both found."""
-
-    def change(logits: torch.Tensor) -> torch.Tensor:
-        if kind == "cap":
-            return 30 * torch.tanh(logits / 30)
-        return logits * torch.where(torch.arange(logits.shape[1]) < 8, 1.0, 1.5)[:, None]
-
+def test_a_cap_that_small_logits_do_not_reach_is_measured(make_model: Make) -> None:
+    """Of an untrained head, whose logits are far below it."""
     model = make_model()
     with torch.no_grad():
-        model.lm_head.weight.mul_(1e-3)  # as an untrained head: its logits are far below the cap
+        model.lm_head.weight.mul_(1e-3)
+    assert TokenPolicy(changed(model, lambda logits: 30 * torch.tanh(logits / 30))).head_soft_cap == pytest.approx(30.0)
+
+
+def test_a_factor_that_depends_on_the_position_is_refused(make_model: Make) -> None:
+    """Another factor from the ninth position on."""
+    factors = torch.ones(64, 1)
+    factors[8:] = 1.5
     with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
-        TokenPolicy(changed(model, change))
+        TokenPolicy(changed(make_model(), lambda logits: logits * factors[: logits.shape[1]]))
 
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +16,16 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slot_cache import prefill
 from rlhf_pipeline.policies.engines.turn_rows import EndedTurn, converse
-from rlhf_pipeline.policies.model_parts import find_parts
+from rlhf_pipeline.policies.loading import use_config_time_steps
+from rlhf_pipeline.policies.model_parts import find_parts, time_step_limits
 from rlhf_pipeline.policies.packed import plan_micro_batches
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from tests.rlhf_pipeline.model_families import PURE, RECURRENT
 
 Make = Callable[..., PreTrainedModel]
 Oracle = Callable[..., torch.Tensor]
 
-FAMILIES = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "granitemoehybrid")
-FAMILIES = (*FAMILIES, "bamba", "jamba", "nemotron_h")
+FAMILIES = tuple(RECURRENT | PURE)
 CLOSE = 2e-5
 """How far sampled log-probs are from those of one forward pass, which computes states in chunks, at most: 1e-5 was
 measured with the gated delta rule, which computes in float32 in a model of float64 as well, and 4e-6 elsewhere."""
@@ -73,7 +76,7 @@ def test_states_are_computed_again_with_new_weights(name: str, make_model: Make,
     """Each token's log-prob is that of the version in its span, over the whole row."""
     models = {version: make_model(name, seed=version) for version in (1, 2, 3)}
     for model in models.values():
-        find_parts(model)  # gives Nemotron-H the limits of its config
+        find_parts(model)
     live = make_model(name, seed=1)
     looks = iter(range(1, 1000))
 
@@ -156,8 +159,8 @@ def test_a_model_that_lets_padding_into_its_states_is_refused(
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 64}, "its hidden states differ from its own"),
-        ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 16}, "its forward pass fails"),
+        ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 64}, "keeps its states in its modules"),
+        ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 16}, "a cache of its own, MiniMaxCache"),
     ],
 )
 def test_states_outside_of_the_cache_are_refused(kind: str, changes: dict[str, object], reason: str) -> None:
@@ -169,10 +172,41 @@ def test_states_outside_of_the_cache_are_refused(kind: str, changes: dict[str, o
         TokenPolicy(AutoModelForCausalLM.from_config(config)).generate_groups([[5], [6, 7]], seed=0)
 
 
-def test_time_steps_limited_in_whole_rows_only_are_refused(make_model: Make) -> None:
+def test_states_that_are_an_argument_are_refused() -> None:
+    """RWKV has no cache."""
+    config = AutoConfig.for_model("rwkv", vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    with pytest.raises(DefinitionError, match=r"RwkvForCausalLM: .* its recurrent states are an argument of its own"):
+        TokenPolicy(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(("name", "changes"), [("bamba", {"time_step_limit": (0.001, 0.1)}), ("zamba2", {})])
+def test_time_steps_limited_in_whole_rows_only_are_refused(
+    name: str, changes: dict[str, object], make_model: Make
+) -> None:
     """In single steps the layers of Mamba 2 ignore their limits, so sampled log-probs would be of another model."""
-    with pytest.raises(DefinitionError, match=r"limits its time steps in whole rows, and not in single steps\. Sample"):
-        TokenPolicy(make_model("bamba", time_step_limit=(0.001, 0.1))).generate_groups([[5]], seed=0)
+    with pytest.raises(DefinitionError, match=r"limits its time steps \(0\.001 to .*\) in whole rows.*vLLM"):
+        TokenPolicy(make_model(name, **changes)).generate_groups([[5]], seed=0)
+
+
+def test_limits_that_a_config_does_not_have_are_lifted_at_loading(
+    make_model: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nemotron-H by name, with a warning; a model of the user's is refused, keeps its limits, and is told the call."""
+    model = make_model("nemotron_h")
+    limited = [layer for layer in model.modules() if hasattr(layer, "time_step_limit")]
+    for layer in limited:
+        layer.time_step_limit = (0.001, math.inf)  # as transformers makes them
+    with pytest.raises(DefinitionError, match=r"use_config_time_steps\(model\)"):
+        TokenPolicy(model).generate_groups([[5]], seed=0)
+    assert {layer.time_step_limit for layer in limited} == {(0.001, math.inf)}
+    model.save_pretrained(tmp_path)
+    policy = TokenPolicy.from_pretrained(tmp_path)
+    assert "time_step_limit of its config is used instead" in caplog.text
+    assert time_step_limits(policy.model) == {(0.0, math.inf)}
+    assert use_config_time_steps(model)
+    prompts, sizes = [[5, 6, 7], [8]], {"max_new_tokens": 20, "seed": 0}
+    sampled = [p.generate_groups(prompts, **sizes) for p in (policy, TokenPolicy(model))]
+    assert [c.token_ids for c in sampled[0]] == [c.token_ids for c in sampled[1]]
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed", "prefix_shared"])
