@@ -208,7 +208,7 @@ class LocalSegment(Segment):
             try:
                 if (self.data_crc(first, end), self.meta_crc) == (record.data_crc, record.meta_crc):
                     return record
-            except (CorruptionError, SegmentGoneError) as error:
+            except CorruptionError as error:  # a segment that is gone may have been merged: the read is repeated
                 why = f"commit {seq} cannot be read: {str(error).rstrip('.')}"
         if not any(gap.seq == seq for gap in self.gaps):
             self.gaps.append(Gap(seq, first, max(first, end), why if promised else ""))

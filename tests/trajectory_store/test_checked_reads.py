@@ -128,3 +128,19 @@ def test_a_damaged_update_in_an_object_is_an_error_where_it_matters(tmp_path, me
         with pytest.raises(CorruptionError, match="seg-0000000"):
             store.read(ids[1], ["score"], checked=True)
         assert store.read(ids[1], ["tag"], checked=True)["tag"].tolist() == list(range(10, 20))
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_checked_read_mistakes_no_merge_for_damage(tmp_path, backend):
+    """The files of the segments that the reader knows are gone before it opens them: their rows are elsewhere."""
+    store = TrajectoryStore.create(
+        tmp_path / "s", [Column("n", "int64"), Column("x", "int32", ragged=True)], backend=backend
+    )
+    ids = [int(store.append({"n": [n], "x": [[n] * 3]})[0]) for n in range(3)]
+    with TrajectoryStore.open(tmp_path / "s", "a") as other, TrajectoryStore.open(tmp_path / "s") as reader:
+        other.append({"n": [3], "x": [[]]})
+        assert reader.ids().tolist() == ids
+        store.close()
+        assert other.compact().rows == 4
+        assert reader.read(ids, checked=True)["n"].tolist() == [0, 1, 2]
+        assert reader.ids().tolist()[:3] == ids
