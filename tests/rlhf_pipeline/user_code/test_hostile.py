@@ -233,8 +233,14 @@ def all_rows(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "environment",
-    [None, Board, AsyncBoard, ParallelBoard, Tools(mark), Marks],
-    ids=["completions", "in_place", "async", "parallel", "tools", "trl"],
+    [
+        pytest.param(None, id="completions"),
+        pytest.param(Board, id="in_place", marks=pytest.mark.slow),
+        pytest.param(AsyncBoard, id="async"),
+        pytest.param(ParallelBoard, id="parallel", marks=pytest.mark.slow),
+        pytest.param(Tools(mark), id="tools"),
+        pytest.param(Marks, id="trl", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_are_those_of_functions_that_change_nothing(
     environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
