@@ -28,7 +28,11 @@ def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray,
         target: where they go.
         ids: int64 `[n]`.
         first_slot: the slot of the first one, in a ring that the rows fill exactly; see `SlotMap`.
+
+    Raises:
+        CorruptionError: some rows are damaged; it names them, and nothing is appended.
     """
+    ids = source.intact(ids)
     for start in range(0, len(ids), _CHUNK):
         batch = source.read_batch(ids[start : start + _CHUNK], target.schema)
         batch.values.pop(SLOT, None)

@@ -112,7 +112,7 @@ def padded_columns(
     """
     pool = pool or BufferPool()
     plan = columns_for(store.schema, None if keys is None else tuple(keys), text=text)
-    raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of, checked=True)
+    raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of)
     flat: dict[Key, Any] = {}
     spare: set[Key] = set()
     for name, (key, asked) in plan.items():
@@ -169,7 +169,7 @@ def single(store: StoreReads, row_id: int) -> TensorDict:
     """Read one trajectory with an empty batch size, not padded, with its text."""
     out: Any = padded_batch(store, np.array([row_id]))[0]
     names = [column.name for column in store.schema if column.is_text]
-    for name, value in store.read([row_id], names, checked=True).items():
+    for name, value in store.read([row_id], names).items():
         out.set_non_tensor(key_of(name), value[0])
     return out
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 
-from rlhf_pipeline.buffer.trajectory_schema import WAITING
 from rlhf_pipeline.errors import DataError, typed
 from trajectory_store import CorruptionError, TrajectoryStore
 from trajectory_store.reads import StoreReads
-
-_DECISIVE: Final = ("policy_version", "task_reward", "return", "advantage", "priority", WAITING.name)
-"""Columns that decide what is learned from, and that may have later values."""
 
 
 def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
@@ -29,28 +23,21 @@ def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
         CorruptionError: names the rows and the segment.
     """
     if len(row_ids):
-        store.read(row_ids, [name for name in _DECISIVE if name in store.schema], checked=True)
+        store.intact(row_ids)
 
 
-def sound_rows(store: TrajectoryStore, row_ids: np.ndarray, *, skip: bool) -> np.ndarray:
+def sound_rows(store: TrajectoryStore, row_ids: np.ndarray | None = None, *, skip: bool) -> np.ndarray:
     """Return the rows that are as they were stored, int64 [m], in the same order.
 
     Args:
         store: the store.
-        row_ids: int64 [n].
+        row_ids: int64 [n]; None for all, those that are known to be damaged among them.
         skip: leave damaged rows out; otherwise they are an error.
 
     Raises:
         DataError: some are damaged, and they are not to be left out.
     """
     try:
-        check_rows(store, row_ids)
+        return store.intact(row_ids, skip_damaged=skip)
     except CorruptionError as error:
-        if not skip:
-            raise DataError(
-                f"{error} Restore the store from a copy, or leave its damaged trajectories out: --skip-damaged. All "
-                f"that is wrong: rlhf-pipeline verify {typed(store.path)}"
-            ) from error
-        row_ids = row_ids[~np.isin(row_ids, store.verify(row_ids).damaged_ids)]
-        check_rows(store, row_ids)
-    return row_ids
+        raise DataError(f"{error} In a shell: rlhf-pipeline verify {typed(store.path)}") from error

@@ -8,7 +8,8 @@ from pathlib import Path
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.exporter import Backend, ExportReport, chosen
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
-from trajectory_store import TrajectoryStore, copy_rows
+from trajectory_store import TrajectoryStore
+from trajectory_store.compare import copy_store as copy_intact
 
 
 def copy_store(
@@ -44,13 +45,7 @@ def copy_store(
     target = Path(to).expanduser()
     check_absent(target)
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
-        schema = opened.schema
-        with appearing_whole(target) as part, TrajectoryStore.create(part, schema, backend=backend) as copied:
-            copy_rows(opened, copied, ids, on_rows=on_rows)
-            if backend == "zarr":
-                copied.compact()
-            else:
-                copied.flush()
-    return ExportReport(
-        path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=schema.names
-    )
+        with appearing_whole(target) as part:
+            copy_intact(opened, part, ids, backend=backend, on_rows=on_rows)
+        columns = opened.schema.names
+    return ExportReport(path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=columns)

@@ -85,7 +85,7 @@ def export_store(
     """
     target = Path(to).expanduser()
     if target.name.endswith(_ATIF):
-        return _export_atif(store, target, filters, columns, batch_rows, on_batch)
+        return _export_atif(store, target, filters, columns, batch_rows, on_batch, skip_damaged=skip_damaged)
     kind = _KINDS.get(target.suffix.lower())
     if kind is None:
         endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
@@ -109,11 +109,16 @@ def _export_atif(
     columns: Sequence[str] | None,
     batch_rows: int,
     on_batch: Callable[[int, int], None] | None,
+    *,
+    skip_damaged: bool,
 ) -> ExportReport:
     if columns is not None:
         raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
     check_absent(target)
-    with chosen(store, filters) as (opened, ids, left_out), appearing_whole(target) as part:
+    with (
+        chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out),
+        appearing_whole(target) as part,
+    ):
         documents = (
             document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
         )
@@ -140,13 +145,11 @@ def chosen(
     Damaged ones are an error, or among the others.
     """
     if isinstance(store, TrajectoryStore):
-        present_ids = store.ids()  # a store that others write to may change while it is read
-        ids = select(store, filters, sound_rows(store, present_ids, skip=skip_damaged))
-        if len(present_ids) and not len(ids):
-            raise DefinitionError(
-                f"none of the {len(present_ids):,} trajectories in {store.path} meets {' and '.join(filters)}."
-            )
-        yield store, ids, len(present_ids) - len(ids)
+        intact = sound_rows(store, skip=skip_damaged)
+        ids, count = select(store, filters, intact), len(intact) + len(store.damaged())
+        if len(intact) and not len(ids):
+            raise DefinitionError(f"none of the {count:,} trajectories in {store.path} meets {' and '.join(filters)}.")
+        yield store, ids, count - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()
     with (

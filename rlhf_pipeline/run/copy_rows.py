@@ -233,7 +233,7 @@ class Gatherer:
         choice, schema = self.choice, self.target.schema
         rows = choice.row[start:end]
         try:
-            batch = source.read_batch(rows, schema, checked=True).fitted(schema)
+            batch = source.read_batch(rows, schema).fitted(schema)
         except MissingRowError as error:
             raise DataError(
                 f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "

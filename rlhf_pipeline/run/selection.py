@@ -185,9 +185,9 @@ class _Part:
 
 def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Part:
     _check_columns(store)
-    everything, watermark, filters = np.asarray(store.ids()), store.watermark, replay.filters
-    ids = sound_rows(store, everything, skip=replay.skip_damaged)
-    num_damaged, counts = len(everything) - len(ids), [len(ids)]
+    watermark, filters = store.watermark, replay.filters
+    ids = sound_rows(store, skip=replay.skip_damaged)
+    num_damaged, counts = len(store.damaged()), [len(ids)]
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
@@ -213,7 +213,7 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     source = ChosenStore(
         path=str(store.path),
         watermark=watermark,
-        num_stored=len(everything),
+        num_stored=counts[0] + num_damaged,
         num_chosen=len(ids),
         num_ungraded=num_ungraded,
         num_repeated=num_repeated,

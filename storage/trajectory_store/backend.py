@@ -137,8 +137,8 @@ class Segment(ABC):
         """Return what changes when a file of the segment is put back, or None where only a look at all of it tells."""
         return None
 
-    def check_rows(self, rows: Rows) -> bool:
-        """Compare the commits of rows with their checksums, once per state of the files; return whether more fail.
+    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
+        """Compare columns of rows with their checksums, once per state of the files; return whether more fail.
 
         Those that fail are in `gaps` from then on. Other media compare whatever they fetch.
         """
@@ -146,7 +146,7 @@ class Segment(ABC):
 
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
         """Read arrays of rows until all that is damaged among them is in `gaps`; return whether some was found."""
-        return self.check_rows(rows)
+        return self.check_rows(rows, self.schema)
 
     def find_missing(self) -> bool:
         """Look for files or objects that are gone, and note what they held in `gaps`; return whether some are."""

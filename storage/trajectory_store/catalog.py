@@ -18,9 +18,10 @@ from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME
-from trajectory_store.ragged import Int64Array
+from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.rebuild import rebuild
 from trajectory_store.root import Root
+from trajectory_store.schema import Column
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = -1
@@ -345,8 +346,8 @@ class Catalog:
         """Whether checked reads shall ask again if the files are still the same."""
         return time.perf_counter() >= self._look_at
 
-    def check(self, wanted: Sequence[tuple[Segment, Rows]]) -> bool:
-        """Compare the commits of rows with their checksums, once per state of the files; return whether some fail.
+    def check(self, wanted: Sequence[tuple[Segment, Rows]], columns: Sequence[Column], *, warn: bool = False) -> bool:
+        """Compare columns of rows with their checksums, once per state of the files; return whether some fail.
 
         Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
         """
@@ -356,18 +357,49 @@ class Catalog:
             self._looked_at |= new
             self._look(self._looked_at if self.look_is_due else new)
         for segment, rows in wanted:
-            failed |= segment.check_rows(rows)
+            failed |= segment.check_rows(rows, columns)
         if failed:
             with self.lock:
-                warn, self._warn = self._warn, False  # the error that follows says it
+                before, self._warn = self._warn, warn and self._warn  # else an error follows that names the rows
                 try:
                     self.note_damage()
                 finally:
-                    self._warn = warn
+                    self._warn = before
         every = (*self.segments.values(), *self.updates.values())
         whole = all(segment.is_checked for segment in every) and not self.lost_updates
         self._checked = self.generation if whole else -1
         return failed
+
+    def damaged_ids(self, ids: Int64Array | None) -> Int64Array:
+        """Compare rows, by default all, and all updates with their checksums; return the ids of those that are damaged.
+
+        Raises:
+            CorruptionError: a segment cannot be opened, so that this is not known.
+        """
+        updates = [(update, slice(0, update.rows)) for update in self.updates.values()]
+        if ids is None:
+            runs: list[tuple[Segment, Rows]] = [(segment, slice(0, segment.rows)) for segment in self.row_segments()]
+            lost = ", ".join(entry.name for entry in self.failed.values())
+        else:
+            places, lost = self._find(ids), self.lost_updates
+            owners = distinct(places.ordinals[places.ordinals >= 0])
+            runs = [(self.segments[owner], places.rows[places.ordinals == owner]) for owner in owners]
+        if lost:
+            raise CorruptionError(
+                f"{self.medium.where}: {lost} cannot be opened, so what is damaged is not known. Run verify(), and put "
+                "it back from a copy."
+            )
+        if not self.is_checked:
+            for segment, rows in (*updates, *runs):
+                self.check([(segment, rows)], segment.schema.columns)
+            if not self.medium.complete:  # there, rows are compared as they are fetched
+                self.find_damage([*updates, *runs])
+        found = [segment.gap_ids(gap) for segment, _ in runs for gap in segment.gaps if segment.is_damage(gap)]
+        for update, gap in ((u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)):
+            targets = update.sure_targets(gap)
+            found.append((self.ids() if ids is None else ids) if targets is None else targets)
+        every = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+        return every if ids is None else every[np.isin(every, ids)]
 
     @property
     def lost_updates(self) -> str:
@@ -588,16 +620,20 @@ class Catalog:
 
     def find(self, ids: Int64Array) -> Address:
         """Find rows as `locate` does, with segment -1 for missing ones."""
-        ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        known = (ordinals >= 0) & (ordinals < len(self._homes))
-        homes = self._home(np.where(known, ordinals, 0))
-        inside = known & (rows < homes[:, _ROWS])
-        out = Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
+        out = self._find(ids)
         if self._unseen:
             self._see()
         for _, _, mine in self._gaps_among(out):
             out.ordinals[mine] = _NOWHERE
         return out
+
+    def _find(self, ids: Int64Array) -> Address:
+        """Find rows, damaged ones as well."""
+        ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
+        known = (ordinals >= 0) & (ordinals < len(self._homes))
+        homes = self._home(np.where(known, ordinals, 0))
+        inside = known & (rows < homes[:, _ROWS])
+        return Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
 
     def _home(self, ordinals: Int64Array) -> Int64Array:
         """Return where the rows of some segments are: `[B, 3]`."""

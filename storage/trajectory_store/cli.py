@@ -21,6 +21,8 @@ examples:
   trajectory-store export runs/a/store --to rows.parquet"""
 _SHOWN = 300
 """Characters of a value that `show` prints."""
+_NAMED = 8
+"""Ids of damaged trajectories that are printed."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, help="the file; values that were not given are null")
     for one in (stats, show, copy, export):
         one.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
+    for one in (copy, export):
+        one.add_argument("--skip-damaged", action="store_true", help="leave damaged trajectories out, and count them")
     for one in (show, export):
         one.add_argument("--columns", metavar="A,B", help="only these columns")
     return made
@@ -92,8 +96,14 @@ def _open(typed: argparse.Namespace, mode: Any = "r") -> TrajectoryStore:
     return TrajectoryStore.open(typed.store if "://" in typed.store else Path(typed.store).expanduser(), mode)
 
 
-def _ids(store: TrajectoryStore, condition: str | None) -> Any:
-    return store.ids() if condition is None else store.where(condition)
+def _ids(store: TrajectoryStore, typed: argparse.Namespace) -> tuple[Any, str]:
+    """Return the ids that are meant, and what to say of damaged ones, which are left out or an error."""
+    damaged = store.damaged()
+    skip = typed.skip_damaged if "skip_damaged" in typed else True
+    ids = store.intact(skip_damaged=skip)
+    few = ", ".join(map(str, damaged[:_NAMED].tolist())) + ", ..." * (len(damaged) > _NAMED)
+    left_out = f"; {len(damaged):,} damaged ones are left out: {few}" if len(damaged) else ""
+    return (ids if typed.where is None else store.where(typed.where, ids)), left_out
 
 
 def _verify(typed: argparse.Namespace) -> int:
@@ -112,9 +122,9 @@ def _verify(typed: argparse.Namespace) -> int:
 
 def _stats(typed: argparse.Namespace) -> int:
     with _open(typed) as store:
-        ids = _ids(store, typed.where)
+        ids, left_out = _ids(store, typed)
         part = "" if typed.where is None else f" of {len(store):,}"
-        _say(f"{typed.store}: {len(ids):,} trajectories{part}, {len(store.schema)} columns")
+        _say(f"{typed.store}: {len(ids):,} trajectories{part}, {len(store.schema)} columns{left_out}")
         rows = [("column", "type", "given", "min", "mean", "max"), *_figures(store, ids)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
@@ -144,7 +154,7 @@ def _figures(store: TrajectoryStore, ids: Any) -> Iterator[tuple[str, ...]]:
 
 def _show(typed: argparse.Namespace) -> int:
     with _open(typed) as store:
-        found = _ids(store, typed.where)
+        found, left_out = _ids(store, typed)
         shown = found[max(0, len(found) - typed.num) :]
         names = typed.columns.split(",") if typed.columns else None
         rows = store.read(shown, names)
@@ -152,7 +162,7 @@ def _show(typed: argparse.Namespace) -> int:
             _say(f"id {row}")
             for name, values in rows.items():
                 _say(f"  {name}: {_short(values[i])}")
-    _say(f"{len(shown):,} of {len(found):,} trajectories")
+    _say(f"{len(shown):,} of {len(found):,} trajectories{left_out}")
     _next("stats", typed.store)
     return 0
 
@@ -167,16 +177,13 @@ def _short(value: Any) -> str:
 
 
 def _copy(typed: argparse.Namespace) -> int:
-    from trajectory_store.compare import copy_rows
-    from trajectory_store.store import TrajectoryStore
+    from trajectory_store.compare import copy_store
 
     target = typed.to if "://" in typed.to else Path(typed.to).expanduser()
     with _open(typed) as store:
-        ids = _ids(store, typed.where)
-        with TrajectoryStore.create(target, store.schema, backend=typed.backend) as made:
-            copy_rows(store, made, ids)
-            made.compact()
-    _say(f"{typed.to}: {len(ids):,} trajectories, with ids of their own")
+        ids, left_out = _ids(store, typed)
+        copied = copy_store(store, target, ids, backend=typed.backend)
+    _say(f"{typed.to}: {copied:,} trajectories, with ids of their own{left_out}")
     _next("verify", typed.to)
     return 0
 
@@ -198,9 +205,10 @@ def _compact(typed: argparse.Namespace) -> int:
 
 def _export(typed: argparse.Namespace) -> int:
     with _open(typed) as store:
-        ids = _ids(store, typed.where)
-        store.to_parquet(typed.to, typed.columns.split(",") if typed.columns else None, ids)
-    _say(f"{typed.to}: {len(ids):,} trajectories, {Path(typed.to).expanduser().stat().st_size / 1e6:.1f} MB")
+        ids, left_out = _ids(store, typed)
+        count = store.to_parquet(typed.to, typed.columns.split(",") if typed.columns else None, ids)
+    size = Path(typed.to).expanduser().stat().st_size / 1e6
+    _say(f"{typed.to}: {count:,} trajectories, {size:.1f} MB{left_out}")
     again = f"TrajectoryStore.from_parquet('a-new-folder', {typed.to!r})"
     _say(f"next:  {again} makes a store of it again")
     return 0

@@ -198,6 +198,8 @@ class ColumnReader:
         limits: how many updates of each update segment count, to read values as of a snapshot; empty for none, None
             for all.
         places: where the rows are, if that is known.
+        checked: compare what is read with its checksums before.
+        every: these are all rows: those that are found damaged are left out, by reading again; else they are an error.
     """
 
     def __init__(
@@ -206,10 +208,16 @@ class ColumnReader:
         ids: Int64Array,
         limits: Mapping[int, int] | None = None,
         places: Places | None = None,
+        *,
+        checked: bool = False,
+        every: bool = False,
     ) -> None:
         self._catalog = catalog
         self.ids = ids
         self._limits = limits
+        self._every = every
+        self._unchecked = checked and not catalog.is_checked
+        self._checked: set[str] = set()
         self._base = Places(*catalog.locate(ids)) if places is None else places
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
@@ -220,10 +228,12 @@ class ColumnReader:
         return cls(catalog, rows, {}, Places(ordinals, rows))
 
     @classmethod
-    def of_all(cls, catalog: Catalog, most: int | None, limits: Mapping[int, int] | None) -> ColumnReader:
+    def of_all(
+        cls, catalog: Catalog, most: int | None, limits: Mapping[int, int] | None, *, checked: bool
+    ) -> ColumnReader:
         """Read all rows in the order of arrival, or the newest `most`."""
         ids, runs = catalog.newest(most)
-        return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs))
+        return cls(catalog, ids, limits, None if runs is None else Places.of_runs(runs), checked=checked, every=True)
 
     @contained
     def fetch(self, columns: Iterable[Column]) -> None:
@@ -253,32 +263,36 @@ class ColumnReader:
         every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
         return catalog.find_damage([*every, *((catalog.any_segment(o), rows) for o, rows in self._base.runs)])
 
-    @contained
-    def check(self, columns: tuple[Column, ...]) -> None:
-        """Compare the commits of the rows, and of all later values of these columns, with their checksums.
+    def _check(self, column: Column) -> None:
+        """Compare the rows of a column, and all its later values, with their checksums, once per reader.
 
         Raises:
             CorruptionError: some do not match; it names the rows and the segment.
+            DamageFoundError: some of all rows do not match, and are left out from now on.
         """
-        catalog, places = self._catalog, [self._base]
-        lost = [column.name for column in columns if column.optional] if catalog.lost_updates else []
-        if lost and len(self.ids):
+        if not self._unchecked or column.name in self._checked:
+            return
+        catalog = self._catalog
+        if catalog.lost_updates and column.optional and len(self.ids):
             raise CorruptionError(
-                f"{catalog.medium.where}: the newest values of {', '.join(lost)} cannot be read: they may be in "
+                f"{catalog.medium.where}: the newest values of {column.name} cannot be read: they may be in "
                 f"{catalog.lost_updates}, which cannot be opened. Run verify(), and put it back from a copy."
             )
-        if catalog.updates:
-            updates = [u for u in catalog.updates.values() if any(c.name in u.schema for c in columns)]
-            catalog.check([(update, slice(0, update.rows)) for update in updates])
-            for update, gap in ((u, gap) for u in updates for gap in u.gaps if u.is_damage(gap)):
-                targets = update.sure_targets(gap)
-                mine = self.ids if targets is None else self.ids[np.isin(self.ids, targets)]
-                if len(mine):
-                    raise catalog.unreadable(update, gap, mine)
-            places = [*{id(found): found for found in (self._base, *map(self._places, columns))}.values()]
+        updates = [update for update in catalog.updates.values() if column.name in update.schema]
+        catalog.check([(update, slice(0, update.rows)) for update in updates], (column,))
+        for update, gap in ((u, gap) for u in updates for gap in u.gaps if u.is_damage(gap)):
+            targets = update.sure_targets(gap)
+            mine = self.ids if targets is None else self.ids[np.isin(self.ids, targets)]
+            if len(mine):
+                raise catalog.unreadable(update, gap, mine)
+        places = self._places(column)
+        places = [self._base] if places is self._base else [self._base, places]
         runs = [(catalog.any_segment(ordinal), rows) for found in places for ordinal, rows in found.runs]
-        if catalog.check(runs):
+        if catalog.check(runs, (column,), warn=self._every):
+            if self._every:
+                raise DamageFoundError(f"{catalog.medium.where}: rows were found damaged")
             catalog.locate(self.ids)
+        self._checked.add(column.name)
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:
@@ -337,6 +351,7 @@ class ColumnReader:
     @contained
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or by an update: `[B]` bool."""
+        self._check(column)
         places = self._places(column)
         if not column.optional or not places.runs:
             return np.ones(places.edges[-1], bool)
@@ -347,6 +362,7 @@ class ColumnReader:
     @contained
     def spans(self, column: Column) -> Spans:
         """Return where the elements of a ragged column are."""
+        self._check(column)
         places = self._places(column)
         key = column.axis or "" if places is self._base else f"{column.axis}.{column.name}"
         found = self._spans.get(key)
@@ -383,6 +399,7 @@ class ColumnReader:
     @contained
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """Return the values of a scalar column: `[B]`."""
+        self._check(column)
         later = None
         if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
             later = later_of(self._catalog, column)

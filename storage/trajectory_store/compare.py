@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import SchemaError
+from trajectory_store.options import Backend
 from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Column
 from trajectory_store.store import TrajectoryStore
@@ -26,6 +28,7 @@ def copy_rows(
     *,
     batch_rows: int = CHUNK_ROWS,
     on_rows: Callable[[int, int], None] | None = None,
+    skip_damaged: bool = False,
 ) -> Int64Array:
     """Append the rows of one store to another, in order, with later values folded in.
 
@@ -38,12 +41,14 @@ def copy_rows(
         ids: which rows; None for all in the order of arrival.
         batch_rows: rows per commit at most; fewer if rows are long.
         on_rows: called with the number of rows copied so far and the total.
+        skip_damaged: leave damaged rows out; otherwise they are an error, and nothing is appended.
 
     Returns:
         `[n]` int64: the ids in the target, in the order of `ids`.
 
     Raises:
         SchemaError: the target lacks a column, or has it with another dtype.
+        CorruptionError: some rows are damaged; it names them.
     """
     for column in source.schema:
         known = target.schema.find(column.name)
@@ -55,7 +60,7 @@ def copy_rows(
     for column in target.schema:
         if column.name not in source.schema and not column.optional:
             raise SchemaError(f"column '{column.name}' of the target has no fill, and the source lacks it.")
-    wanted = source.ids() if ids is None else np.asarray(ids, np.int64)
+    wanted = source.intact(ids, skip_damaged=skip_damaged)
     parts: list[Int64Array] = []
     for first in range(0, len(wanted), batch_rows):
         chunk = wanted[first : first + batch_rows]
@@ -66,6 +71,37 @@ def copy_rows(
         if on_rows is not None:
             on_rows(first + len(chunk), len(wanted))
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def copy_store(
+    source: TrajectoryStore,
+    target: str | Path,
+    ids: npt.ArrayLike | None = None,
+    *,
+    backend: Backend | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+    skip_damaged: bool = False,
+) -> int:
+    """Make a store of the rows of another one, in order, with ids of its own; return their number.
+
+    Args:
+        source: where rows come from.
+        target: a folder that does not exist or is empty, or a URL.
+        ids: as of `copy_rows`.
+        backend: of the new store; None as `create` has it.
+        on_rows: as of `copy_rows`.
+        skip_damaged: as of `copy_rows`; without it, nothing is made.
+
+    Raises:
+        CorruptionError: some rows are damaged; it names them.
+        StoreExistsError: the target holds something.
+    """
+    wanted = source.intact(ids, skip_damaged=skip_damaged)
+    with TrajectoryStore.create(target, source.schema, backend=backend) as made:
+        copy_rows(source, made, wanted, on_rows=on_rows)
+        made.compact()
+        made.flush()
+    return len(wanted)
 
 
 def _most_elements(store: TrajectoryStore, ids: Int64Array) -> Int64Array:

@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ from trajectory_store.format import (
     with_crc,
 )
 from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.schema import Column
 from trajectory_store.verify_report import VerifyReport
 
 FRESH_NS = 50_000_000
@@ -75,7 +77,8 @@ class LocalSegment(Segment):
         self._seen = 0
         self._states: dict[str, FileState] = {}
         self._sound: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._clean = False
+        self._clean = 0
+        """Rows of which none is left to compare; while there are others, `_sound` has which were compared."""
         self._indexed = 0
         self._ends: Int64Array = np.empty(0, np.int64)
         self._seqs: Int64Array = np.empty(0, np.int64)
@@ -235,7 +238,7 @@ class LocalSegment(Segment):
         if self._states == now and all(now.values()):
             return False
         self.release()
-        self._sound, self._clean = np.zeros(0, np.bool_), False
+        self._sound, self._clean = np.zeros(0, np.bool_), 0
         self._states = now
         return True
 
@@ -255,13 +258,14 @@ class LocalSegment(Segment):
         """The file of each array."""
         return {name: str(chunk_path(self.folder, name, spec.shape)) for name, spec in self.specs.items()}
 
-    def check_rows(self, rows: Rows) -> bool:
-        """Compare the commits of rows with their checksums, once per state of the files; return whether more fail."""
+    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
+        """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
         count = self.rows
-        if self._clean and len(self._sound) == count:
+        if self._clean == count:
             return False
         if len(self._sound) < count:
-            self._sound = np.concatenate([self._sound, np.zeros(count - len(self._sound), np.bool_)])
+            before = self._sound if len(self._sound) else np.ones(self._clean, np.bool_)
+            self._sound = np.concatenate([before, np.zeros(count - len(before), np.bool_)])
         known = self._sound[rows]
         if known.all():
             return False
@@ -278,7 +282,8 @@ class LocalSegment(Segment):
                 self._sound[record.rows_end - record.n_rows : record.rows_end] = True
         for gap in self.gaps:
             self._sound[gap.first : gap.end] = True
-        self._clean = bool(self._sound.all())
+        if self._sound.all():
+            self._sound, self._clean = np.zeros(0, np.bool_), count
         self.close_log()
         return len(self.gaps) > before
 
@@ -289,15 +294,15 @@ class LocalSegment(Segment):
             return False
         self._short |= short
         self.release()
-        self._sound, self._clean = np.zeros(0, np.bool_), False
-        return self.check_rows(slice(0, self.rows))
+        self._sound, self._clean = np.zeros(0, np.bool_), 0
+        return self.check_rows(slice(0, self.rows), self.schema)
 
     @property
     def is_checked(self) -> bool:
         """Whether no row is left to compare, and no update is damaged."""
         if self.meta.kind == "update" and self.gaps:
             return False
-        return not self.rows or (self._clean and len(self._sound) == self.rows)
+        return self._clean == self.rows
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""

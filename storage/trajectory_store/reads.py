@@ -38,6 +38,8 @@ Columns = Sequence[str] | str | None
 Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
 """Further names of a condition, see `StoreReads.where`."""
 
+_NAMED = 8
+"""Most ids in the message of an error."""
 _WHERE_BYTES = 64 << 20
 """Bytes of text that a condition looks at in one go; more are searched in parts."""
 
@@ -205,7 +207,9 @@ class StoreReads:
         return found
 
     @following
-    def where(self, condition: str, ids: Ids | None = None, *, names: Names | None = None) -> Int64Array:
+    def where(
+        self, condition: str, ids: Ids | None = None, *, names: Names | None = None, checked: bool = True
+    ) -> Int64Array:
         """Return the ids of the trajectories that meet a condition, in the order of arrival: `[K]` int64.
 
         Texts are compared as the bytes that are stored: `finish_reason == 'length'` over 10^6 rows takes
@@ -216,19 +220,28 @@ class StoreReads:
             ids: the trajectories to search; None for all.
             names: further names: another name of a column, or a function of this store and ids, which returns a value
                 for each, `[n]`.
+            checked: as in `read`; damaged rows are left out of all rows.
 
         Raises:
             SchemaError: the condition cannot be read, or names no column.
+            CorruptionError: one of `ids` is damaged.
         """
-        reader = self._reader(ids, ())  # one for all columns, so that new rows are in none of them
+        reader = self._reader(ids, (), checked=checked)  # one for all columns, so that new rows are in none of them
         schema, further = self.schema, names or {}
         wanted = [further.get(name, name) for name in names_in(condition)]
         sized = [schema[name] for name in wanted if isinstance(name, str) and name in schema and schema[name].axis]
         size = sum(int(reader.spans(c).lengths.sum()) * c.width * c.np_dtype.itemsize for c in sized)
         blocks = -(-size // _WHERE_BYTES) if size > _WHERE_BYTES else 1
         found = [
-            self._meeting(condition, reader if blocks == 1 else self._reader(part, ()), further)
-            for part in np.array_split(reader.ids, blocks)
+            self._meeting(condition, part, further)
+            for part in (
+                [reader]
+                if blocks == 1
+                else (
+                    self._reader(some, (), checked=checked, every=ids is None)
+                    for some in np.array_split(reader.ids, blocks)
+                )
+            )
         ]
         return np.concatenate(found)
 
@@ -291,7 +304,9 @@ class StoreReads:
         source = Operands(read=read, lengths=lengths, ragged=ragged, missing=missing)
         return reader.ids[np.broadcast_to(evaluate(condition, source), len(reader.ids))]
 
-    def batches(self, rows: int, columns: Columns = None, ids: Ids | None = None) -> Iterator[dict[str, Any]]:
+    def batches(
+        self, rows: int, columns: Columns = None, ids: Ids | None = None, *, checked: bool = True
+    ) -> Iterator[dict[str, Any]]:
         """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
 
         Besides the ids, a pass over a store in a folder needs only the memory of the segments of one batch: a
@@ -301,23 +316,32 @@ class StoreReads:
             rows: rows per batch; the last one may have fewer.
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
+            checked: as in `read`; damaged rows are left out of all rows.
         """
         if rows < 1:
             raise SchemaError(f"rows={rows} must be 1 or more.")
-        among = self.ids() if ids is None else as_ids(ids)
-        before: set[int] = set()
-        for first in range(0, len(among), rows):
-            part, values = among[first : first + rows], None
-            while values is None:
-                try:
-                    values = self.read(part, columns)
-                except CorruptionError:
-                    left = part[self.holds(part)] if ids is None else part
-                    if len(left) == len(part):
-                        raise
-                    part = left  # without the rows that were found damaged
+        among, before = self.ids() if ids is None else as_ids(ids), set[int]()
+        for part, values in self._parts(
+            among, rows, lambda part: self.read(part, columns, checked=checked), every=ids is None
+        ):
             yield {"ids": part, **values}
             before = self._passed(before, part)
+
+    def _parts(
+        self, ids: Int64Array, rows: int, read: Callable[[Int64Array], R], *, every: bool
+    ) -> Iterator[tuple[Int64Array, R]]:
+        """Yield ids, some at a time, and what was read of them; of all rows without those that are found damaged."""
+        for first in range(0, len(ids), rows):
+            part = ids[first : first + rows]
+            while True:
+                try:
+                    yield part, read(part)
+                    break
+                except CorruptionError:
+                    left = part[self.holds(part)] if every else part
+                    if len(left) == len(part):
+                        raise
+                    part = left
 
     @following
     def _passed(self, before: set[int], ids: Int64Array) -> set[int]:
@@ -327,18 +351,59 @@ class StoreReads:
             self._catalog.segments[ordinal].release()
         return now
 
+    # Damage
+
+    @following
+    def damaged(self, ids: Ids | None = None) -> Int64Array:
+        """Compare trajectories, with all columns and later values, with their checksums.
+
+        Args:
+            ids: which trajectories; None for all.
+
+        Returns:
+            `[K]` int64, ascending: the ids of those that are damaged, and whose loss nobody has accepted.
+
+        Raises:
+            CorruptionError: a segment cannot be opened, so that which trajectories are damaged is not known.
+        """
+        self._check_open()
+        return self._catalog.damaged_ids(None if ids is None else as_ids(ids))
+
+    def intact(self, ids: Ids | None = None, *, skip_damaged: bool = False) -> Int64Array:
+        """Return the ids of trajectories that match their checksums: whatever is written elsewhere is read by these.
+
+        Copies, exports and what serves rows call this first, so that nothing damaged gets a new, valid checksum.
+
+        Args:
+            ids: which trajectories; None for all in the order of arrival.
+            skip_damaged: leave damaged ones out; otherwise they are an error.
+
+        Raises:
+            CorruptionError: some are damaged; it names them.
+        """
+        damaged = self.damaged(ids)
+        if len(damaged) and not skip_damaged:
+            few, more = ", ".join(map(str, damaged[:_NAMED].tolist())), len(damaged) - _NAMED
+            raise CorruptionError(
+                f"{self.path}: {len(damaged):,} trajectories are damaged: {few}{f' and {more:,} more' * (more > 0)}. "
+                "Restore their files from a copy, or leave them out: skip_damaged=True, --skip-damaged. Run verify() "
+                "for the whole list."
+            )
+        among = self.ids() if ids is None else as_ids(ids)
+        return among[~np.isin(among, damaged)] if len(damaged) else among
+
     # Reading
 
     @following
-    def read(self, ids: Ids, columns: Columns = None, *, checked: bool = False) -> dict[str, Any]:
+    def read(self, ids: Ids, columns: Columns = None, *, checked: bool = True) -> dict[str, Any]:
         """Read trajectories, unpadded.
 
         Args:
             ids: `[B]` ids, in any order, repeated or not.
             columns: names; None for all.
-            checked: compare the commits of these rows, and of their later values, with their checksums before. Each
-                is compared once per process and state of its files, so this costs next to nothing from then on; whether
-                files have changed is asked now and then, and by `refresh`.
+            checked: compare these rows, and their later values, with their checksums before. Each is compared once
+                per process and state of its files, so this costs next to nothing from then on; whether files have
+                changed is asked now and then, and by `refresh`. False returns whatever the files hold.
 
         Returns:
             Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.
@@ -361,18 +426,21 @@ class StoreReads:
         return out
 
     @following
-    def read_batch(self, ids: Ids, schema: Schema | None = None, *, checked: bool = False) -> Batch:
+    def read_batch(self, ids: Ids, schema: Schema | None = None, *, checked: bool = True) -> Batch:
         """Read whole rows in the form in which they are written, with later values; `checked` as in `read`."""
         schema = schema or self.schema
         return read_batch(self._reader(ids, schema, checked=checked), schema)
 
     @following
-    def read_ragged(self, column: str, ids: Ids | None = None) -> RaggedArray:
-        """Read a ragged column in one flat array; `ids=None` reads all trajectories in the order of arrival."""
+    def read_ragged(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> RaggedArray:
+        """Read a ragged column in one flat array; `ids=None` reads all trajectories in the order of arrival.
+
+        All reads of all trajectories leave out those that are damaged, see `damaged`; `checked` is as in `read`.
+        """
         found = self._ragged_column(column)
         if found.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
-        return self._reader(ids, [found]).ragged(found)
+        return self._reader(ids, [found], checked=checked).ragged(found)
 
     @following
     def read_padded(
@@ -384,7 +452,7 @@ class StoreReads:
         side: Side = "right",
         pad_to_multiple_of: int = 1,
         out: Mapping[str, npt.NDArray[Any]] | None = None,
-        checked: bool = False,
+        checked: bool = True,
     ) -> dict[str, Any]:
         """Read trajectories as padded matrices.
 
@@ -433,47 +501,45 @@ class StoreReads:
         return result | lengths
 
     @following
-    def read_scalars(self, column: str, ids: Ids | None = None) -> npt.NDArray[Any]:
+    def read_scalars(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> npt.NDArray[Any]:
         """Read one scalar column.
 
         Args:
             column: its name; a text column gives an object array of texts.
             ids: `[B]` ids; None for all trajectories in the order of arrival.
+            checked: as in `read`.
         """
-        return self._scalars(self._reader(ids, ()), self.schema[column])
-
-    def _scalars(self, reader: ColumnReader, column: Column) -> npt.NDArray[Any]:
-        if column.axis is not None and not column.is_text:
-            raise SchemaError(f"column '{column.name}' is ragged; use read_ragged or read_padded.")
-        reader.fetch([column])
-        return np.array(reader.text(column), dtype=object) if column.is_text else reader.scalars(column)
+        found = self.schema[column]
+        if found.axis is not None and not found.is_text:
+            raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
+        reader = self._reader(ids, [found], checked=checked)
+        return np.array(reader.text(found), dtype=object) if found.is_text else reader.scalars(found)
 
     @following
-    def lengths(self, column: str, ids: Ids | None = None) -> Int64Array:
+    def lengths(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> Int64Array:
         """Return the length of each row of a ragged column (UTF-8 bytes for text): `[B]` int64."""
         found = self._ragged_column(column)
-        return self._reader(ids, [found]).spans(found).lengths
+        return self._reader(ids, [found], checked=checked).spans(found).lengths
 
     @following
-    def present(self, column: str, ids: Ids | None = None) -> npt.NDArray[np.bool_]:
+    def present(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or an update, and not filled in: `[B]` bool."""
         found = self.schema[column]
-        return self._reader(ids, [found]).present(found)
+        return self._reader(ids, [found], checked=checked).present(found)
 
     # Helpers
 
-    def _reader(self, ids: Ids | None, columns: Iterable[Column], *, checked: bool = False) -> ColumnReader:
-        """Return a reader of these rows, or of all rows in the order of arrival."""
+    def _reader(
+        self, ids: Ids | None, columns: Iterable[Column], *, checked: bool = True, every: bool = False
+    ) -> ColumnReader:
+        """Return a reader of these rows, or of all rows in the order of arrival; `every`: as of `ColumnReader`."""
         self._check_open()
-        if ids is None and self._then is not None:
-            ids = self.ids()
-        if ids is None:
-            reader = ColumnReader.of_all(self._catalog, self._root.max_trajectories, self._limits)
+        if ids is None and self._then is None:
+            reader = ColumnReader.of_all(self._catalog, self._root.max_trajectories, self._limits, checked=checked)
         else:
-            reader = ColumnReader(self._catalog, as_ids(ids), self._limits)
+            among, every = (self.ids(), True) if ids is None else (as_ids(ids), every)
+            reader = ColumnReader(self._catalog, among, self._limits, checked=checked, every=every)
         reader.fetch(columns)
-        if checked and not self._catalog.is_checked:
-            reader.check(tuple(columns))
         return reader
 
     def _ragged_column(self, name: str) -> Column:

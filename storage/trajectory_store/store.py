@@ -481,7 +481,7 @@ class TrajectoryStore(StoreTable):
         """The requests of this process to an object store so far; all zero if the store is a folder."""
         return self._catalog.medium.bucket.traffic
 
-    def copy(self, target: str | os.PathLike[str]) -> None:
+    def copy(self, target: str | os.PathLike[str], *, skip_damaged: bool = False) -> Int64Array:
         """Copy the store with its ids, consistently, while any process may write to it: a backup.
 
         The copy holds at least what this process sees, and verifies whole. `copy_rows` and `rlhf-pipeline copy` make a
@@ -489,8 +489,14 @@ class TrajectoryStore(StoreTable):
 
         Args:
             target: the new folder; must not exist, or be empty.
+            skip_damaged: copy a store with damaged rows. Their files are copied as they are, so that these rows are
+                damaged in the copy as well; otherwise they are an error.
+
+        Returns:
+            `[K]` int64: the ids of the damaged rows.
 
         Raises:
+            CorruptionError: some rows are damaged; it names them.
             StoreExistsError: the target holds something, or is in the store's own folder.
             SchemaError: the store is not in a folder.
         """
@@ -500,8 +506,11 @@ class TrajectoryStore(StoreTable):
                 f"copy() copies a store in a folder; {self.path} is in an object store. Copy its objects with that "
                 "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
             )
+        damaged = self.damaged()
+        self.intact(damaged, skip_damaged=skip_damaged)
         with self._catalog.medium.bucket.upkeep_lock():  # if another process merges, a round is repeated instead
             copy_folder(self.path, Path(target).expanduser(), self._root)
+        return damaged
 
     @property
     def segment(self) -> int | None:

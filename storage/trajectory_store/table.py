@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import arrow
-from trajectory_store.errors import BatchError, CorruptionError, PlaceError
+from trajectory_store.errors import BatchError, PlaceError
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
 from trajectory_store.schema import Schema
@@ -181,17 +181,11 @@ class StoreTable(StoreReads):
     def _record_batches(self, columns: Columns, ids: Ids | None, rows: int | None) -> Iterator[Any]:
         """Yield rows as record batches, some at a time; of all rows those that can be read."""
         schema, among = Schema(self.schema.select(columns)), self.ids() if ids is None else as_ids(ids)
-        step = rows or max(len(among), 1)
-        for first in range(0, max(len(among), 1), step):
-            part, made = among[first : first + step], None
-            while made is None:
-                try:
-                    made = self._record_batch(schema, part)
-                except CorruptionError:
-                    left = part[self.holds(part)] if ids is None else part
-                    if len(left) == len(part):
-                        raise
-                    part = left  # without the rows that were found damaged
+        if not len(among):
+            yield self._record_batch(schema, among)
+        for _, made in self._parts(
+            among, rows or max(len(among), 1), lambda part: self._record_batch(schema, part), every=ids is None
+        ):
             yield made
 
     @following
@@ -237,7 +231,9 @@ class StoreTable(StoreReads):
         """
         return arrow.frame_of(self.to_arrow(columns, ids), self.schema)
 
-    def to_parquet(self, path: str | Path, columns: Columns = None, ids: Ids | None = None) -> None:
+    def to_parquet(
+        self, path: str | Path, columns: Columns = None, ids: Ids | None = None, *, skip_damaged: bool = False
+    ) -> int:
         """Write trajectories to one Parquet file, streamed; values that were not given are null.
 
         The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` makes an equal store of it.
@@ -246,18 +242,25 @@ class StoreTable(StoreReads):
             path: the file; it is replaced, and appears whole.
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
+            skip_damaged: leave damaged trajectories out; otherwise they are an error, and nothing is written.
+
+        Returns:
+            The number of trajectories in the file.
 
         Raises:
+            CorruptionError: some are damaged; it names them.
             MissingPackageError: pyarrow is not installed.
         """
         pa, target = arrow.pyarrow("to_parquet"), Path(path).expanduser()
+        among = self.intact(ids, skip_damaged=skip_damaged)
         part = target.with_name(f".{target.name}.part")
-        tables = (pa.Table.from_batches([rows]) for rows in self._record_batches(columns, ids, _ITER_ROWS))
+        tables = (pa.Table.from_batches([rows]) for rows in self._record_batches(columns, among, _ITER_ROWS))
         try:
             arrow.write_parquet(part, Schema(self.schema.select(columns)), tables)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+        return len(among)
 
 
 def _rows(block: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:

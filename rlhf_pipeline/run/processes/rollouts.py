@@ -146,7 +146,7 @@ class FolderRollouts(Rollouts):
         self._store.refresh()
         self._row_ids = {rollout: row_id for rollout, row_id in self._row_ids.items() if rollout not in known}
         row_ids = self._new.take()
-        self._store.read(row_ids, [], checked=True)
+        self._store.intact(row_ids)
         found: list[int] = []
         for row_id, rollout in zip(
             row_ids.tolist(), self._store.read_scalars("rollout", row_ids).tolist(), strict=True
@@ -164,7 +164,7 @@ class FolderRollouts(Rollouts):
             if not len(places):
                 return None
             row_id = int(self._store.ids()[places[0]])
-        row = self._store.read(np.asarray([row_id], np.int64), checked=True)
+        row = self._store.read(np.asarray([row_id], np.int64))
         figures: dict[str, Any] = {"figures": json.loads(row["figures"][0] or "{}")} if "figures" in row else {}
         numbers = {name: values[0].item() for name, values in row.items() if name in _NUMBERS}
         found = StoredRollout(**numbers, **figures)

@@ -243,7 +243,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
     """
     with TrajectoryStore.open(store, mode="r") as opened:
         names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "prompt", "group_id"]
-        ids = opened.ids()
+        ids = opened.intact()
         rows = opened.read(ids, names)
     turns: dict[str, list[int]] = defaultdict(list)
     for place in np.argsort(rows["group_id"], kind="stable").tolist():

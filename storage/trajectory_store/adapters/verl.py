@@ -118,7 +118,7 @@ def serving(base: Any, queue: Any, store: str, fields_of: Any) -> Any:
     """
     with TrajectoryStore.open(store, mode="r") as opened:
         names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "group_id"]
-        stored = opened.read(opened.ids(), names)
+        stored = opened.read(opened.intact(), names)
     graded = np.flatnonzero(np.isfinite(stored["task_reward"]))
     groups = [
         graded[stored["group_id"][graded] == group] for group in dict.fromkeys(stored["group_id"][graded].tolist())

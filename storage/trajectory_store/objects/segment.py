@@ -40,6 +40,7 @@ from trajectory_store.objects.archive import (
 )
 from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
 from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.schema import Column
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
@@ -316,7 +317,7 @@ class ObjectSegment(Segment):
 
     # Fetching
 
-    def check_rows(self, rows: Rows) -> bool:
+    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
         """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
         before = len(self.gaps)
         if self.meta.kind == "update" and self._compared < self.rows:

@@ -1,0 +1,295 @@
+"""One damaged byte, anywhere: every way to read a store returns right values, omits the damaged rows, or rejects."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajectory_store import Column, CorruptionError, StoreError, TrajectoryStore, copy_rows
+
+COLUMNS = [
+    Column("tag", "int64"),
+    Column("x", "int32", ragged=True),
+    Column("y", "float32", ragged=True, fill=0.0),
+    Column("text", "str", fill=""),
+    Column("score", "float32", mutable=True),
+]
+COMMITS, ROWS = 6, 5
+BACKENDS = ("memmap", "zarr")
+ARRAYS = ("tag", "x", "y", "text", "score", "tokens.offsets", "text.offsets", "present")
+OF_SOME_COLUMNS = tuple(f"store['{name}']" for name in ("x", "y", "text", "score"))
+Truth = dict[int, tuple[Any, ...]]
+Kept = frozenset[int] | None
+"""The tags of the rows that a method returned, or None where it rejected."""
+
+
+def rows_of(commit: int) -> list[dict[str, Any]]:
+    """The rows of a commit; rows of some lack the optional columns."""
+    rows = []
+    for tag in range(commit * ROWS, (commit + 1) * ROWS):
+        length = 3 + tag % 4
+        row = {"tag": tag, "x": [tag] * length, "score": 0.5 * tag}
+        rows.append(row | ({"y": [tag / 8] * length, "text": f"text {tag}"} if tag % 3 else {}))
+    return rows
+
+
+def made(path: Path, backend: str, *, merged: bool) -> None:
+    """Six commits of five rows, and two updates."""
+    with TrajectoryStore.create(path, COLUMNS, backend=backend, compress=False, segment_rows=15) as store:
+        ids = np.concatenate([store.append(rows_of(commit)) for commit in range(COMMITS)])
+        store.update(ids[3:6], score=[100.0, 101.0, 102.0])
+        store.update(ids[20:22], score=[103.0, 104.0])
+    if merged:
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    """An intact store of each backend, plain and merged."""
+    folder, out = tmp_path_factory.mktemp("intact"), {}
+    for backend in BACKENDS:
+        for merged in (False, True):
+            out[backend, merged] = folder / f"{backend}-{merged}"
+            made(out[backend, merged], backend, merged=merged)
+    return out
+
+
+def truth_of(path: Path) -> Truth:
+    """Every row by its tag."""
+    with TrajectoryStore.open(path) as store:
+        return {row["tag"]: _flat(row) for row in store}
+
+
+def _flat(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(value.tolist() if isinstance(value, np.ndarray) else value for value in row.values())
+
+
+def methods(folder: Path) -> dict[str, Callable[[TrajectoryStore], list[dict[str, Any]]]]:
+    """Every way to read, or to write elsewhere, as a list of rows, of all columns or some."""
+
+    def by_columns(values: dict[str, Any]) -> list[dict[str, Any]]:
+        values = {name: value for name, value in values.items() if name in {"tag", "x", "y", "text", "score"}}
+        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+    def alone(name: str) -> Callable[[TrajectoryStore], list[dict[str, Any]]]:
+        def read(store: TrajectoryStore) -> list[dict[str, Any]]:
+            found, ids = store[name], store.ids()
+            assert len(found) == len(ids)
+            return by_columns({"tag": (ids >> 32) * 3 * ROWS + (ids & 0xFFFFFFFF), name: found})
+
+        return read
+
+    def padded(store: TrajectoryStore) -> list[dict[str, Any]]:
+        found = store.read_padded(store.ids())
+        lengths = found["lengths"]
+        for name in ("x", "y"):
+            found[name] = [row[:length] for row, length in zip(found[name], lengths, strict=True)]
+        return by_columns(found)
+
+    def places(store: TrajectoryStore) -> list[dict[str, Any]]:
+        out = []
+        for place in range(len(store.ids())):
+            with contextlib.suppress(CorruptionError, IndexError):
+                out.append(store[place])
+        return out
+
+    def conditions(store: TrajectoryStore) -> list[dict[str, Any]]:
+        # All columns first: rows that are found damaged later would be an error by their ids.
+        assert store.count("tag < 0 or score < 0 or max(x) > 29 or max(y) > 4 or len(x) > 6 or 'none' in text") == 0
+        ids = [store.where(c) for c in ("score >= 0", "len(x) > 0 and tag >= 0", "text is None or 'text' in text")]
+        common = set(ids[0].tolist()).intersection(*(some.tolist() for some in ids[1:]))
+        return by_columns(store.read(sorted(common)))
+
+    def table(store: TrajectoryStore) -> list[dict[str, Any]]:
+        return [filled(row) for row in store.to_arrow().to_pylist()]
+
+    def filled(row: dict[str, Any]) -> dict[str, Any]:
+        row = row | {"text": row["text"] or "", "y": row["y"] or [0.0] * len(row["x"])}
+        return {name: np.array(value) if isinstance(value, list) else value for name, value in row.items()}
+
+    def parquet(store: TrajectoryStore) -> list[dict[str, Any]]:
+        store.to_parquet(folder / "rows.parquet", skip_damaged=True)
+        with TrajectoryStore.from_parquet(folder / "from-parquet", folder / "rows.parquet") as again:
+            return list(again)
+
+    def copied(store: TrajectoryStore) -> list[dict[str, Any]]:
+        with TrajectoryStore.create(folder / "copied", store.schema) as target:
+            copy_rows(store, target, skip_damaged=True)
+            return list(target)
+
+    def backup(store: TrajectoryStore) -> list[dict[str, Any]]:
+        store.copy(folder / "backup", skip_damaged=True)
+        with TrajectoryStore.open(folder / "backup") as again:
+            return by_columns(again.read(again.intact(skip_damaged=True)))
+
+    def compacted(store: TrajectoryStore) -> list[dict[str, Any]]:
+        shutil.copytree(store.path, folder / "compacted")
+        with TrajectoryStore.open(folder / "compacted", "a") as writer:
+            writer.compact()
+            return by_columns(writer.read(writer.intact(skip_damaged=True)))
+
+    return {
+        "iteration": list,
+        "batches": lambda store: [row for batch in store.batches(7) for row in by_columns(batch)],
+        "read": lambda store: by_columns(store.read(store.ids())),
+        "read intact": lambda store: by_columns(store.read(store.intact(skip_damaged=True))),
+        "read_padded": padded,
+        "store[place]": places,
+        "__getitems__": lambda store: store.__getitems__(range(len(store.ids()))),
+        "store[slice]": lambda store: by_columns(store[:]),
+        **{name: alone(name.split("'")[1]) for name in OF_SOME_COLUMNS},
+        "where": conditions,
+        "to_arrow": table,
+        "arrow stream": lambda store: [filled(row) for row in __import__("pyarrow").table(store).to_pylist()],
+        "to_parquet": parquet,
+        "copy_rows": copied,
+        "copy": backup,
+        "compact": compacted,
+        "snapshot": lambda store: list(store.as_of(store.snapshot())),
+    }
+
+
+def outcomes(path: Path, truth: Truth, folder: Path) -> dict[str, Kept]:
+    """What each method returned of a store, checked value by value; each reads with a reader of its own."""
+    out: dict[str, Kept] = {}
+    for name, method in methods(folder).items():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            with TrajectoryStore.open(path) as store:
+                rows = method(store)
+        except (StoreError, OSError, ValueError):  # Arrow gives an error of a stream as one of its own
+            out[name] = None
+            continue
+        for row in rows:
+            right = dict(zip((column.name for column in COLUMNS), truth[int(row["tag"])], strict=True))
+            for column, value in row.items():
+                plain = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+                assert plain == right[column], (name, row)
+        assert len({int(row["tag"]) for row in rows}) == len(rows), name
+        out[name] = frozenset(int(row["tag"]) for row in rows)
+    return out
+
+
+def damage_value(path: Path, backend: str, array: str, commit: int, rng: random.Random, place: float) -> None:
+    """Flip a bit of an array of a commit, at the same place of its values on both backends; merged ones are one."""
+    flat = f"{array}/c/0"
+    if backend == "memmap":
+        files = sorted(path.glob(f"seg-*/{flat}"))
+        file = next((f for f in files if f.parts[-4] == f"seg-{commit // 3:08d}"), files[0])
+        first, end = _used(path, file, array, commit % 3 if "merged" not in str(file) else None)
+        at = first + int(place * (end - first))
+    else:
+        objects = sorted(path.glob("seg-*/*.zip"))
+        file = next(f for f in objects if f.parts[-2:] == (f"seg-{commit // 3:08d}", f"{commit % 3:08d}.zip"))
+        with zipfile.ZipFile(file) as archive:
+            entry = archive.getinfo(flat)
+        raw = file.read_bytes()
+        begin = (
+            entry.header_offset
+            + 30
+            + int.from_bytes(raw[entry.header_offset + 26 : entry.header_offset + 28], "little")
+        )
+        begin += int.from_bytes(raw[entry.header_offset + 28 : entry.header_offset + 30], "little")
+        skip = 8 if array.endswith(".offsets") else 0  # the first is 0 here, and the end of the commit before there
+        at = begin + skip + int(place * (entry.file_size - skip))
+    flip(file, at, rng)
+
+
+def _used(path: Path, file: Path, array: str, commit: int | None) -> tuple[int, int]:
+    """The bytes of an array of a memmap segment that a commit wrote."""
+    segment = file.parents[len(Path(array, "c").parts)]
+    sizes = {"tag": 8, "score": 4, "present": 8, "x": 4, "y": 4, "text": 1}
+    axis = {"x": "tokens", "y": "tokens", "text": "text"}.get(array)
+    first, end = (0, 3 * ROWS) if commit is None else (commit * ROWS, (commit + 1) * ROWS)
+    if array.endswith(".offsets"):
+        return 8 * (first + 1), 8 * (end + 1)
+    if axis is None:
+        return sizes[array] * first, sizes[array] * end
+    offsets = np.fromfile(segment / f"{axis}.offsets" / "c" / "0", "<i8")
+    return sizes[array] * int(offsets[first]), sizes[array] * int(offsets[end])
+
+
+def flip(file: Path, at: int, rng: random.Random) -> None:
+    """Flip a bit of a byte."""
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1 << rng.randrange(8)
+    file.write_bytes(raw)
+
+
+def check_values(stores: dict[tuple[str, bool], Path], folder: Path, seed: int) -> None:
+    """Damage the same value on both backends, and compare what every method returns."""
+    rng = random.Random(seed)
+    array, commit, place = rng.choice(ARRAYS), rng.randrange(COMMITS), rng.random()
+    found = {}
+    for backend in BACKENDS:
+        path = folder / backend
+        shutil.copytree(stores[backend, False], path)
+        damage_value(path, backend, array, commit, rng, place)
+        found[backend] = outcomes(path, truth_of(stores[backend, False]), folder / "scratch")
+        with TrajectoryStore.open(path) as store:
+            damaged = store.damaged().tolist()
+            assert damaged == store.verify().damaged_ids.tolist()
+            assert damaged == [((commit // 3) << 32) + row for row in range(commit % 3 * ROWS, (commit % 3 + 1) * ROWS)]
+            for refused in (store.intact, lambda s=store: s.to_parquet(folder / "x.parquet")):
+                with pytest.raises(CorruptionError, match=f"{damaged[0]}, {damaged[1]}"):
+                    refused()
+    for name, kept in found["memmap"].items():
+        other = found["zarr"][name]
+        if name not in OF_SOME_COLUMNS:
+            assert kept == other, (name, array, commit, place)
+        elif kept is not None and other is not None:  # one may have met damage of a column that it did not return
+            assert kept ^ other <= set(range(commit * ROWS, (commit + 1) * ROWS)), (name, array, commit, place)
+
+
+def check_any_byte(stores: dict[tuple[str, bool], Path], folder: Path, seed: int) -> None:
+    """Damage any byte of any file of a store."""
+    rng = random.Random(seed)
+    backend, merged = rng.choice(BACKENDS), rng.random() < 0.5
+    path = folder / "store"
+    shutil.copytree(stores[backend, merged], path)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    file = rng.choice(files)
+    used = np.flatnonzero(np.fromfile(file, np.uint8)[: 1 << 16])
+    flip(file, int(rng.choice(used.tolist() or [0])), rng)
+    outcomes(path, truth_of(stores[backend, merged]), folder / "scratch")
+
+
+def run(check: Callable[..., None], stores: dict[tuple[str, bool], Path], tmp_path: Path, seeds: range) -> None:
+    """Run a check with several seeds, each in a folder of its own; warnings name the damage, and are expected."""
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                check(stores, folder, seed)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("check", [check_values, check_any_byte])
+def test_one_damaged_byte(stores: dict[tuple[str, bool], Path], tmp_path: Path, check: Callable[..., None]):
+    """A few places; the complete number is behind a marker."""
+    run(check, stores, tmp_path, range(3))
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("check", [check_values, check_any_byte])
+def test_one_damaged_byte_in_500_places(
+    stores: dict[tuple[str, bool], Path], tmp_path: Path, check: Callable[..., None]
+):
+    """500 places of values on both backends, and 500 of any file."""
+    run(check, stores, tmp_path, range(100, 600))
