@@ -370,8 +370,8 @@ class Catalog:
         self._checked = self.generation if whole else -1
         return failed
 
-    def damaged_ids(self, ids: Int64Array | None) -> Int64Array:
-        """Compare rows, by default all, and all updates with their checksums; return the ids of those that are damaged.
+    def damage(self, ids: Int64Array | None) -> list[tuple[Segment, Gap, Int64Array]]:
+        """Compare rows, by default all, and all updates with their checksums; return what is damaged, and whose it is.
 
         Raises:
             CorruptionError: a segment cannot be opened, so that this is not known.
@@ -394,12 +394,12 @@ class Catalog:
                 self.check([(segment, rows)], segment.schema.columns)
             if not self.medium.complete:  # there, rows are compared as they are fetched
                 self.find_damage([*updates, *runs])
-        found = [segment.gap_ids(gap) for segment, _ in runs for gap in segment.gaps if segment.is_damage(gap)]
+        out = [(s, gap, s.gap_ids(gap)) for s, _ in runs for gap in s.gaps if s.is_damage(gap)]
         for update, gap in ((u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)):
             targets = update.sure_targets(gap)
-            found.append((self.ids() if ids is None else ids) if targets is None else targets)
-        every = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
-        return every if ids is None else every[np.isin(every, ids)]
+            out.append((update, gap, (self.ids() if ids is None else ids) if targets is None else targets))
+        mine = [(s, gap, among if ids is None else among[np.isin(among, ids)]) for s, gap, among in out]
+        return [one for one in mine if len(one[2])]
 
     @property
     def lost_updates(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.backend import Gap, Segment
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader, Side
@@ -38,8 +39,6 @@ Columns = Sequence[str] | str | None
 Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
 """Further names of a condition, see `StoreReads.where`."""
 
-_NAMED = 8
-"""Most ids in the message of an error."""
 _WHERE_BYTES = 64 << 20
 """Bytes of text that a condition looks at in one go; more are searched in parts."""
 
@@ -367,8 +366,9 @@ class StoreReads:
             CorruptionError: a segment cannot be opened, so that which trajectories are damaged is not known.
         """
         self._check_open()
-        return self._catalog.damaged_ids(None if ids is None else as_ids(ids))
+        return _ids_of(self._catalog.damage(None if ids is None else as_ids(ids)))
 
+    @following
     def intact(self, ids: Ids | None = None, *, skip_damaged: bool = False) -> Int64Array:
         """Return the ids of trajectories that match their checksums: whatever is written elsewhere is read by these.
 
@@ -381,13 +381,14 @@ class StoreReads:
         Raises:
             CorruptionError: some are damaged; it names them.
         """
-        damaged = self.damaged(ids)
-        if len(damaged) and not skip_damaged:
-            few, more = ", ".join(map(str, damaged[:_NAMED].tolist())), len(damaged) - _NAMED
+        self._check_open()
+        damage = self._catalog.damage(None if ids is None else as_ids(ids))
+        damaged = _ids_of(damage)
+        if damage and not skip_damaged:
+            error = self._catalog.unreadable(damage[0][0], damage[0][1], damaged)
             raise CorruptionError(
-                f"{self.path}: {len(damaged):,} trajectories are damaged: {few}{f' and {more:,} more' * (more > 0)}. "
-                "Restore their files from a copy, or leave them out: skip_damaged=True, --skip-damaged. Run verify() "
-                "for the whole list."
+                f"{error} Put the files back from a copy, or leave damaged trajectories out: skip_damaged=True, "
+                "--skip-damaged."
             )
         among = self.ids() if ids is None else as_ids(ids)
         return among[~np.isin(among, damaged)] if len(damaged) else among
@@ -553,6 +554,10 @@ class StoreReads:
             raise StoreClosedError(f"the store {self.path} is closed. Open it again with TrajectoryStore.open.")
         if self._catalog.is_doubtful:
             self._catalog.begin_again()
+
+
+def _ids_of(damage: Iterable[tuple[Segment, Gap, Int64Array]]) -> Int64Array:
+    return np.unique(np.concatenate([np.empty(0, np.int64), *(ids for *_, ids in damage)]))
 
 
 def as_ids(ids: Ids) -> Int64Array:

@@ -17,7 +17,7 @@ from trajectory_store.adapters.trl import stored_rollouts
 from trajectory_store.cli import main
 from trajectory_store.recorder.standard import standard_schema
 
-NAMED = "5 trajectories are damaged: 35, 36, 37, 38, 39"
+NAMED = "trajectories 35, 36, 37, 38, 39 cannot be read: seg-00000000"
 
 
 @pytest.fixture
@@ -113,5 +113,5 @@ def test_damaged_rows_are_not_served(tmp_path: Path):
     with TrajectoryStore.create(tmp_path / "s", standard_schema()) as store:
         store.append({"input_ids": [[1, 2], [1, 3]], "prompt": ["a", "a"], "task_reward": [1.0, 0.0]})
     flip_value(tmp_path / "s", "input_ids", 1)
-    with pytest.raises(CorruptionError, match="2 trajectories are damaged: 0, 1"):
+    with pytest.raises(CorruptionError, match="trajectories 0, 1 cannot be read"):
         stored_rollouts(tmp_path / "s")
