@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.loading import quiet_progress
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from rlhf_pipeline.policies.weight_files import named_write_errors
+
+BASE: Final = "base"
+"""The folder of a checkpoint with the model that its adapters belong to."""
 
 
 def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:
@@ -43,6 +50,30 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
             raise DefinitionError(
                 f"policy.lora_targets={targets!r}: {error} The linear modules of this model are {', '.join(names)}."
             ) from error
+
+
+def write_unnamed_base(policy: TokenPolicy, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the frozen model of adapters to `folder / BASE` if no path or name leads to it; else do nothing.
+
+    A model made from scratch exists nowhere else, and another version of torch may draw others from its seed. A model
+    with a path is named in `adapter_config.json`, and its contents in the run's inputs.
+
+    Args:
+        policy: any policy; one without adapters is its own model.
+        weights: the model's state dict, or a copy of it.
+        folder: of the checkpoint.
+    """
+    model: Any = policy.model
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None or config.base_model_name_or_path:
+        return
+    base = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in weights.items()
+        if ".lora_" not in name
+    }
+    with quiet_progress(), named_write_errors(folder):
+        cast(Any, model.get_base_model()).save_pretrained(folder / BASE, state_dict=base)
 
 
 class AdaptersOff:

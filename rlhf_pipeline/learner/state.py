@@ -2,6 +2,7 @@
 
     config.json, tokenizer files, model.safetensors    a checkpoint folder that `from_pretrained` loads
     adapter_config.json, adapter_model.safetensors     instead, if LoRA adapters are trained
+    base/                                              the model of the adapters, if it was made from scratch
     optimizer.safetensors                              by parameter name: moments, float32 master weights; RNG state
     reference.safetensors                              the reference model, if it moves
     proximal.safetensors                               the proximal policy's log-probs, if the loss reads them
@@ -28,6 +29,7 @@ from torch import Tensor
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.host_copies import HostCopies
+from rlhf_pipeline.learner.lora import write_unnamed_base
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.optimizer_state import (
     RNG,
@@ -60,6 +62,7 @@ class LearnerState:
     def write(self, folder: Path) -> None:
         """Write everything into an existing folder."""
         self.policy.save_pretrained(folder, state_dict=dict(self.weights))
+        write_unnamed_base(self.policy, self.weights, folder)
         write_tensors(folder, self.files)
 
     def copied(self, copies: HostCopies) -> LearnerState | None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from rlhf_pipeline import scratch_policy
+from rlhf_pipeline import CausalLMPolicy, scratch_policy
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
+from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters, write_unnamed_base
 from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.build import build_policy
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import newest, tiny
@@ -82,6 +85,47 @@ def test_names_of_modules_are_checked():
     policy = policy_of(targets="q_proj, v_proj")
     names = {name.split(".lora_")[0].rpartition(".")[2] for name, p in policy.named_parameters() if p.requires_grad}
     assert names == {"q_proj", "v_proj"}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
+def test_a_run_from_scratch_is_recomputed_from_its_folder(tmp_path):
+    """A checkpoint has the model that its adapters belong to: both give the log-probs that the run stored."""
+    peft = pytest.importorskip("peft")
+    run(pipeline(learn__epochs="1", learn__checkpoint_every="1", learn__keep_checkpoints="9"), run_dir=tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000003"
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    scratch = pipeline_policy_weights()
+    assert all(torch.equal(tensor, scratch[name]) for name, tensor in base.state_dict().items())
+    adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    with TrajectoryStore.open(tmp_path / "run" / "store") as store:
+        ids = store.ids()
+        rows = store.read(ids[store.read_scalars("policy_version", ids) == 3])
+    assert len(rows["input_ids"])
+    for tokens, mask, stored in zip(rows["input_ids"], rows["assistant_mask"], rows["log_probs"], strict=True):
+        row = torch.tensor(tokens[None], dtype=torch.int64)
+        with torch.no_grad():
+            scores = torch.log_softmax(adapted(row).logits[0, :-1], -1).gather(1, row[0, 1:, None])[:, 0]
+        produced = torch.from_numpy(mask[1:].astype(bool))
+        torch.testing.assert_close(scores[produced], torch.tensor(stored[1:])[produced], atol=1e-5, rtol=0)
+
+
+def pipeline_policy_weights():
+    """Return the weights that the pipeline's seed draws."""
+    return build_policy(pipeline(policy__lora_rank="0"), seed=0, device="cpu").model.state_dict()
+
+
+def test_a_base_with_a_path_is_named_and_not_copied(tmp_path):
+    """A pretrained model is where `adapter_config.json` says, and a checkpoint has no copy of it."""
+    pytest.importorskip("peft")
+    scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2).save_pretrained(tmp_path / "model")
+    policy = CausalLMPolicy.from_pretrained(tmp_path / "model")
+    add_adapters(policy, rank=2, alpha=8.0, targets="all-linear", seed=0)
+    (tmp_path / "checkpoint").mkdir()
+    write_unnamed_base(policy, policy.model.state_dict(), tmp_path / "checkpoint")
+    policy.save_pretrained(tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint" / "base").exists()
+    config = json.loads((tmp_path / "checkpoint" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "model")
 
 
 def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
