@@ -52,6 +52,12 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
             ) from error
 
 
+def has_unnamed_base(model: Any) -> bool:
+    """Return whether a model has adapters of another one that no path or name leads to."""
+    config = getattr(model, "peft_config", {}).get("default")
+    return config is not None and not config.base_model_name_or_path
+
+
 def write_unnamed_base(policy: TokenPolicy, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write the frozen model of adapters to `folder / BASE` if no path or name leads to it; else do nothing.
 
@@ -64,8 +70,7 @@ def write_unnamed_base(policy: TokenPolicy, weights: Mapping[str, Tensor], folde
         folder: of the checkpoint.
     """
     model: Any = policy.model
-    config = getattr(model, "peft_config", {}).get("default")
-    if config is None or config.base_model_name_or_path:
+    if not has_unnamed_base(model):
         return
     base = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor

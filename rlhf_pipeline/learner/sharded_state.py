@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.learner.group import collect_files
+from rlhf_pipeline.learner.lora import has_unnamed_base
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.optimizer_state import (
     RNG,
@@ -39,7 +40,8 @@ def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> No
 
     Args:
         folder: created by the first process.
-        policy: its model's trained parameters are written in float32; its config and tokenizer as well.
+        policy: its model's trained parameters are written in float32; its config and tokenizer as well, and the frozen
+            model of adapters if no path or name leads to it.
         optimizer: its moments are written by parameter name.
     """
     dist.barrier()
@@ -93,11 +95,11 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
 
 def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, without copies: shards stay shards."""
-    adapters = hasattr(model, "peft_config")
+    complete = not hasattr(model, "peft_config") or has_unnamed_base(model)
     found = {
         f"model/{name}": optimizer.stepped.get(name, parameter).detach()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not adapters
+        if parameter.requires_grad or complete
     }
     for name, tensor in optimizer.stepped.items():
         for moment, value in optimizer.inner.state.get(tensor, {}).items():
