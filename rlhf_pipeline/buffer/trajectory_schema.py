@@ -23,6 +23,7 @@ from trajectory_store.recorder.standard import (
     PROVENANCE,
     SAMPLED_BY,
     SLOT,
+    SUPERSEDED,
     SUPPORT,
     TEMPERATURE,
     TOKEN_FIGURES,
@@ -37,9 +38,9 @@ from trajectory_store.recorder.standard import (
 
 __all__ = [
     "CURSOR", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST", "PROVENANCE",
-    "SAMPLED_BY", "SLOT", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS", "TURN_ADVANTAGES", "TURN_FIGURES",
-    "TURN_REWARDS", "USES", "WAITING", "column_of_key", "extra_columns", "named_reward", "reward_names",
-    "trajectory_schema", "turn_reward",
+    "SAMPLED_BY", "SLOT", "SUPERSEDED", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS",
+    "TURN_ADVANTAGES", "TURN_FIGURES", "TURN_REWARDS", "USES", "WAITING", "column_of_key", "extra_columns",
+    "named_reward", "reward_names", "trajectory_schema", "turn_reward",
 ]  # fmt: skip
 
 

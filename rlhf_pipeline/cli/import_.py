@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.output import Ticker, say, warn
 from rlhf_pipeline.cli.parser import above_zero, add_fields, natural
 from rlhf_pipeline.errors import DefinitionError, typed
 from rlhf_pipeline.report.formatting import count, duration, number
@@ -21,11 +21,13 @@ Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_da
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers,
 skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent
 trajectories in ATIF, logs of Inspect; what `export` wrote; and any rows of a prompt, a completion and a reward.
-A dump is recognised by the fields that its tool's current writer writes, and each is believed for that alone.
+A dump is recognised by the fields that its tool's current writer writes into every row.
 
-Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. What a file does not hold
-stays unknown, is said, or is asked for. An import that was stopped continues when the command is typed again;
-nothing is imported twice, and a broken line is named. With --follow it goes on while a trainer writes.
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. Anything the file lacks stays
+unknown, is reported, or is requested. Rows are identified by their content: an import that was stopped continues
+when the command is repeated, and files that were moved, renamed, compressed or copied add nothing. A newer version
+of a row or a file supersedes the older one. A broken line is reported. With --follow the import continues while a
+trainer writes.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -80,6 +82,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="with --follow: end when nothing is written for so long",
     )
+    command.add_argument(
+        "--source",
+        default="",
+        metavar="NAME",
+        help="name of the training that wrote the files; distinguishes equal rows of two trainings in one store",
+    )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(
         "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
@@ -107,6 +115,7 @@ def execute(args: argparse.Namespace) -> int:
         "fields": dict(args.fields),
         "group": args.group,
         "by_prompt": args.group_by == "prompt",
+        "source": args.source,
         "chat_template": not args.no_chat_template,
         "one_turn": args.one_turn,
         "skip_bad": args.skip_bad,
@@ -139,6 +148,10 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
             on_round=lambda report: say(
                 f"{report.store}: {count(report.num_imported, 'trajectory')} more, mean reward "
                 f"{number(report.mean_reward, 3)}"
+            ),
+            on_vanished=lambda file: warn(
+                f"{file} is gone, with no compressed form in its place: rows that were written to it since it was last "
+                "read are not in the store"
             ),
             **options,
         )
@@ -174,6 +187,9 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         f"{report.store}: {count(report.num_imported, 'trajectory')} in {count(report.num_groups, 'group')}, "
         f"{count(report.num_tokens, 'token')}, mean reward {number(report.mean_reward, 3)}, {duration(seconds)}"
     ]
+    superseded = sum(file.num_superseded for file in report.files)
+    if superseded:
+        lines.append(f"  {count(superseded, 'older row')} superseded by newer versions; never learned from")
     if report.num_skipped:
         lines.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
     lines += passed_over

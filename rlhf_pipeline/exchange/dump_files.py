@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -166,7 +167,9 @@ def rollout_files(folder: Path) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in path.parts)
+    """Return whether a file is hidden, or one of prime-rl's parts of a rollout in flight, which it deletes later."""
+    in_flight = any(pair == ("traces", "live") for pair in itertools.pairwise(path.parts))
+    return in_flight or any(part.startswith((".", "__")) for part in path.parts)
 
 
 def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> list[Dump]:

@@ -29,6 +29,7 @@ class FileGroups:
         self._last: Any = None
         self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
         self.num_members = self.num_graded = 0
+        self._in_other_files = False
         self._num_learned, self._learned = 0, set[int]()
         """How many members are not evaluations, which are compared with nobody, and their groups."""
 
@@ -59,6 +60,7 @@ class FileGroups:
                 "the group of this trajectory has another prompt or version, so its members cannot be compared. If the "
                 "field that names groups is right all the same, name it: --group FIELD"
             )
+        self._in_other_files |= record.across_files and record.identity is not None
         if not record.evaluation:
             self.num_graded += record.reward == record.reward
             self._num_learned += 1
@@ -67,6 +69,8 @@ class FileGroups:
 
     def check(self) -> None:
         """Refuse groups of one: GRPO learns nothing from them, and would not say so."""
+        if self._in_other_files:  # a chunk of a stream may end within its groups
+            return
         if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
             raise DefinitionError(
                 f"each of its {self._num_learned:,} trajectories is a group of its own, so none has another to be "

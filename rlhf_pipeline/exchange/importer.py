@@ -15,15 +15,26 @@ import numpy as np
 
 from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED_BY, TEMPERATURE, trajectory_schema
 from rlhf_pipeline.data.store_errors import as_ours
-from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange._values import from_row, schema_of
 from rlhf_pipeline.exchange.dump_files import ArchiveMember, Dump, Found, find_dumps
 from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
-from rlhf_pipeline.exchange.stored_names import StoredNames, digest
+from rlhf_pipeline.exchange.imported_rows import COLUMNS as IDENTITY
+from rlhf_pipeline.exchange.imported_rows import FileKeys, ImportedRows, version_of
 from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
-from rlhf_pipeline.exchange.tools import ROWS, Tool, add_summary, check_format, find_tool, is_metadata, is_summary
-from trajectory_store import Schema
+from rlhf_pipeline.exchange.tools import (
+    ROWS,
+    Tool,
+    add_summary,
+    advantages_of,
+    check_format,
+    find_tool,
+    is_annotation,
+    is_metadata,
+    is_summary,
+)
+from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.batch import batch_of
 from trajectory_store.recorder.raw_rollout import RawRollout, Row
 from trajectory_store.recorder.row_encoder import Encoder
@@ -50,6 +61,10 @@ class FileReport:
     num_imported: int = 0
     num_skipped: int = 0
     """Trajectories that the store had already."""
+    num_superseded: int = 0
+    """Stored rows that a newer version in this file replaces, or that a newer version of its unit lacks."""
+    awaits_rest: bool = False
+    """The file is being written again: until it is complete, rows that it lacks stay current."""
     num_left_out: int = 0
     """Rows without anything that a policy sampled, or that repeat an earlier file."""
     num_assumed_one_turn: int = 0
@@ -67,6 +82,7 @@ class ImportReport:
         files: one report per file, in order.
         other_files: files of the folders and archives that contain no rollouts.
         unreadable: files of the folders and archives that could not be read, each with the reason.
+        vanished: files that a growing folder had, and that were gone before they were read completely.
         num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
         num_failed: trajectories whose rows say that they failed; they have no reward.
@@ -85,6 +101,7 @@ class ImportReport:
     files: list[FileReport] = field(default_factory=list[FileReport])
     other_files: list[Path] = field(default_factory=list[Path])
     unreadable: list[str] = field(default_factory=list[str])
+    vanished: list[Path] = field(default_factory=list[Path])
     num_tokens: int = 0
     num_encoded: int = 0
     num_failed: int = 0
@@ -155,11 +172,13 @@ def import_files(
     fields: Mapping[str, str] | None = None,
     group: str | int | None = None,
     by_prompt: bool = False,
+    source: str = "",
     chat_template: bool = True,
     one_turn: bool = False,
     skip_bad: int = 0,
     for_display: bool = False,
     growing: bool = False,
+    settled: bool | None = None,
     durability: Literal["process", "power", "group"] | None = None,
     batch_rows: int = BATCH_ROWS,
     on_file: Callable[[FileReport], None] | None = None,
@@ -169,10 +188,10 @@ def import_files(
 
     Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so. What a file does
     not hold stays unknown: behaviour log-probs are NaN (`RetrieveLogProb` fills them in when the store is trained on),
-    no end token is added, no reason of an end is made up. Trajectory and group ids follow from the place in the file,
-    so an import that was killed and is called again continues where it stopped, and a file that has grown gives its new
-    rows only. TRL writes a generation into one table per step that it takes on it: of tables in turn that differ only
-    in `step`, the first is imported.
+    no end token is added, no reason of an end is made up. Rows are identified by their content (`imported_rows`), so an
+    import that was killed and is called again continues where it stopped, a file that has grown adds only its new rows,
+    and a file that was moved, renamed, compressed or copied adds nothing. TRL writes a generation into one table per
+    step that it takes on it: of consecutive tables that differ only in `step`, the first is imported.
 
     Args:
         files: files, saved Hugging Face data sets, folders; see `rlhf_pipeline.data.files`, and `.pt` dumps.
@@ -183,13 +202,17 @@ def import_files(
             `reward` may be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
         group: the field that tells groups apart; or how many rows in turn are a group; or `none`: groups of one
             trajectory each, which an import otherwise refuses, are meant.
-        by_prompt: all rows of one prompt (and one version) are one group, wherever they stand.
+        by_prompt: all rows of one prompt (and one version) are one group, wherever they are in the file.
+        source: a name for the training that wrote the files. Rows of two trainings may be equal, and are then
+            distinguished by this name.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
         one_turn: completions without token ids hold no words of an environment, where the file does not say so.
         skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
         for_display: the rows are only looked at: what would be asked for is left open, and out of the loss.
         growing: a tool is still writing the files: a last line that it has not ended is left for the next import, and
             so is a file that cannot be read yet.
+        settled: files that are written again are complete, so stored rows that they lack are superseded; by default if
+            the files are not growing.
         durability: of the store; see `TrajectoryStore.create`.
         batch_rows: at most so many trajectories per commit.
         on_file: called when a file's format is known.
@@ -209,20 +232,31 @@ def import_files(
     if by_prompt and group is not None:
         raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
     how = _How(field_paths=field_paths, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
-    how = replace(how, for_display=for_display, growing=growing)
+    how = replace(how, source=source, for_display=for_display, growing=growing)
+    how = replace(how, settled=not growing if settled is None else settled)
     with as_ours():
         encoder = Encoder(tokenizer, chat=chat_template)
     report = ImportReport(store=Path(into).expanduser())
+    container = "jsonl" if format == "jsonl" else None
     with tempfile.TemporaryDirectory(prefix="rlhf-import-") as scratch:
-        sources = find_dumps(files, "jsonl" if format == "jsonl" else None, scratch=Path(scratch))
+        sources: list[Found] = []
+        for file in files:
+            try:
+                sources += find_dumps([file], container, scratch=Path(scratch))
+            except (MissingPathError, FileNotFoundError):
+                if not growing:
+                    raise
+                report.vanished.append(Path(file))
+        sources = list({candidate.dump.path: candidate for candidate in reversed(sources)}.values())[::-1]
         plan = _recognise(sources, format, how, report)
-        if plan:
-            _import(plan, report, encoder, durability, batch_rows, on_file, on_commit)
+        if plan or how.annotations:
+            _import(plan, how, report, encoder, durability, batch_rows, on_file, on_commit)
     return report
 
 
 def _import(
     plan: Sequence[_Item],
+    how: _How,
     report: ImportReport,
     encoder: Encoder,
     durability: Literal["process", "power", "group"] | None,
@@ -235,15 +269,37 @@ def _import(
     if exported and len(exported) != len(plan):
         raise DefinitionError("exports of a store and other files cannot be imported in one command.")
     columns = {column.name: column for schema in exported[::-1] for column in schema}
-    repeats = [before is not None and _repeats(item, before) for item, before in zip(plan, [None, *plan], strict=False)]
-    evaluates = [
-        isinstance(item.reader, Tool) and not again and _decide(item) for item, again in zip(plan, repeats, strict=True)
-    ]
-    schema = Schema(columns.values()) if exported else trajectory_schema([*COLUMNS, *[EVALUATION][: any(evaluates)]])
-    _check_first(plan[0], encoder)
+    checked: list[tuple[_Item, bool]] = []
+    has_evaluations = False
+    for item, before in zip(plan, [None, *plan], strict=False):
+        try:
+            repeats = before is not None and _repeats(item, before)
+            has_evaluations |= isinstance(item.reader, Tool) and not repeats and _decide(item)
+        except FileNotFoundError:
+            if not item.how.growing:
+                raise
+            report.vanished.append(item.source.path)
+        else:
+            checked.append((item, repeats))
+    if not checked and not (how.annotations and report.store.is_dir()):
+        return
+    extra = [*COLUMNS, *IDENTITY, *[EVALUATION][:has_evaluations]]
+    schema = Schema(columns.values()) if exported else trajectory_schema(extra)
+    if checked:
+        _check_first(checked[0][0], encoder)
+
+    def append(store: TrajectoryStore, item: _Item, new: Sequence[tuple[Mapping[str, Any], bool]]) -> Sequence[int]:
+        ids = store.append_batch(batch_of(store.schema, [row for row, _ in new])).tolist()
+        item.report.num_imported += len(new)
+        for row, encoded in new:
+            report.tally(row, encoded=encoded)
+        if on_commit is not None:
+            on_commit(report)
+        return ids
+
     with open_target(report.store, schema, durability=durability) as store:
-        existing, names = ExistingRows(store), StoredNames(store)
-        for item, repeated in zip(plan, repeats, strict=True):
+        imported = None if exported else ImportedRows(store)
+        for item, repeated in checked:
             report.files.append(item.report)
             if on_file is not None:
                 on_file(item.report)
@@ -251,23 +307,75 @@ def _import(
                 continue
             if isinstance(item.reader, Schema):
                 check_columns(store, item.reader)
-                if len(report.files) > 1:
-                    existing = ExistingRows(store)  # one export may hold what another one gave
-                rows = _exported(item.source, item.reader)
-            else:
-                rows = _converted(item, item.reader, existing.begin(item.source.path), encoder, names)
-            for batch in _batches(rows, batch_rows):
-                is_stored = existing.find([where for where, _, _ in batch], [row for _, row, _ in batch])
-                new = [(row, encoded) for (_, row, encoded), old in zip(batch, is_stored, strict=True) if not old]
-                item.report.num_skipped += len(batch) - len(new)
-                if not new:
-                    continue
-                store.append_batch(batch_of(store.schema, [row for row, _ in new]))
-                item.report.num_imported += len(new)
-                for row, encoded in new:
-                    report.tally(row, encoded=encoded)
-                if on_commit is not None:
-                    on_commit(report)
+                existing = ExistingRows(store)  # one export may contain rows that another one added
+                for batch in _batches(_exported(item.source, item.reader), batch_rows):
+                    is_stored = existing.find([where for where, _, _ in batch], [row for _, row, _ in batch])
+                    new = [(row, encoded) for (_, row, encoded), old in zip(batch, is_stored, strict=True) if not old]
+                    item.report.num_skipped += len(batch) - len(new)
+                    if new:
+                        append(store, item, new)
+                continue
+            assert imported is not None
+            try:
+                for batch in _batches(_converted(item, item.reader, encoder, imported), batch_rows):
+                    imported.commit(append(store, item, [(row, encoded) for _, row, encoded in batch]))
+                    _mark(store, item.report, imported.superseded())
+            except FileNotFoundError:
+                if not item.how.growing:
+                    raise
+                report.vanished.append(item.source.path)
+                continue
+            _supersede(store, item, imported)
+        if imported is not None:
+            _annotate(store, how, imported, report)
+
+
+def _annotate(store: TrajectoryStore, how: _How, imported: ImportedRows, report: ImportReport) -> None:
+    """Set the advantages of stored trajectories that a tool wrote after their episodes; the last one wins."""
+    keys = FileKeys(how.source, "prime-rl")
+    for source in how.annotations:
+        advantages: dict[int, float] = {}
+        try:
+            for number, row in source.rows(growing=how.growing):
+                with _naming(source, number):
+                    for identity, advantage in advantages_of(row):
+                        row_id = imported.row_of(keys.key_of(identity))
+                        if row_id is not None:
+                            advantages[row_id] = advantage
+        except FileNotFoundError:
+            if not how.growing:
+                raise
+            report.vanished.append(source.path)
+        ids = np.asarray(sorted(advantages), np.int64)
+        stored = store.read_scalars("advantage", ids) if len(ids) else np.zeros(0)
+        values = np.asarray([advantages[row_id] for row_id in ids.tolist()], np.float32)
+        changed = stored != values
+        if changed.any():
+            store.update(ids[changed], advantage=values[changed])
+
+
+def _mark(
+    store: TrajectoryStore, report: FileReport, superseded: Sequence[int], *, restored: Sequence[int] = ()
+) -> None:
+    """Mark rows as superseded, or as current again."""
+    for rows, flag in ((superseded, True), (restored, False)):
+        if rows:
+            store.update(np.asarray(sorted(rows), np.int64), superseded=np.full(len(rows), flag))
+    report.num_superseded += len(superseded)
+
+
+def _supersede(store: TrajectoryStore, item: _Item, imported: ImportedRows) -> None:
+    """Mark the stored rows of a file's units that the file lacks, if it is a complete newer version.
+
+    While its writer is at work, a file is complete once it has as many rows as the store had of the unit.
+    """
+    for unit, (num_rows, num_before) in item.units.items():
+        if not imported.is_newer(unit):
+            continue
+        if item.how.settled or num_rows >= num_before:
+            _mark(store, item.report, imported.drop_missing(unit), restored=imported.restore(unit))
+        else:
+            item.report.awaits_rest = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,10 +387,14 @@ class _How:
     by_prompt: bool
     one_turn: bool
     skip_bad: int
+    source: str = ""
     for_display: bool = False
     growing: bool = False
+    settled: bool = True
     beside: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, "dict[Any, Any]"])
     """What rows of other files say of these."""
+    annotations: list[Dump] = field(default_factory=list[Dump])
+    """Files of later values of trajectories."""
 
     def fields(self, source: Dump, number: int, row: Row) -> Fields:
         return Fields(
@@ -351,6 +463,8 @@ class _Item:
     reader: Tool | Schema
     """The columns of an export of a store need no tool."""
     how: _How
+    units: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Of each unit in the file: its rows, and the rows of it that were current in the store before."""
 
 
 def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportReport) -> list[_Item]:
@@ -361,6 +475,11 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
     for candidate in sources:
         try:
             item = _item(candidate, format, how, summaries)
+        except FileNotFoundError:
+            if not how.growing:
+                raise
+            report.vanished.append(candidate.dump.path)
+            continue
         except (DataError, DefinitionError) as error:
             if candidate.is_named and not how.growing:
                 raise
@@ -376,7 +495,7 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
         for number, row in source.rows(growing=how.growing):
             with _naming(source, number):
                 add_summary(how.beside, row)
-    if not plan and not how.growing:
+    if not plan and not how.growing and not how.annotations:
         if refusals:
             raise refusals[0]
         if summaries:
@@ -397,6 +516,9 @@ def _item(candidate: Found, format: str, how: _How, summaries: list[Dump]) -> _I
         kinds = _filled(row, rows)
     if is_summary(row):
         summaries.append(source)
+        return None
+    if is_annotation(row):
+        how.annotations.append(source)
         return None
     schema, mine = schema_of(source.unpacked if isinstance(source, ArchiveMember) else source), how
     try:
@@ -505,10 +627,12 @@ def _exported(source: Dump, schema: Schema) -> Rows:
         yield source.where(number), columns, False
 
 
-def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, names: StoredNames) -> Rows:
-    """Yield the rows of another tool's file; their ids follow from their places in it, counted from `base`."""
+def _converted(item: _Item, tool: Tool, encoder: Encoder, imported: ImportedRows) -> Rows:
+    """Yield the rows of another tool's file that the store lacks, each with its identity."""
     source, report, how = item.source, item.report, item.how
-    groups, place = how.groups(), base
+    groups, keys = how.groups(), FileKeys(how.source, tool.name)
+    imported.begin_file()
+    item.units.clear()
 
     def bad(error: DataError) -> None:
         if len(report.bad) >= how.skip_bad:
@@ -517,42 +641,55 @@ def _converted(item: _Item, tool: Tool, base: int, encoder: Encoder, names: Stor
 
     for number, source_row in source.rows(growing=how.growing, on_bad=bad):
         rows: list[tuple[Mapping[str, Any], bool]] = []
-        left_out, before = 0, place
+        left_out = num_stored = 0
         try:
             with _naming(source, number):
-                for record in how.records(how.fields(source, number, source_row), tool):
+                fields = how.fields(source, number, source_row)
+                name = tool.unit(fields)
+                for record in how.records(fields, tool):
                     if record is None:
                         left_out += 1
                         continue
-                    origin = {"file": str(source.path), "row": number, "format": report.format}
-                    if record.identity is not None:
-                        origin["identity"] = digest(record.identity)
-                    if record.across_files:
-                        origin["group"] = digest(record.group)
                     encoded = record.prompt_ids is None or record.completion_ids is None
-                    row = encoder.row(record, origin)
-                    group = base + groups.number(record, number)
-                    row |= {
-                        NAME: place,
-                        "group_id": names.group(origin["group"], group) if "group" in origin else group,
-                    }
-                    place += 1
+                    unit = keys.unit(record, name)
+                    key, version = keys.key(record, unit), version_of(record)
+                    group = keys.group(record, groups.number(record, number), key, unit)
+                    row = encoder.row(record, {"file": str(source.path), "row": number, "format": report.format})
+                    if encoded and (tokens := imported.stored_tokens(key)) is not None:
+                        _check_encoding(tokens, row["input_ids"])
+                    num_rows, num_before = item.units[unit] if unit in item.units else (0, imported.count(unit))
+                    item.units[unit] = num_rows + 1, num_before
+                    trajectory_id, is_new = imported.find(key, version, unit)
                     report.num_assumed_one_turn += not record.one_turn
-                    if record.identity is not None and names.of(origin["identity"], row[NAME]) != row[NAME]:
-                        left_out += 1  # the tool wrote it to another file, too
+                    if not is_new:
+                        num_stored += 1
                         continue
-                    rows.append((row, encoded))
+                    identity = {
+                        "import_key": key,
+                        "import_version": version,
+                        "import_unit": unit,
+                        "import_group": group,
+                    }
+                    rows.append((row | identity | {NAME: trajectory_id, "group_id": imported.group(group)}, encoded))
         except DataError as error:
             bad(error)
-            place = before + 1  # so that a row that is mended later does not move the others
             continue
         report.num_left_out += left_out
+        report.num_skipped += num_stored
         for row, encoded in rows:
             yield source.where(number), row, encoded
+
+
+def _check_encoding(stored: Any, encoded: Any) -> None:
+    if not np.array_equal(stored, encoded):
+        raise DataError(
+            "this trajectory is stored already, encoded with another tokenizer or template. A store never contains one "
+            "text in two encodings. Import into another store: --into OTHER_FOLDER"
+        )
 
 
 def _check_first(item: _Item, encoder: Encoder) -> None:
     """Raise what is wrong with the first rows, such as a field that none has, before a store is made for them."""
     if isinstance(item.reader, Tool):
-        first = replace(item, report=replace(item.report, bad=[]))
-        next(_converted(first, item.reader, 0, encoder, StoredNames(None)), None)
+        first = replace(item, report=replace(item.report, bad=[]), units={})
+        next(_converted(first, item.reader, encoder, ImportedRows(None)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from trajectory_store import Schema, TrajectoryStore
-from trajectory_store.recorder.source_ids import NAME, SOURCE_BITS, held, next_base, open_or_create
+from trajectory_store.recorder.source_ids import NAME, held, open_or_create
 
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
 """What a trajectory is: columns that no later value changes."""
@@ -91,32 +90,16 @@ class ExistingRows:
         self._names, self._rows = names[order], rows[order]
         self._taken = np.zeros(len(rows), np.int64)
         """At the first row of an id: how many rows of that id were found."""
-        self._before = range(0)
-        self._files: dict[str, int] | None = None
-
-    def begin(self, file: Path) -> int:
-        """Return what to add to the places of a file's rows for their ids; a new file gets the next number."""
-        if self._files is None:
-            numbers, firsts = np.unique(self._names >> SOURCE_BITS, return_index=True)
-            metas = self.store.read(self._rows[firsts], ["meta"])["meta"] if len(firsts) else []
-            self._files = {_file_of(meta): int(n) for n, meta in zip(numbers, metas, strict=True) if n >= 0}
-            self._next = next_base(self.store) >> SOURCE_BITS
-        number = self._files.setdefault(str(file), self._next)
-        self._next = max(self._next, number + 1)
-        base = number << SOURCE_BITS
-        last = int(np.searchsorted(self._names, base + (1 << SOURCE_BITS))) - 1
-        self._before = range(base, int(self._names[last]) + 1 if last >= 0 else base)
-        return base
 
     def find(self, wheres: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Return which rows are in the store, or were there before they were evicted."""
+        """Return which rows are in the store."""
         ids = [int(row.get(NAME, -1)) for row in rows]
         spans = zip(np.searchsorted(self._names, ids), np.searchsorted(self._names, ids, "right"), strict=True)
         is_stored: list[bool] = []
         pairs: list[tuple[int, int]] = []
-        for i, (trajectory_id, (first, end)) in enumerate(zip(ids, spans, strict=True)):
+        for i, (first, end) in enumerate(spans):
             place = first + self._taken[first] if first < end else end
-            is_stored.append(place < end or trajectory_id in self._before)
+            is_stored.append(place < end)
             if place < end:
                 pairs.append((i, place))
                 self._taken[first] += 1
@@ -141,11 +124,3 @@ def _differ(imported: Any, stored: Any) -> bool:
         imported = imported.astype(stored.dtype)
         return bool(((imported != stored) & ~np.isnan(imported)).any())
     return bool((imported != stored).any())
-
-
-def _file_of(meta: str) -> str:
-    """Return the file that a row was imported from, by its `meta`; nothing for other rows."""
-    try:
-        return str(json.loads(meta)["source"]["file"])
-    except (ValueError, TypeError, KeyError):
-        return ""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import select
-from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, WAITING
+from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, SUPERSEDED, WAITING
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
@@ -193,6 +193,8 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
         counts.append(len(ids))
     if EVALUATION.name in store.schema:
         ids = ids[~store.read_scalars(EVALUATION.name, ids)]
+    if SUPERSEDED.name in store.schema:  # rows of files that their tool wrote again
+        ids = ids[~store.read_scalars(SUPERSEDED.name, ids)]
     if WAITING.name in store.schema:  # rows that waited for their group and were left out of it
         ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
     graded = np.isfinite(store.read_scalars("task_reward", ids))

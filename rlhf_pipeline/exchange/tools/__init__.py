@@ -43,6 +43,13 @@ from trajectory_store.recorder.raw_rollout import (
     shown,
 )
 
+
+def _numbered(row: Fields, name: str, pattern: str) -> str:
+    """Return the unit of a file that is written once per step, by the number in its name; empty without one."""
+    number = row.number_in(pattern)
+    return "" if number is None else f"{name} {number}"
+
+
 # -- TRL, verl, slime --------------------------------------------------------------------------------------------------
 
 _TRL = ("step", "prompt", "completion", "advantage")
@@ -77,6 +84,7 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
     also=lambda row: _columns(row)[:3] == ["step", "prompt", "completion"] and _columns(row)[-1] == "advantage",
     first_row_tells=_rewards_of_trl,
     repeated_but="step",
+    unit=lambda row: f"step {row.row['step']}",
 )
 def trl(row: Fields) -> RawRollouts:
     """TRL 1.16: the completions table of `GRPOTrainer(log_completions=True)`, `completions/completions_STEP.parquet`.
@@ -105,6 +113,7 @@ def trl(row: Fields) -> RawRollouts:
 @tool(
     *("verl", "verl's rollout_data_dir dumps", "input output gts score step", NO_TOKENS),
     *("special tokens: verl leaves out the chat markup of prompts", NO_END, NO_SCORES),
+    unit=lambda row: _numbered(row, "step", r"/(\d+)\.jsonl"),
 )
 def verl(row: Fields) -> RawRollouts:
     """Verl 0.9.1: `trainer.rollout_data_dir/STEP.jsonl`, of both trainers.
@@ -158,6 +167,7 @@ _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
 @tool(
     *("slime", "slime's debug rollout data", "group_index index prompt tokens response response_length label reward "
     "loss_mask weight_versions rollout_log_probs remove_sample status metadata"),
+    unit=lambda row: _numbered(row, "rollout", r"(\d+)\.pt\Z"),
 )  # fmt: skip
 def slime(row: Fields) -> RawRollouts:
     """Slime 0.3.1 (commit 624b824): `--save-debug-rollout-data PATH/{rollout_id}.pt`, or `--dump-details`.
@@ -231,7 +241,9 @@ def episodes(row: Fields) -> RawRollouts:
 
     Writers: `write_episode` in `verifiers/v1/utils/trace_store.py` (verifiers 0.4.0), and `FileMonitor.log_episodes` in
     `src/prime_rl/monitors/file.py` (prime-rl 0.8.0, commit 559b447), which writes `Episode.to_record()` under
-    `rollouts/step_N/KIND/SUBSET/`: those of SUBSET effective are in all, too. A row is an `Episode` of
+    `rollouts/step_N/KIND/SUBSET/`: those of SUBSET effective are in all, too. Later ones (commit 048a6e2) append all
+    episodes to `traces/stream/NNNNN.jsonl`, seal a full chunk as `.jsonl.zst`, and write advantages as annotations.
+    A row is an `Episode` of
     `verifiers/v1/episode.py`: `env`, `task`, `group` (its `id`, in training), `run`, `ok`, `is_timeout`, `errors`,
     `traces`. A trace (`verifiers/v1/trace.py`) has `agent`, `nodes`, `calls`, `rewards` (score and weight by name),
     `ok`, `errors`, `stop_condition`. A node (`verifiers/v1/graph.py`) is a message with the tokens that it adds:
@@ -245,15 +257,19 @@ def episodes(row: Fields) -> RawRollouts:
     if not as_list(row.row["traces"], "traces"):
         yield None  # it failed before anything was sampled
     for trace in row.row["traces"]:
-        paths = [path for path in _paths(trace) if any(trace["nodes"][place].get("sampled") for place in path)]
+        paths = [
+            (branch, path)
+            for branch, path in _paths(trace)
+            if any(trace["nodes"][place].get("sampled") for place in path)
+        ]
         if not part_of(trace, "agent").get("trainable", True) or not paths:
             yield None
             continue
-        for path in paths:
-            yield _trajectory(row, trace, path)
+        for branch, path in paths:
+            yield _trajectory(row, trace, branch, path)
 
 
-def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
+def _trajectory(row: Fields, trace: Row, branch: int, path: Sequence[int]) -> RawRollout:
     agent, task, env = part_of(trace, "agent"), part_of(trace, "task"), part_of(row.row, "env")
     rewards = [reward for reward in part_of(trace, "rewards").values() if reward is not None]
     path_calls = [call for call in trace.get("calls") or () if call.get("node") in path]
@@ -263,7 +279,9 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
     version = part_of(work, "policy").get("start", work.get("step"))
     key = part_of(row.row, "group").get("id") or task.get("key") or task.get("hash") or json.dumps(task, sort_keys=True)
     meta = {"env": env.get("name") or env.get("id"), "agent": agent.get("name"), "trace": trace.get("id")}
-    identity = None if trace.get("id") is None else ("trace", trace["id"], path[-1], _is_evaluation(row))
+    identity = (
+        None if trace.get("id") is None else _branch_identity(trace["id"], branch, evaluation=_is_evaluation(row))
+    )
     return row.of(trace).record(
         _tokens([trace["nodes"][place] for place in path]),
         reward=Made("sum of rewards[].score*weight", sum(map(_weighed, rewards)) if rewards else None),
@@ -274,7 +292,12 @@ def _trajectory(row: Fields, trace: Row, path: Sequence[int]) -> RawRollout:
         temperature=Made("calls[].sampling.temperature", _temperature(path_calls)),
         group=Made("group.id or task.key", (key, agent.get("name"))),
         meta=meta | {"stop_condition": trace.get("stop_condition")},
-        flags={"identity": identity, "one_prompt": False, "evaluation": _is_evaluation(row)},
+        flags={
+            "identity": identity,
+            "one_prompt": False,
+            "across_files": part_of(row.row, "group").get("id") is not None,
+            "evaluation": _is_evaluation(row),
+        },
     )
 
 
@@ -307,15 +330,39 @@ def _weighed(item: Any) -> float:
     return as_reward(item["score"], "score") * as_reward(item.get("weight", 1.0), "weight")
 
 
-def _paths(trace: Row) -> Iterator[list[int]]:
-    """Yield each path from a root to a leaf that is a training sample, as places of nodes."""
+def _branch_identity(trace_id: str, branch: int, *, evaluation: bool) -> tuple[str, str, int, bool]:
+    return "trace", trace_id, branch, evaluation
+
+
+def is_annotation(row: Row) -> bool:
+    """Return True for an update of a trace, which prime-rl writes when it has learned from it."""
+    return {"trace_id", "branches"} <= row.keys()
+
+
+def advantages_of(row: Row) -> Iterator[tuple[tuple[str, str, int, bool], float]]:
+    """Yield the advantages in an update of a trace, each with the identity of its trajectory.
+
+    prime-rl (commit 048a6e2): `traces/annotations/PRODUCER/NNNNN.jsonl`. Writer: `make_update` in
+    `src/prime_rl/monitors/file/traces/update.py`. `branches` has, by the `index` of a leaf, `advantages` per token of
+    the path, null where a token was not sampled.
+    """
+    for branch in as_list(row["branches"], "branches"):
+        values = [value for value in branch.get("advantages") or () if value is not None]
+        if values:
+            identity = _branch_identity(str(row["trace_id"]), as_int(branch["index"], "index"), evaluation=False)
+            yield identity, VALUES["advantage"](values, "advantages")
+
+
+def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:
+    """Yield each path from a root to a leaf that is a training sample: the number of the leaf, and places of nodes."""
     nodes = as_list(trace.get("nodes") or [], "nodes")
     links = [node.get("semantic_parents") or () for node in nodes]
     accepted = {link["node"] for of in links for link in of if link["type"] == "compaction"}
     parents = {node.get("parent") for node in nodes}
-    for leaf in range(len(nodes)):
+    leaves = [place for place in range(len(nodes)) if place not in parents]
+    for branch, leaf in enumerate(leaves):
         attempt = any(link["type"] == "compaction_attempt" for link in links[leaf])
-        if leaf in parents or (attempt and leaf not in accepted):
+        if attempt and leaf not in accepted:
             continue
         path, place = [], leaf
         while place is not None:
@@ -323,7 +370,7 @@ def _paths(trace: Row) -> Iterator[list[int]]:
                 raise DataError(f"the nodes are no tree: {json.dumps([n.get('parent') for n in nodes])[:80]}")
             path.append(place)
             place = nodes[place].get("parent")
-        yield path[::-1]
+        yield branch, path[::-1]
 
 
 def _tokens(nodes: Sequence[Row]) -> dict[str, Made]:
@@ -383,6 +430,7 @@ def results(row: Fields) -> RawRollouts:
     *("prime-rl", "token exports of prime-rl", "schema_version step rank env_name export_sequence_idx token_ids "
     "loss_mask advantages inference_logprobs trainer_logprobs"),
     *("rewards", "groups: each row is one", "why a completion ended"),
+    unit=lambda row: f"step {row.row['step']}, rank {row.row['rank']}",
 )  # fmt: skip
 def token_exports(row: Fields) -> RawRollouts:
     """prime-rl 0.8 (commit 559b447): `token_exports/step_N/rank_R.jsonl` of `--enable-token-export`.
@@ -439,7 +487,8 @@ def open_instruct(row: Fields) -> RawRollouts:
 @tool(
     *("skyrl", "SkyRL's dumps of evaluations", "input_prompt output_response score stop_reason env_class env_extras "
     "data_source"),
-    *(NO_TOKENS, "which words an environment said", NO_SCORES),
+    *(NO_TOKENS, "which text came from the environment", NO_SCORES),
+    unit=lambda row: _numbered(row, f"{row.row['data_source']}, step", r"global_step_(\d+)"),
 )  # fmt: skip
 def skyrl(row: Fields) -> RawRollouts:
     """SkyRL 0.3.0 (commit a956457): `dumped_evals/global_step_N_evals/DATASET.jsonl`.
@@ -468,7 +517,8 @@ def skyrl(row: Fields) -> RawRollouts:
 _NEMO = "token_ids token_loss_mask input_lengths sample_loss_mask rewards advantages generation_logprobs prev_logprobs"
 
 
-@tool("nemo-rl", "NeMo-RL's train_data_step*.jsonl", _NEMO, "why a completion ended")
+@tool("nemo-rl", "NeMo-RL's train_data_step*.jsonl", _NEMO, "why a completion ended",
+      unit=lambda row: _numbered(row, "step", r"train_data_step(\d+)"))  # fmt: skip
 def nemo_rl(row: Fields) -> RawRollouts:
     """NeMo-RL 0.6.0 (commit 7ea279a): `train_data_stepN.jsonl` of GRPO, sync and async, and of PPO.
 
@@ -504,7 +554,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
 
 
 @tool("nemo-rl", "NeMo-RL's val_data_step*.jsonl", "content rewards idx", NO_TOKENS, NO_END, NO_SCORES,
-      also=lambda row: len(row) == 3)  # fmt: skip
+      also=lambda row: len(row) == 3, unit=lambda row: _numbered(row, "step", r"val_data_step(\d+)"))  # fmt: skip
 def nemo_rl_validation(row: Fields) -> RawRollouts:
     """NeMo-RL 0.6.0 (commit 7ea279a): `val_data_stepN.jsonl` of its validations.
 
@@ -623,8 +673,12 @@ def add_summary(beside: dict[Any, dict[Any, Any]], row: Row) -> None:
 
 
 def is_metadata(row: Row) -> bool:
-    """Return True for the row of the file that open-instruct writes beside its shards, which has no rollouts."""
-    return row.keys() == {"run_name", "git_commit", "model_name", "timestamp"}
+    """Return True for a row of a file without rollouts that a tool writes beside them.
+
+    The settings beside open-instruct's shards; the indexes of prime-rl's stream of episodes and of its annotations.
+    """
+    index = {"chunk", "offset"} <= row.keys() and not row.keys().isdisjoint(("trace_id", "trace_ids"))
+    return index or row.keys() == {"run_name", "git_commit", "model_name", "timestamp"}
 
 
 def _is_solution(value: Any) -> bool:
@@ -682,7 +736,8 @@ def rows(row: Fields) -> RawRollouts:
     single = several == [] and not isinstance(row.row.get(names.get("reward", "")), list)
     are_ids = isinstance(several, list) and any(isinstance(item, int) for item in several[:1])
     if not isinstance(several, list) or is_messages(several) or single or are_ids:
-        yield row.record(names, group=_group_of(row, row.row.get(names.get("prompt_ids", names.get("prompt", "")))))
+        group = _group_of(row, row.row.get(names.get("prompt_ids", names.get("prompt", ""))))
+        yield row.record(names, group=group, flags={"across_files": group is not None})
         return
     values = {target: row.value(path) for target, path in names.items() if "+" not in path and "*" not in path}
     if "reward" in names and "reward" not in values:

@@ -34,6 +34,8 @@ class Tool:
     """A further condition on a row."""
     first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
     """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
+    unit: Callable[[Fields], str] = lambda fields: ""
+    """Names what the tool writes as one file and writes again after a restart; empty if it only appends."""
     repeated_but: str = ""
     """The tool may write the rows of one file again into the next, and then only this field differs."""
 

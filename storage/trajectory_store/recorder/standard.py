@@ -74,6 +74,9 @@ TOKEN_FIGURES = (
 EVALUATION = Column("evaluation", "bool", fill=False)
 """Marks the trajectories of an evaluation, which are never learned from."""
 
+SUPERSEDED = Column("superseded", "bool", mutable=True, fill=False)
+"""Marks rows that a newer version replaces, which are never learned from: of files that a tool wrote again."""
+
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
     TURNS,

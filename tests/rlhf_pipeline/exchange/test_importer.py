@@ -69,33 +69,43 @@ def test_a_torn_last_line_may_be_at_work(tmp_path: Path, jsonl: Write):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"reward": 9.0},
-        {"completion_ids": [5, 5]},
-        {"prompt_ids": [9]},
-        {"log_probs": [-1.0, -2.5]},
-        {"policy_version": 4},
-    ],
+    "change", [{"reward": 9.0}, {"log_probs": [-1.0, -2.5]}, {"advantage": 0.5}, {"finish_reason": "length"}]
 )
-def test_a_changed_file_is_refused(tmp_path: Path, jsonl: Write, change: dict[str, Any]):
-    """A file with other content under the old name is not taken for the old one, and nothing is added."""
+def test_a_newer_version_of_a_row_supersedes_it(tmp_path: Path, jsonl: Write, change: dict[str, Any]):
+    """Equal tokens with another value are a newer version under the same id; the older row stays, marked."""
     rows = [row(i, log_probs=[-1.0, -2.0], policy_version=3) for i in range(5)]
     import_files([jsonl(rows[:4])], tmp_path / "store")
     file = jsonl([rows[0], rows[1] | change, *rows[2:]])
-    with pytest.raises(DataError, match=r"rollouts\.jsonl:2: this trajectory is in .* already, with another "):
-        import_files([file], tmp_path / "store")
-    assert num_rows(tmp_path / "store") == 4
-
-
-def test_two_files_of_equal_rows_are_both_imported(tmp_path: Path, jsonl: Write):
-    """Equal rows in two files are different trajectories, in groups of their own."""
-    files = [jsonl(map(row, range(4)), name) for name in ("a.jsonl", "b.jsonl")]
-    assert import_files(files, tmp_path / "store").num_imported == 8
+    report = import_files([file], tmp_path / "store")
+    assert (report.num_imported, report.num_skipped, report.files[0].num_superseded) == (2, 3, 1)
     with TrajectoryStore.open(tmp_path / "store") as store:
-        assert len(set(store.read_scalars("trajectory_id").tolist())) == 8
-        assert len(set(store.read_scalars("group_id").tolist())) == 4
-    assert import_files(files[::-1], tmp_path / "store").num_skipped == 8
+        stored = store.read(store.ids(), ["trajectory_id", "group_id", "superseded"])
+    assert stored["trajectory_id"].tolist() == [0, 1, 2, 3, 1, 4]
+    assert stored["superseded"].tolist() == [False, True, False, False, False, False]
+    assert stored["group_id"].tolist() == [0, 0, 1, 1, 0, 2]
+    assert import_files([file], tmp_path / "store").num_imported == 0
+
+
+def test_the_older_version_does_not_come_back(tmp_path: Path, jsonl: Write):
+    """A copy of the file before the change adds nothing and changes nothing."""
+    old, new = jsonl([row(0), row(1)], "old.jsonl"), jsonl([row(0, reward=9.0), row(1)], "new.jsonl")
+    for file in (old, new, old, new):
+        import_files([file], tmp_path / "store")
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        stored = store.read(store.ids(), ["task_reward", "superseded"])
+    assert stored["task_reward"][~stored["superseded"]].tolist() == [0.25, 9.0]
+    assert len(stored["superseded"]) == 3
+
+
+def test_equal_rows_of_one_file_are_different_trajectories(tmp_path: Path, jsonl: Write):
+    """Equal rows are counted within a file; a copy of it adds nothing, unless it is of another training."""
+    files = [jsonl([*map(row, range(4)), row(0)], name) for name in ("a.jsonl", "b.jsonl")]
+    report = import_files(files, tmp_path / "store", group="none")
+    assert (report.num_imported, report.num_skipped) == (5, 5)
+    assert import_files(files[1:], tmp_path / "store", group="none", source="second").num_imported == 5
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert len(set(store.read_scalars("trajectory_id").tolist())) == 10
+    assert import_files(files[::-1], tmp_path / "store", group="none").num_skipped == 10
 
 
 def test_into_a_store_that_holds_others(tmp_path: Path, jsonl: Write):
@@ -208,7 +218,7 @@ def test_rows_of_a_saved_dataset(tmp_path: Path):
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "splits"))
     report = import_files([tmp_path / "data"], tmp_path / "store")
     assert (report.num_imported, report.num_groups, report.reward_sum) == (5, 3, 2.5)
-    assert import_files([tmp_path / "splits" / "train"], tmp_path / "store").num_imported == 5
+    assert import_files([tmp_path / "splits" / "train"], tmp_path / "store").num_skipped == 5  # the same rows
     with pytest.raises(DefinitionError, match=r"several splits. Name one: .*train"):
         import_files([tmp_path / "splits"], tmp_path / "store")
 
@@ -217,7 +227,7 @@ def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: 
     """A store never holds one file encoded in two ways."""
     rows = [{"prompt": "a", "completion": text, "reward": 1} for text in "bc"]
     import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=chat_tokenizer)
-    with pytest.raises(DataError, match=r":1: this trajectory is in .* with another input_ids.*read in another way"):
+    with pytest.raises(DataError, match=r":1: this trajectory is stored already, encoded with another tokenizer"):
         import_files([jsonl(rows)], tmp_path / "store", tokenizer=chat_tokenizer, chat_template=False)
     assert num_rows(tmp_path / "store") == 1
 

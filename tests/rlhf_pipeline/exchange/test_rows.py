@@ -204,7 +204,7 @@ def test_trl_tables_of_one_generation(tmp_path: Path, chat_tokenizer: Any):
 
 
 def test_trl_tables_that_only_resemble(tmp_path: Path, chat_tokenizer: Any):
-    """A generation that comes back later, one that goes on, and equal tables of two runs are all imported."""
+    """A generation that comes back later, one that grows, and equal tables of two steps are imported, each row once."""
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     from pyarrow import concat_tables, parquet
 
@@ -215,7 +215,10 @@ def test_trl_tables_that_only_resemble(tmp_path: Path, chat_tokenizer: Any):
     longer = concat_tables([parquet.read_table(other / "completions_00004.parquet")] * 2)
     parquet.write_table(longer, other / "completions_00005.parquet")
     report = import_files([folder, other], tmp_path / "store", tokenizer=chat_tokenizer)
-    assert [(file.num_imported, file.num_left_out) for file in report.files] == [(4, 0)] * 4 + [(8, 0)]
+    assert [(file.num_imported, file.num_left_out, file.num_skipped) for file in report.files] == [
+        *[(4, 0, 0)] * 4,
+        (4, 0, 4),  # the rows of step 4 again, and as many new ones
+    ]
 
 
 @pytest.mark.parametrize(
