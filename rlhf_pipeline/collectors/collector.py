@@ -73,7 +73,6 @@ class Rollout:
     """Mean over the rollout's graded trajectories, unshaped; None if it is no longer known."""
     num_failed: int
     """Trajectories that failed: their environment, or a reward function."""
-    first_error: str | None
     seconds: float
     from_store: bool
     """True if the rollout was in the store already, from a run that was killed, so nothing was sampled."""
@@ -281,7 +280,6 @@ class Collector:
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
-        error = next((item.error for item in grades if item.error is not None), None)
         _say_failures(rollout, one.grades, config.alarm_failed, say)
         turns, reasons = num_turns(sampled), sampled.texts(keys.FINISH_REASON)
         figures = rollout_figures(
@@ -303,7 +301,7 @@ class Collector:
                     f"{len(groups) - len(one.spread)} without spread fill the rollout."
                 )
         num_tokens = int(sampled.numbers(keys.ASSISTANT_MASK).sum())
-        return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=False)
+        return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=False)
 
     def _collect_each(
         self,
@@ -353,8 +351,7 @@ class Collector:
             self.observe(cursors)
         rows = self._rows_of(cursors)
         rewards, figures = store.read_scalars("task_reward", rows), stored_figures(store, rows, self._names)
-        error = next((grade.error for grade in grades if grade.error is not None), None)
-        return self._summary(rollout, rewards, num_tokens, error, started, figures=figures, from_store=not left)
+        return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=not left)
 
     def _hand_over(self, version: int) -> None:
         """Give an engine with its own copy the policy's weights, unless it has them."""
@@ -632,7 +629,6 @@ class Collector:
         index: int,
         rewards: np.ndarray,
         num_tokens: int,
-        error: str | None,
         started: float,
         *,
         figures: Figures,
@@ -646,7 +642,6 @@ class Collector:
             num_tokens=num_tokens,
             task_reward=float(rewards[graded].mean(dtype=np.float64)) if graded.any() else None,
             num_failed=failed,
-            first_error=error,
             seconds=time.perf_counter() - started,
             from_store=from_store,
             figures=figures,

@@ -6,7 +6,6 @@ here that rewards of a group are not all equal, so that it holds for any reward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.collectors.grading import Grade
-from rlhf_pipeline.collectors.rollout_figures import Figures
+from rlhf_pipeline.collectors.rollout_figures import Figures, spread_groups
 from rlhf_pipeline.collectors.sampled_rows import OWNER, joined
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Trajectories
@@ -55,24 +54,6 @@ def as_one(rounds: Sequence[Round]) -> Round:
         grades=[grade for one in rounds for grade in one.grades],
         steered=np.concatenate([one.steered for one in rounds]),
     )
-
-
-def spread_groups(rewards: npt.NDArray[np.floating], groups: npt.NDArray[np.int64]) -> Ints:
-    """Return the groups whose rewards are not all equal, ascending, int64 `[k]`.
-
-    Args:
-        rewards: [n]; NaN for a trajectory without, which does not count.
-        groups: int64 [n], the group of each.
-
-    >>> spread_groups(np.array([0.0, 1.0, 1.0, 1.0, 0.0, np.nan]), np.array([7, 7, 8, 8, 9, 9])).tolist()
-    [7]
-    """
-    known = np.isfinite(rewards)
-    found, place = np.unique(groups[known], return_inverse=True)
-    low, high = np.full(len(found), math.inf), np.full(len(found), -math.inf)
-    np.minimum.at(low, place, rewards[known])
-    np.maximum.at(high, place, rewards[known])
-    return found[high > low]
 
 
 def kept_groups(spread: Ints, num_sampled: int, wanted: int) -> Ints:

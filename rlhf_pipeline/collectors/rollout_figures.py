@@ -12,9 +12,28 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import reward_names
 from rlhf_pipeline.data.keys import POLICY_ROLE, reward_column
 from rlhf_pipeline.environments.outcomes import BROKEN, LENGTH
+from rlhf_pipeline.functional.advantage import FLOAT32_RESOLUTION
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
+
+
+def spread_groups(rewards: npt.NDArray[np.floating], groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the groups whose rewards are not all equal but for rounding, ascending, int64 `[k]`.
+
+    Args:
+        rewards: [n]; NaN for a trajectory without, which does not count.
+        groups: int64 [n], the group of each.
+
+    >>> spread_groups(np.array([0.0, 1.0, 1.0, 1.0, 0.0, np.nan]), np.array([7, 7, 8, 8, 9, 9])).tolist()
+    [7]
+    """
+    known = np.isfinite(rewards)
+    numbers, place = np.unique(groups[known], return_inverse=True)
+    low, high = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(low, place, rewards[known])
+    np.maximum.at(high, place, rewards[known])
+    return numbers[high - low > FLOAT32_RESOLUTION * np.maximum(np.abs(high), np.abs(low))]
 
 
 def rollout_figures(
@@ -57,7 +76,8 @@ def rollout_figures(
     known = np.isfinite(rewards)
     of_groups = [rewards[known & (groups == group)].astype(np.float64) for group in np.unique(groups[known])]
     found["reward_std_in_group"] = float(np.mean([one.std() for one in of_groups])) if of_groups else None
-    found["flat_groups"] = float(np.mean([one.min() == one.max() for one in of_groups])) if of_groups else None
+    spread = len(spread_groups(rewards, groups))
+    found["flat_groups"] = (len(of_groups) - spread) / len(of_groups) if of_groups else None
     broken = np.isin(np.asarray(kinds, dtype=str), list(BROKEN))
     for name, of_one in values.items():
         applies = np.isfinite(of_one)

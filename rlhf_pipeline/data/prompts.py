@@ -643,7 +643,7 @@ def _prompt_of(
     try:
         return "", Prompt(text=text, messages=messages, answer=answer, meta={**provenance, **meta})
     except DataError as error:
-        raise DataError(f"{where}: {_sentence(str(error), reading)}") from error
+        raise DataError(f"{where}: {_sentence(str(error), reading, names)}") from error
 
 
 def _is_blank(value: object) -> bool:
@@ -656,10 +656,14 @@ def _is_blank(value: object) -> bool:
     return bool(contents) and all(isinstance(content, str) and not content.strip() for content in contents)
 
 
-def _sentence(error: str, reading: _Reading) -> str:
-    """Return what is wrong with a prompt, in the names of its row."""
+def _sentence(error: str, reading: _Reading, meta_fields: Sequence[str]) -> str:
+    """Return what is wrong with a prompt, in the names of its row, and how to leave out a column."""
     if error.startswith("meta "):
-        return f"field {error.removeprefix('meta ')}"
+        others = ",".join(name for name in meta_fields if not error.startswith(f"meta {name!r}"))
+        return (
+            f"field {error.removeprefix('meta ')} Name the columns that rewards read, without this one: "
+            f"--set prompts.meta_fields={others}"
+        )
     field_name = reading.answer_field if error.startswith("answer") else reading.prompt_field
     return f"field '{field_name}': {error}"
 

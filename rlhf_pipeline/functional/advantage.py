@@ -35,7 +35,9 @@ STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
 RELATIVE_SPREAD_FLOOR: Final = 1e-12
-"""A spread below this part of the group's mean absolute return is rounding, not signal (float64 sums)."""
+"""A range of at most this part of the largest absolute value is rounding, not signal, in float64 sums."""
+FLOAT32_RESOLUTION: Final = 2.0**-23
+"""The same of values that were rounded to float32, as stored rewards are: neighbours differ by up to this part."""
 
 
 EstimatorFunction = Callable[..., torch.Tensor]
@@ -80,6 +82,7 @@ class Returns(NamedTuple):
         std: float64 [groups], unbiased.
         degenerate: bool [N].
         named: the rewards one by one; without names, the returns alone.
+        resolution: a range of at most this part of the largest absolute value is rounding.
     """
 
     values: torch.Tensor
@@ -90,6 +93,7 @@ class Returns(NamedTuple):
     std: torch.Tensor
     degenerate: torch.Tensor
     named: NamedRewards
+    resolution: float = RELATIVE_SPREAD_FLOOR
 
 
 class EstimatorEntry(NamedTuple):
@@ -162,11 +166,20 @@ def penalty_rounding(
     return penalty_N + 2.0 * torch.finfo(torch.float32).eps * task_rewards.double().abs()
 
 
-def _all_equal(values: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return whether all values of each group are equal; bool [groups]."""
+def _without_spread(values: torch.Tensor, index: torch.Tensor, groups: int, resolution: float) -> torch.Tensor:
+    """Return whether the values of each group are equal but for rounding; bool [groups], True for a group of none.
+
+    Args:
+        values: float64 [N]; those that are not finite do not count.
+        index: int64 [N], the group of each, from 0.
+        groups: their number.
+        resolution: a range of at most this part of the largest absolute value is rounding.
+    """
+    there = values.isfinite()
+    values, index = values[there], index[there]
     low_G = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
     high_G = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
-    return low_G == high_G
+    return high_G - low_G <= resolution * torch.maximum(high_G.abs(), low_G.abs())
 
 
 def group_advantage(
@@ -178,6 +191,7 @@ def group_advantage(
     task_rewards: torch.Tensor | None = None,
     rounding: torch.Tensor | None = None,
     named: NamedRewards | None = None,
+    resolution: float | None = None,
 ) -> GroupAdvantage:
     """Compute one advantage per trajectory, relative to the members of its group that arrived.
 
@@ -214,6 +228,8 @@ def group_advantage(
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
         named: the rewards one by one, for `gdpo` and functions that ask for them; None takes the returns as the only
             one.
+        resolution: a range within a group of at most this part of the largest absolute value is rounding; None takes
+            that of the dtype of the returns. `FLOAT32_RESOLUTION` for returns that are sums of stored rewards.
 
     Returns:
         `(advantages [N], degenerate [N])` as a named tuple.
@@ -241,6 +257,8 @@ def group_advantage(
             "Look for a reward function or a log-prob that is not finite."
         )
     dtype = returns.dtype if returns.dtype.is_floating_point else torch.float32
+    is_exact = not returns.dtype.is_floating_point or returns.dtype == torch.float64
+    resolution = resolution or (RELATIVE_SPREAD_FLOOR if is_exact else torch.finfo(returns.dtype).eps)
     returns_N = returns.double()
     if returns_N.numel() == 0:
         return GroupAdvantage(returns.to(dtype), torch.zeros_like(returns, dtype=torch.bool))
@@ -250,26 +268,27 @@ def group_advantage(
     mean_G = indexed_sum(returns_N, index_N, groups) / size_G
     centred_N = returns_N - mean_G[index_N]
     std_G = (indexed_sum(centred_N.square(), index_N, groups) / (size_G - 1).clamp_min(1)).sqrt()
-    scale_G = indexed_sum(returns_N.abs(), index_N, groups) / size_G
-    flat_G = (size_G < 2) | (std_G <= RELATIVE_SPREAD_FLOOR * scale_G)
+    flat_G = (size_G < 2) | _without_spread(returns_N, index_N, groups, resolution)
     if task_rewards is not None and rounding is not None:
         beyond_G = indexed_sum((centred_N.abs() > rounding.double()).double(), index_N, groups)
-        flat_G = flat_G | (_all_equal(task_rewards.double(), index_N, groups) & (beyond_G == 0))
+        flat_G = flat_G | (_without_spread(task_rewards.double(), index_N, groups, resolution) & (beyond_G == 0))
     if named is None:
         named = NamedRewards(returns_N[:, None], ("task_reward",), (1.0,))
     elif entry.by_reward:
         named = named._replace(rewards=named.rewards.double())
-        flat_G = flat_G & _without_spread(named, index_N, groups)
+        each_RG = [_without_spread(reward, index_N, groups, resolution) for reward in named.rewards.unbind(1)]
+        flat_G = flat_G & (torch.stack(each_RG).all(0) if each_RG else torch.ones_like(flat_G))
     degenerate_N = flat_G[index_N]
 
     if entry.of_batch:
         batch_N = returns_N - returns_N.mean()
-        spread = _batch_std(batch_N)
-        flat = spread <= RELATIVE_SPREAD_FLOOR * returns_N.abs().amax()
+        flat = _without_spread(returns_N, torch.zeros_like(index_N), 1, resolution)[0]
         if task_rewards is not None and rounding is not None:
             flat = flat | ((task_rewards == task_rewards[0]).all() & (batch_N.abs() <= rounding.double()).all())
         degenerate_N = flat.expand_as(degenerate_N)
-    advantages_N = entry.advantages(Returns(returns_N, index_N, lengths, size_G, centred_N, std_G, degenerate_N, named))
+    advantages_N = entry.advantages(
+        Returns(returns_N, index_N, lengths, size_G, centred_N, std_G, degenerate_N, named, resolution)
+    )
     return GroupAdvantage(advantages_N.masked_fill(degenerate_N, 0.0).to(dtype), degenerate_N.clone())
 
 
@@ -304,27 +323,22 @@ def _opo(found: Returns) -> torch.Tensor:
     return found.values - _length_baseline(found.values, found.groups, len(found.size), found.lengths)
 
 
-def _moments(reward: torch.Tensor, index: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(
+    reward: torch.Tensor, index: torch.Tensor, groups: int, resolution: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a reward less its group's mean, 0 where it does not apply, and its unbiased spread in each group."""
     there_N = reward.isfinite()
     given_N, count_G = torch.where(there_N, reward, 0.0), indexed_sum(there_N.double(), index, groups)
     mean_G = indexed_sum(given_N, index, groups) / count_G.clamp_min(1)
     centred_N = torch.where(there_N, given_N - mean_G[index], 0.0)
     std_G = (indexed_sum(centred_N.square(), index, groups) / (count_G - 1).clamp_min(1)).sqrt()
-    scale_G = indexed_sum(given_N.abs(), index, groups) / count_G.clamp_min(1)
-    return centred_N, torch.where(std_G <= RELATIVE_SPREAD_FLOOR * scale_G, 0.0, std_G)
-
-
-def _without_spread(named: NamedRewards, index: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return whether no reward that counts has any spread, bool [groups]."""
-    spreads = [_moments(one, index, groups)[1] for one in named.rewards.unbind(1)]
-    return torch.stack(spreads).amax(0) == 0 if spreads else torch.ones(groups, dtype=torch.bool)
+    return centred_N, torch.where(_without_spread(reward, index, groups, resolution), 0.0, std_G)
 
 
 def _gdpo(found: Returns) -> torch.Tensor:
     total_N, groups, at_N = torch.zeros_like(found.values), len(found.size), found.groups
     for reward_N, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
-        centred_N, std_G = _moments(reward_N, at_N, groups)
+        centred_N, std_G = _moments(reward_N, at_N, groups, found.resolution)
         total_N += weight * torch.where(std_G > 0, 1.0, 0.0)[at_N] * centred_N / (std_G + STD_FLOOR)[at_N]
     total_N = total_N.masked_fill(found.degenerate, 0.0)
     batch_N = total_N - total_N.mean()
@@ -451,7 +465,12 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
 
 
 def turn_advantage(
-    rewards: torch.Tensor, group_ids: torch.Tensor, turns: torch.Tensor, *, discount: float = 1.0
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    turns: torch.Tensor,
+    *,
+    discount: float = 1.0,
+    resolution: float | None = None,
 ) -> GroupAdvantage:
     """Compute one advantage per turn: turn-level GRPO.
 
@@ -474,6 +493,7 @@ def turn_advantage(
         group_ids: int64 [N].
         turns: int64 [N], turns per trajectory, 0 or more.
         discount: weight of the next turn's advantage, from 0 to 1.
+        resolution: see `group_advantage`.
 
     Returns:
         One advantage per turn, in the dtype of the rewards. It is flagged as degenerate where no member of the group
@@ -504,7 +524,7 @@ def turn_advantage(
     earned[owner, number] = rewards.double()
     counts = earned.isfinite().cumprod(1).bool()  # until it failed
     places = _numbers(group_ids)[:, None] * most + torch.arange(most, device=rewards.device)
-    own = group_advantage(earned[counts], places[counts], "grpo")
+    own = group_advantage(earned[counts], places[counts], "grpo", resolution=resolution)
     values, varied = torch.zeros_like(earned), torch.zeros_like(counts)
     values[counts], varied[counts] = own.advantages, ~own.degenerate
     for turn in range(most - 2, -1, -1):

@@ -82,13 +82,6 @@ class MadeHere(_Collected):
             except StopAskedError as error:
                 tell(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
                 return None
-            if rollout.num_failed:
-                tell(
-                    self._on_event,
-                    f"rollout {index}: {rollout.num_failed} of {rollout.num_trajectories} trajectories failed; those "
-                    "trajectories are stored and not learned from."
-                    + (f" First error: {rollout.first_error}" if rollout.first_error else ""),
-                )
         followed = self._parts.curriculum
         weights = [] if followed is None or rollout is None else followed.weights(index)
         return StepBatch(

@@ -42,6 +42,7 @@ from rlhf_pipeline.data.trajectories import (
 )
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
+    FLOAT32_RESOLUTION,
     EstimatorFunction,
     NamedRewards,
     group_advantage,
@@ -452,6 +453,7 @@ def graded_groups(
             estimator,
             lengths=lengths,
             named=None if named_rewards is None else named_rewards.take(part),
+            resolution=FLOAT32_RESOLUTION,
             **penalised,
         )
     graded = Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
@@ -471,7 +473,7 @@ def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: floa
     ]
     counts = torch.tensor([len(turn_rewards) for turn_rewards in each])
     flat = torch.tensor([value for turn_rewards in each for value in turn_rewards], dtype=torch.float64)
-    graded_turns = turn_advantage(flat, graded.codes, counts, discount=discount)
+    graded_turns = turn_advantage(flat, graded.codes, counts, discount=discount, resolution=FLOAT32_RESOLUTION)
     turns = graded_turns.advantages.float().split(counts.tolist())
     varied = spread(graded.codes, counts)[~graded_turns.degenerate]
     return graded._replace(

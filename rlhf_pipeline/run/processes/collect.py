@@ -248,9 +248,6 @@ class _Worker:
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)
             raise
-        if done.num_failed:
-            message = f"rollout {rollout}: {done.num_failed} of {done.num_trajectories} trajectories failed"
-            tell(self.on_event, message)
         return done
 
     def _refresh(self) -> WeightRefresh | None:

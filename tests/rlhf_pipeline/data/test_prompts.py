@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_a_bad_row_is_refused_in_one_sentence_with_its_place(row, message):
     """Field and row are named, before anything is sampled."""
     with pytest.raises(DataError, match=message):
         Prompts(rows=[{"question": "q", "answer": 1}, row]).prompt(0, seed=0)
+
+
+def test_a_column_of_bytes_has_a_way(tmp_path):
+    """The message names `meta_fields` with the other columns; with them the file is read."""
+    pyarrow = pytest.importorskip("pyarrow")
+    file = tmp_path / "images.parquet"
+    table = pyarrow.table({"question": ["q"], "answer": ["1"], "level": [3], "image": [b"GIF"], "topic": ["sums"]})
+    importlib.import_module("pyarrow.parquet").write_table(table, file)
+    with pytest.raises(DataError, match=r"'image' is of type bytes.*--set prompts\.meta_fields=level,topic$"):
+        Prompts(path=str(file)).prompt(0, seed=0)
+    assert Prompts(path=str(file), meta_fields=("level", "topic")).prompt(0, seed=0).meta["topic"] == "sums"
 
 
 def test_rows_are_left_out_by_named_rules_alone_and_counted():

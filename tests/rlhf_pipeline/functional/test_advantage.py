@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -348,3 +349,34 @@ def test_turns_that_do_not_fit_are_refused():
         turn_advantage(torch.zeros(4), groups, torch.tensor([1, 2]))
     with pytest.raises(DefinitionError, match="discount is"):
         turn_advantage(torch.zeros(3), groups, torch.tensor([1, 2]), discount=1.5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_pp_baseline", "grpo_batch"])
+@pytest.mark.parametrize("level", [1.0, -0.3, 1000.0])
+def test_neighbouring_float32_numbers_are_no_spread(estimator, level):
+    """Rewards that differ by one unit of their last place are one reward summed in two orders."""
+    reward = np.float32(level)
+    upper = np.nextafter(reward, np.float32(np.inf))
+    groups = torch.tensor([0, 0, 0, 0])
+    for highest, is_flat in ((upper, True), (np.float32(level + abs(level) / 2), False)):
+        returns = torch.tensor([reward, reward, highest, reward])
+        named = NamedRewards(returns[:, None], ("one",), (1.0,))
+        found = group_advantage(returns, groups, estimator, named=named)
+        assert found.degenerate.tolist() == [is_flat] * 4
+        assert bool((found.advantages == 0).all()) is is_flat
+
+
+def test_a_reward_with_rounding_alone_adds_nothing_to_gdpo():
+    """Of two rewards, one varies: the other, equal but for its last place, leaves the advantages as they are."""
+    first = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    second = torch.full((4,), 0.7)
+    groups, weights = torch.tensor([0, 0, 1, 1]), (1.0, 1.0)
+    noisy = second.clone()
+    noisy[::2] = torch.nextafter(noisy[::2], torch.tensor(2.0))
+    found = [
+        group_advantage(
+            first + rest, groups, "gdpo", named=NamedRewards(torch.stack([first, rest], 1), ("a", "b"), weights)
+        )
+        for rest in (second, noisy)
+    ]
+    assert torch.equal(found[0].advantages, found[1].advantages)
