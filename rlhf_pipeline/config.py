@@ -33,14 +33,27 @@ from rlhf_pipeline.data.rewards import (
     rewards_of,
 )
 from rlhf_pipeline.environments.environment import has_effects, rewards_of_environment
-from rlhf_pipeline.environments.makers import maker_of
+from rlhf_pipeline.environments.makers import code_of, maker_of
 from rlhf_pipeline.settings import Settings, setting
+from rlhf_pipeline.user_code.identity import identity_of
 
 Estimator = Literal[
     "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo", "gdpo"
 ]
 EVALUATION_FIGURES = ("reward", "reward_low")
 """The figures of an evaluation that more of is better, beside pass@k and those of named rewards."""
+
+
+def passes_of(best: str | None) -> int | None:
+    """Return the k of `pass@k`; None for any other figure.
+
+    >>> passes_of("pass@8"), passes_of("reward"), passes_of("pass@two")
+    (8, None, None)
+    """
+    k = re.fullmatch(r"pass@(\d+)", best or "")
+    return int(k[1]) if k else None
+
+
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "sequence_sum", "dr_grpo"]
 Objective = Literal["grpo", "cispo", "gspo", "sapo", "gmpo", "dppo", "vespo"]
 KLEstimator = Literal["k3+", "k3", "k2"]
@@ -560,8 +573,9 @@ class Evaluate(Settings):
     )
     best: str | None = setting(
         None,
-        help="The figure by which the best weights are chosen: `reward`, `pass@4`, or the name of a reward or "
-        "component. None is `reward`, the mean. Of several sets the one that names it decides, otherwise the first.",
+        help="The figure by which the best weights are chosen: `reward`, `pass@K` for any K up to `group_size`, or the "
+        "name of a reward or component. None is `reward`, the mean. Of several sets the one that names it decides, "
+        "otherwise the first.",
     )
     at_start: bool = setting(True, help="Whether to evaluate the weights that the run begins with.")
     keep_best: bool = setting(
@@ -577,6 +591,16 @@ class Evaluate(Settings):
         if not self.temperature:
             given |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return replace(collect, group_size=self.group_size, dynamic=1, dynamic_by=None, **given)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        k = passes_of(self.best)
+        return [
+            (
+                k is None or 1 <= k <= self.group_size,
+                f"best is {self.best!r}, and a group has {self.group_size} completions: pass@k needs 1 to "
+                f"{self.group_size} of them. Set group_size={k}, or best='pass@{self.group_size}'.",
+            ),
+        ]
 
 
 def _asking_nothing(evaluate: Any) -> Any:
@@ -1019,6 +1043,8 @@ class Pipeline(Settings):
     )
 
     def __post_init__(self) -> None:
+        for code in self._code():
+            identity_of(code)  # here, because a call may change what its function holds
         if self.reward is None:
             object.__setattr__(self, "reward", no_reward)
         if self.environment is not None:
@@ -1029,6 +1055,15 @@ class Pipeline(Settings):
             if isinstance(self.prompts, EmptyPrompts):
                 object.__setattr__(self, "evaluate", _asking_nothing(self.evaluate))
         Settings.__post_init__(self)
+
+    def _code(self) -> Iterator[Any]:
+        """Yield the functions and classes that are called during a run."""
+        reward: Any = self.reward
+        rewards: list[Any] = [*reward] if isinstance(reward, (list, tuple)) else [reward]
+        functions: list[Any] = [each.function if isinstance(each, Reward) else each for each in rewards]
+        groups = ((self.write, "estimator"), (self.loss, "objective"), (self.sample, "strategy"))
+        functions += [getattr(group, name, None) for group, name in groups]
+        yield from filter(callable, [*functions, *code_of(self.environment)])
 
     @property
     def curriculum(self) -> Curriculum | None:
@@ -1085,7 +1120,7 @@ class Pipeline(Settings):
         asked = {"collect.dynamic_by": self.collect.dynamic_by}
         asked |= {} if self.curriculum is None else {"prompts.curriculum.by": self.curriculum.by}
         for name, one in self.evaluations.items():
-            own = one.best is None or one.best in EVALUATION_FIGURES or one.best.startswith("pass@")
+            own = one.best in EVALUATION_FIGURES or passes_of(one.best) is not None
             asked |= {f"evaluate.{name}.best".replace("..", "."): None if own else one.best}
             asked |= {f"evaluate.{name}.success".replace("..", "."): one.success}
         for field, given in asked.items():

@@ -169,6 +169,8 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
                 raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
             inner.setdefault(head, []).append((rest, text))
             new[head] = value
+        elif dataclasses.is_dataclass(value) and _is_none(text, typing.get_type_hints(type(config))[head]):
+            new[head] = None
         elif dataclasses.is_dataclass(value):
             fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
             raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
@@ -192,6 +194,11 @@ def _default_of(hint: Any) -> Any:
     return cast(Any, kinds[0])() if kinds else None
 
 
+def _is_none(text: str, hint: Any) -> bool:
+    """Return whether a text is None, in a field that may be None."""
+    return type(None) in typing.get_args(hint) and text.lower() in ("none", "null")
+
+
 def _parse(text: str, hint: Any, code: Code) -> Any:
     """Parse `text` as `hint`: bool, int, float, str, a Literal, a function, an optional of these, or several."""
     origin = typing.get_origin(hint)
@@ -200,7 +207,7 @@ def _parse(text: str, hint: Any, code: Code) -> Any:
         return tuple(_parse(part.strip(), kind, code) for part in text.split(",") if part.strip())
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
-        if type(None) in options and text.lower() in ("none", "null"):
+        if _is_none(text, hint):
             return None
         if CODE.fullmatch(text) and any(typing.get_origin(option) is Callable for option in options):
             return code(text)

@@ -133,8 +133,12 @@ def _of_model(args: argparse.Namespace) -> Asked:
         raise DefinitionError("--step and --best choose a checkpoint of a run, and this is a model folder.")
     place = Path(args.path).expanduser()
     pipeline = definitions.find(args.definition).pipeline(tuple(args.overrides))
-    dtype = pipeline.policy.dtype if isinstance(pipeline.policy, PretrainedPolicy) else "auto"
-    pipeline = replace(pipeline, policy=PretrainedPolicy(path=str(place), dtype=dtype))
+    policy = pipeline.policy
+    if isinstance(policy, PretrainedPolicy):
+        policy = replace(policy, path=str(place), lora_rank=0)  # the folder has whole weights; new adapters do nothing
+    else:
+        policy = PretrainedPolicy(path=str(place), chat_template=policy.chat_template)
+    pipeline = replace(pipeline, policy=policy)
     folder = Path(args.out or f"runs/{place.resolve().name}-evaluation").expanduser()
     where = {"run_dir": folder, "checkpoint": None, "step": 0, "seed": 0, "device": args.device or "cpu"}
     return None, _evaluated(pipeline, args), where
@@ -170,6 +174,7 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
 
     names = ("num_prompts", "group_size", "temperature")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given["best"] = None  # chooses among the steps of a run; it may need a larger group than this one
     sets = pipeline.evaluations
     if args.prompts is not None:
         first = next(iter(sets.values()), None)

@@ -28,14 +28,17 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
 
     view = View(args.path)
-    steps = view.ledger(last=args.num)
+    steps, graders = view.ledger(last=args.num), view.graders()
     view.close()
     if args.json:
         say_json(steps)
         return 0
-    rows = [("step", "trajectories", "mean age", "oldest", "watermark")]
+    rows = [("step", "trajectories", "mean age", "oldest", "watermark", *(["grader"] if graders else []))]
     for step in steps:
         ages = number(step["age_mean"]), str(step["age_max"] if step["age_max"] is not None else "-")
-        rows.append((str(step["step"]), str(step["num"]), *ages, str(step.get("watermark", "-"))))
+        grader = [str(step["grader"])] if graders else []
+        rows.append((str(step["step"]), str(step["num"]), *ages, str(step.get("watermark", "-")), *grader))
     say("\n".join(aligned(rows, left=0)))
+    for place, grader in enumerate(graders, start=1):
+        say(f"grader {place}, from step {grader['from_step']}: {grader['what']}")
     return 0

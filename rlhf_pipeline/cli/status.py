@@ -68,6 +68,7 @@ def execute(args: argparse.Namespace) -> int:
         ("  stored", f"{count(found['stored'], 'trajectory')}, {found['failed']:,} of them failed"),
         ("  disk", f"{found['bytes'] / 1e6:.1f} MB" + ("" if growth is None else f", {growth / 1e6:.1f} MB per hour")),
         *((f"  {one['name']}", _process(one, ago(one["seen"]))) for one in found["processes"]),
+        *(("  grader", f"from step {grader['from_step']}: {grader['what']}") for grader in found["graders"]),
         *(("  waits", text) for text in found["waits_for"]),
         *(("  ALARM", text) for text in found["alarms"]),
     ]

@@ -253,7 +253,7 @@ class Collector:
                     rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), rows), np.nan)
                 figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, rows), rewards)
             given = store.read_scalars("task_reward", rows)
-            found = self._summary(rollout, given, 0, None, started, figures=figures, from_store=True)
+            found = self._summary(rollout, given, 0, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Final, cast
 
 from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.data.prompts import JsonValue
@@ -257,9 +257,12 @@ class Reward:
         function: the function; or, with an environment, the name of one of its rewards.
         weight: its weight; 0 only records it.
         name: of its column; the function's own when None.
+        version: of what the function reads from outside its code and the values it holds, such as a file, a prompt for
+            a judge or a server. A run that continues with another version reports a changed reward function.
 
     Raises:
-        DefinitionError: the function cannot be called, the weight is not finite, or the name cannot name a column.
+        DefinitionError: the function cannot be called, the weight is not finite, the name cannot name a column, or the
+            version is not text.
 
     >>> Reward(exact_match, weight=0.5).column
     'reward_exact_match'
@@ -269,8 +272,11 @@ class Reward:
     _: KW_ONLY
     weight: float = 1.0
     name: str | None = None
+    version: str | None = field(default=None, metadata={"recorded": False})
 
     def __post_init__(self) -> None:
+        if self.version is not None and not isinstance(cast(object, self.version), str):
+            raise DefinitionError(f'Reward.version is {self.version!r}; it must be text, for example version="3".')
         if isinstance(self.function, str):
             object.__setattr__(self, "function", EnvironmentReward(name=self.function))
         if not callable(self.function):
@@ -320,7 +326,7 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
             number += 1
             label = f"{one.label}_{number}"
         taken.append(label)
-        named.append(Reward(one.function, weight=one.weight, name=label))
+        named.append(replace(one, name=label))
     return tuple(named)
 
 

@@ -31,6 +31,7 @@ from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.address import Address, address_of, below
 from rlhf_pipeline.run.evaluation_rows import evaluation_stores, recorded_sets, set_of_store, stored_evaluations
 from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
+from rlhf_pipeline.run.recorded_code import graders
 
 Answer = dict[str, Any]
 
@@ -212,10 +213,16 @@ class View:
         return {"now": time.time(), "processes": self.processes(), "logs": logs}
 
     def definition(self) -> Answer:
-        """Return the definition, flat: `{"learn.lr": 0.001, ...}`; empty for a store alone."""
+        """Return the definition, flat: `{"learn.lr": 0.001, ...}`, with its graders; empty for a store alone."""
         if self.run is None:
             return {}
-        return {name: str(value) if isinstance(value, list) else value for name, value in self._fields().items()}
+        fields = {name: str(value) if isinstance(value, list) else value for name, value in self._fields().items()}
+        return fields | {f"grader from step {grader['from_step']}": grader["what"] for grader in self.graders()}
+
+    def graders(self) -> list[Answer]:
+        """Return the graders of a run with the first step that each applied to; empty if there was one throughout."""
+        changes = [] if self.run is None else graders(self.run.history)
+        return [{"from_step": step, "what": what} for step, what in changes] if len(changes) > 1 else []
 
     def _fields(self) -> Mapping[str, Any]:
         return dict(flat_fields(self.run.config.pipeline)) if self.run is not None else {}
@@ -628,14 +635,19 @@ class View:
                 }
 
     def ledger(self, *, last: int = 20) -> list[Answer]:
-        """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first."""
+        """Return the newest steps of the ledger: step, trajectories, groups, ages, watermark; oldest first.
+
+        `grader` is the number of the step's grader, from 1, in a run that had several; see `graders`.
+        """
+        begins = [grader["from_step"] for grader in self.graders()]
         steps = []
         for row in self.ledger_rows()[-last:] if self.run is not None else []:
             ages = row.get("ages") or []
             used = len(row.get("row_ids", []))
             mean = _mean([float(age) for age in ages])
             scalars = {name: value for name, value in row.items() if not isinstance(value, list)}
-            steps.append({**scalars, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
+            grader = {"grader": sum(first <= row["step"] for first in begins)} if begins else {}
+            steps.append({**scalars, **grader, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
         return steps
 
     # -- counts and lists --------------------------------------------------------------------------------------------

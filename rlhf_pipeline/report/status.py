@@ -39,6 +39,7 @@ def status(view: View, now: float) -> Answer:
 
     Returns:
         `state` (`running`, `ended`, `stopped`), `since` and `seen` in seconds since 1970, `processes`, `waits_for`,
+        `graders` (see `View.graders`),
         `bytes`, `bytes_per_hour` (None without steps of a minute, and of a run that does not run), `bytes_allowed` (the
         budget, or None), and `alarms`, each a sentence; besides the figures of `View.about`.
     """
@@ -58,6 +59,7 @@ def status(view: View, now: float) -> Answer:
         "since": min(starts, default=None) if state == "running" else max(seen) or None,
         "seen": max(seen) or None,
         "waits_for": [f"{one['name']}: {one['state']}" for one in at_work if str(one.get("state")).startswith("wait")],
+        "graders": view.graders(),
         "bytes": usage.total,
         "bytes_per_hour": _growth(rows, usage.growing, about["stored"]) if state == "running" else None,
         "bytes_allowed": run.config.pipeline.get("buffer", {}).get("max_bytes"),

@@ -19,12 +19,17 @@ _SILENT: Final = frozenset(
         *("learn.logger", *(f"learn.logger_{name}" for name in ("project", "name", "tags", "samples"))),
         *("learn.stop_at_reward", "learn.stop_window", "learn.keep_token_figures"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
+        *("collect.reward_concurrency", "collect.alarm_failed"),
     }
 )
-"""Fields that decide when to stop and save and how much fits in memory, but not what is learned."""
+"""Fields that decide when to stop, save and report, and how much fits in memory or runs at a time, but not what is
+learned."""
 
 _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("learn.token_budget", "learn.layout"), LAST_BITS),
+    **dict.fromkeys(("learn.token_budget", "learn.layout", "learn.offload_optimizer"), LAST_BITS),
+    "collect.reward_timeout_s": "reward calls from here on fail after that time",
+    "collect.step_timeout_s": "answers of an environment from here on fail after that time",
+    "collect.retries": "calls and conversations that fail from here on are tried again that often",
     "collect.engine": "from here on, other completions of the same weights are drawn",
     "collect.num_slots": "completions sampled from here on may differ in the last bits of their log-probs",
 }

@@ -25,6 +25,7 @@ from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SUPPORT
 from rlhf_pipeline.collectors.collector import Collector
 from rlhf_pipeline.config import EVALUATION_FIGURES, Evaluate, Pipeline, deciding_set
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
+from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.bound_rewards import bound_rewards
@@ -234,14 +235,21 @@ class Evaluations(ABC):
         best = one is self._deciding and one.best(newest) == step
         self._on_event(EvaluationDone(name=one.name, step=step, best=best, figures=figures))
         for field, name in (("success", one.evaluate.success), ("best", one.evaluate.best)):
-            own = name in EVALUATION_FIGURES or f"evaluation/{name}" in figures
-            if name is not None and not own and f"evaluation/reward/{name}" not in figures:
-                known = ", ".join(names_in(one.store)) or "none"
-                tell(
-                    self._on_event,
-                    f"evaluate.{f'{one.name}.' if one.name else ''}{field} is {name!r}, and no completion of the "
-                    f"evaluation of step {step} has a reward or component of that name; there are: {known}.",
+            is_figure = name in EVALUATION_FIGURES or f"evaluation/{name}" in figures
+            if name is None or is_figure or f"evaluation/reward/{name}" in figures:
+                continue
+            path = f"evaluate.{f'{one.name}.' if one.name else ''}{field}"
+            known = names_in(one.store)
+            if not known and figures.get("evaluation/reward") is not None:
+                raise DefinitionError(
+                    f"{path} is {name!r}, and the evaluation of step {step} has no named reward and no component. Name "
+                    f"the function, Reward(f, name={name!r}), or continue without it: --resume --set {path}=none"
                 )
+            tell(
+                self._on_event,
+                f"{path} is {name!r}, and no completion of the evaluation of step {step} has a reward or component of "
+                f"that name; there are: {', '.join(known) or 'none'}.{did_you_mean(name, known)}",
+            )
 
 
 class Evaluator(Evaluations):

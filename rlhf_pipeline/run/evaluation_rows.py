@@ -12,14 +12,16 @@ import numpy as np
 
 from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.trajectory_schema import reward_names
-from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
+from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy, passes_of
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
+from rlhf_pipeline.run.definition_identity import evaluation_identity
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.inputs import evaluation_inputs, model_files
+from rlhf_pipeline.run.inputs import model_files, prompt_contents
+from rlhf_pipeline.run.recorded_code import evaluated_code
 from trajectory_store import TrajectoryStore
 
 Figures = dict[str, float | int | None]
@@ -32,17 +34,26 @@ def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate, nam
 
     The weights of a run are named by their step; those of a model folder, outside a run, are part of the name.
     """
-    collect, limits = evaluate.sampling(pipeline.collect), ("top_k", "top_p", "min_p", "stop", "max_turns")
-    what = {field: getattr(evaluate, field) for field in ("num_prompts", "group_size", "temperature")}
-    what |= {field: getattr(collect, field) for field in (*limits, "max_new_tokens")}
-    what |= {"reward": pipeline.reward, "environment": pipeline.environment}
-    what |= {"inputs": (inputs := evaluation_inputs(pipeline, evaluate))}
-    what |= {"prompts": _by_content(to_json(evaluate.prompts), inputs, "evaluate.prompts")}
+    if run.is_recorded_by_text:
+        identity = _identity_by_text(pipeline, evaluate)
+    else:
+        identity = evaluation_identity(pipeline, evaluate)
     if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
-        what |= {"policy": pipeline.policy, "weights": model_files(Path(pipeline.policy.path).expanduser())}
-    text = json.dumps({field: to_json(value) for field, value in what.items()}, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        identity |= {"weights": model_files(Path(pipeline.policy.path).expanduser())}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return below(run.address, f"{filenames.EVALUATIONS}/{f'{name}-' if name else ''}{digest}")
+
+
+def _identity_by_text(pipeline: Pipeline, evaluate: Evaluate) -> dict[str, Any]:
+    """Return what names the evaluations of a run that was begun before there were identities."""
+    collect, limits = evaluate.sampling(pipeline.collect), ("top_k", "top_p", "min_p", "stop", "max_turns")
+    fields = {field: getattr(evaluate, field) for field in ("num_prompts", "group_size", "temperature")}
+    fields |= {field: getattr(collect, field) for field in (*limits, "max_new_tokens")}
+    fields |= {"reward": pipeline.reward, "environment": pipeline.environment}
+    files = prompt_contents(evaluate.prompts, "evaluate.prompts")
+    fields |= {"inputs": files | evaluated_code(pipeline, evaluate, by_text=True)}
+    fields |= {"prompts": _by_content(to_json(evaluate.prompts), files, "evaluate.prompts")}
+    return {field: to_json(value) for field, value in fields.items()}
 
 
 def _by_content(value: Any, inputs: Mapping[str, Any], field: str) -> Any:
@@ -82,7 +93,9 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
     means = _means(rewards, prompt)
     mean, low, high = mean_interval(means) if len(means) else (None, None, None)
     known = success is None or success in named
-    passes = {2**i: pass_at_k(counts, right, 2**i) if known else None for i in range(most.bit_length())}
+    best = passes_of(_field(evaluate, "best", None)) or 1
+    sizes = sorted({*(2**i for i in range(most.bit_length())), most, min(best, most)})
+    passes = {k: pass_at_k(counts, right, k) if known else None for k in sizes}
     return {
         "evaluation/reward": mean,
         "evaluation/reward_low": low,

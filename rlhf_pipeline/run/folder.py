@@ -65,9 +65,10 @@ from rlhf_pipeline.run.config_diff import (
 )
 from rlhf_pipeline.run.events import EventHandler, Notice
 from rlhf_pipeline.run.files import remove_folder, tidy, write_atomically
-from rlhf_pipeline.run.inputs import check_inputs, describe_inputs, edited_code, keep_inputs, place
+from rlhf_pipeline.run.inputs import changed_prompts, check_inputs, describe_inputs, keep_inputs, place
 from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.heartbeat import try_lock
+from rlhf_pipeline.run.recorded_code import changed_code, describe_code
 from rlhf_pipeline.run.rows import Row, StepRows
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
+_IDENTITY: Final = "identity"
+"""The form in which a run records code: 2, the identities of `user_code.identity`; without it, the hash of its text."""
 
 ALONE: Final = "run"
 """The name of a process that has the run for itself."""
@@ -506,7 +509,8 @@ class RunFolder:
             return
         before = self._recorded()
         files = before.get("inputs", {})
-        yield from edited_code(files, pipeline)
+        yield from map(str, changed_code(files, pipeline, by_text=self.is_recorded_by_text))
+        yield from changed_prompts(files, pipeline)
         if device is None:
             return
         step, found = self._next_step(), changes(before["pipeline"], pipeline)
@@ -618,15 +622,20 @@ class RunFolder:
         again = self.is_recorded
         kept = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
-        content |= {"device": setup.device, "inputs": describe_inputs(setup.pipeline), "versions": _versions()}
+        by_text = again and _IDENTITY not in kept
+        content |= {} if by_text else {_IDENTITY: 2}
+        inputs = describe_inputs(setup.pipeline) | describe_code(setup.pipeline, by_text=by_text)
+        content |= {"device": setup.device, "inputs": inputs, "versions": _versions()}
         content |= {"machine": {**kept.get("machine", {}), **_machine()}, "place": place(self.address)}
         begun = begun_from or kept.get("begun_from")
         content |= {"begun_from": begun} if begun else {}
         first = self._next_step() if from_step is None else from_step
         # A run that has gone back to an earlier checkpoint takes those steps with its later settings.
         history = [{**change, "from_step": min(change["from_step"], first)} for change in kept.get("changes", [])]
-        if again and (new := [change.to_json() for change in changes(kept["pipeline"], setup.pipeline)]):
-            history.append({"from_step": first, "fields": new})
+        if again:
+            code = changed_code(kept.get("inputs", {}), setup.pipeline, by_text=by_text)
+            new = [change.to_json() for change in (*changes(kept["pipeline"], setup.pipeline), *code)]
+            history += [{"from_step": first, "fields": new}] if new else []
         content |= {"changes": history} if history else {}
         try:
             content |= {"pipeline": to_json(setup.pipeline)}
@@ -656,6 +665,11 @@ class RunFolder:
     def inputs(self) -> dict[str, dict[str, Any]]:
         """The record of the files that the definition named when the run was started; see `run.inputs`."""
         return self._recorded().get("inputs", {})
+
+    @property
+    def is_recorded_by_text(self) -> bool:
+        """Whether code is compared by its text alone, in a run that was begun before there were identities."""
+        return self.is_recorded and _IDENTITY not in self._recorded()
 
     def _next_step(self) -> int:
         """Return the first step that a process which continues the run takes."""

@@ -1,4 +1,4 @@
-"""What a run reads from outside its folder: records of prompt files, model folders and code, and copies of them.
+"""What a run reads from outside its folder: records of prompt files and model folders, and copies of them.
 
     definition/FILE.py    the definition's source, unless it is built in
     inputs/FIELD/FILE     each prompt file, of evaluations and mixtures too, up to `LARGEST_PROMPTS`; a larger one is
@@ -9,24 +9,14 @@ The tokenizer and the weights are in every checkpoint. Imports no torch.
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
-import inspect
 import os
-import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy
-from rlhf_pipeline.config_text import name_of
+from rlhf_pipeline.config import Pipeline, PretrainedPolicy
 from rlhf_pipeline.data.files import field_of, find_sources
-from rlhf_pipeline.data.rewards import rewards_of
-from rlhf_pipeline.environments.makers import code_of
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.policies.model_source import template_file
 from rlhf_pipeline.run import filenames
@@ -43,26 +33,6 @@ _ENDS: Final = 1 << 20
 
 APART: Final = "they are stored apart, and the best checkpoint is chosen among them alone"
 """The consequence for evaluations of other prompts, sizes or rewards: their means are not those of the earlier ones."""
-
-_OWN_CODE: Final = {
-    "reward": (
-        "reward function",
-        "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
-    ),
-    "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
-    "environment": ("environment", "conversations from here on are answered by the new one"),
-    "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on are of the new ones; {APART}"),
-    "loss.objective": ("objective", "steps from here on minimise the new one"),
-    "sample.strategy": ("sampling strategy", "steps from here on are chosen by the new one"),
-    "write.estimator": (
-        "advantage estimator",
-        "advantages from here on are computed by the new one, and stored ones stay as they are",
-    ),
-}
-"""Fields of a definition that may hold code, each with its description and the consequence of an edit."""
-
-_OF_ONE: Final = tuple(name for name in _OWN_CODE if name not in ("reward", "environment", "evaluate.prompts"))
-"""Those that hold one piece of code at most, and are always there."""
 
 LARGEST_PROMPTS: Final = 64 << 20
 """Bytes of the largest prompt file that is copied into the run folder."""
@@ -106,9 +76,7 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
 
     A prompt file is hashed whole. In a model folder, the configs (that of generation names the end tokens) and the
     tokenizer are hashed whole, and each weight file's size, first and last MiB: that detects a model that was trained
-    further, but not a single changed number.
-    The code of the definition's own reward function and prompt source is hashed, with the code of their file that it
-    names.
+    further, but not a single changed number. Code is recorded by `run.recorded_code`.
 
     >>> from rlhf_pipeline import CopyDigits, Pipeline, TinyPolicy, token_match
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
@@ -122,28 +90,21 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
         found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    return found | {f"{name}{more}": code for name, more, _, code in _own_code(pipeline)}
+    return found
 
 
-def evaluation_inputs(pipeline: Pipeline, evaluate: Evaluate) -> Inputs:
-    """Return the part of `describe_inputs` that decides an evaluation's figures: its prompts, answers and rewards."""
-    code = {
-        f"{name}{more}": code
-        for name, more, _, code in _own_code(replace(pipeline, evaluate=evaluate))
-        if name in ("reward", "environment", "evaluate.prompts")
-    }
-    return _contents(_prompt_paths(evaluate.prompts, "evaluate.prompts")) | code
+def prompt_contents(source: Any, field: str) -> Inputs:
+    """Return size and hash of the prompt files of a source, by the fields that name them."""
+    return _contents(_prompt_paths(source, field))
 
 
-def edited_code(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
-    """Yield notices about code and evaluation prompts that have changed since the last start, which is allowed."""
-    for name, more, part, now in _own_code(pipeline):
-        what, consequence = _OWN_CODE[name]
-        if pipeline.replay is not None and name not in ("evaluate.prompts", "loss.objective", "sample.strategy"):
-            continue  # nothing is sampled or graded but evaluations
-        before = recorded.get(f"{name}{more}")
-        if before is not None and before != now:
-            yield f"the {what} {name_of(part)} has been edited since the run was last started: {consequence}."
+def template_content(pipeline: Pipeline) -> Inputs:
+    """Return size and hash of the chat template, if it is a file."""
+    return _contents(_template_path(pipeline))
+
+
+def changed_prompts(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipeline) -> Iterator[str]:
+    """Yield notices about files of evaluation prompts that have changed since the last start, which is allowed."""
     held_out = tuple(_held_out_paths(pipeline))
     now = _contents(held_out)
     for field, path in held_out:
@@ -202,20 +163,6 @@ def _recorded_path(definition: Mapping[str, Any], field: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _own_code(pipeline: Pipeline) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """Yield a definition's own code: the field, a suffix for all but a field's only one, the code and its hash."""
-    rewards = [one.function for one in rewards_of(pipeline.reward)]
-    for name, parts in (
-        ("reward", rewards),
-        ("environment", [*code_of(pipeline.environment)]),
-        *((name, [attrgetter(name)(pipeline)]) for name in _OF_ONE),
-        ("evaluate.prompts", [one.prompts for one in pipeline.evaluations.values()]),
-    ):
-        for number, part in enumerate(parts):
-            if (code := _code(part)) is not None:
-                yield name, f".{number}" if len(parts) > 1 else "", part, code
-
-
 def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
     """Yield the path of a source of prompts, or those of a mixture's sources, with the field that names it."""
     path = getattr(source, "path", None)
@@ -264,34 +211,6 @@ def _prompt_files(path: str) -> list[Path]:
 def _together(files: Sequence[Path]) -> str:
     whole = [_digest_of(file) for file in files]
     return whole[0] if len(whole) == 1 else hashlib.sha256("".join(whole).encode()).hexdigest()
-
-
-def _code(part: Any) -> dict[str, Any] | None:
-    """Return the hash of a definition's own code; None for code of this package, or without source text."""
-    while isinstance(part, functools.partial):
-        part = cast("functools.partial[object]", part).func
-    named: Any = part if hasattr(part, "__qualname__") else type(part)
-    if named.__module__.split(".")[0] == __name__.split(".")[0]:
-        return None
-    try:
-        text = inspect.getsource(named) + "".join(_named_by(named))
-    except (OSError, TypeError, KeyError):
-        return None
-    return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _named_by(named: Any) -> Iterator[str]:
-    """Yield the code of the module's functions, classes and values that a function or class names, recursively."""
-    parts: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[named.__module__])).body:
-        bound = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
-        for name in [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else bound:
-            parts[name] = parts.get(name, "") + ast.unparse(node)
-    parts.pop(named.__qualname__, None)
-    words = inspect.getsource(named)
-    while found := {name: parts.pop(name) for name in sorted(parts.keys() & set(re.findall(r"\w+", words)))}:
-        words = "\n".join(found.values())
-        yield words
 
 
 def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -137,6 +137,38 @@ def test_a_model_folder_needs_a_definition(cli: Cli, here: Path):
     assert "which has no reward: name a definition that has one" in shown.err
 
 
+TEMPLATED = """\
+from rlhf_pipeline import Collect, Evaluate, Pipeline, PretrainedPolicy, Prompts
+
+
+def ends_as_rendered(prompt_text: str) -> float:
+    return float(prompt_text.endswith("77="))
+
+
+def templated() -> Pipeline:
+    return Pipeline(
+        name="templated",
+        policy=PretrainedPolicy(
+            path="elsewhere", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}77=", lora_rank=4
+        ),
+        prompts=Prompts(rows=[{"question": "1=", "answer": "1"}]),
+        reward=ends_as_rendered,
+        collect=Collect(max_new_tokens=3),
+        evaluate=Evaluate(prompts=Prompts(rows=[{"question": "2=", "answer": "2"}]), group_size=4, best="pass@4"),
+    )
+"""
+
+
+def test_a_model_is_evaluated_with_the_policy_of_the_definition(cli: Cli, here: Path):
+    """Its chat template is the definition's, not the folder's; and a smaller group needs no figure `best`."""
+    Path("templated.py").write_text(TEMPLATED)
+    model = "runs/mine/checkpoints/step-00000002"
+    asked = (model, "--definition", "templated.py", "--out", "out", "--group-size", "2")
+    assert figures(cli, *asked)["evaluation/reward"] == 1.0
+    Path("templated.py").write_text(TEMPLATED.replace("{% endfor %}77=", "{% endfor %}"))
+    assert figures(cli, *asked)["evaluation/reward"] == 0.0
+
+
 def test_what_cannot_be_evaluated_is_one_sentence(cli: Cli, here: Path):
     """A step that is not kept, no prompts, a model of another kind, nothing there, and code of elsewhere."""
     for args, sentence in (

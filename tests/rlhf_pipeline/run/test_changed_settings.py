@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_pipeline import Pipeline, override
+from rlhf_pipeline import CopyDigits, Evaluate, Pipeline, Replay, override
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.config_text import flat_fields, override_all
+from rlhf_pipeline.definitions import apply_overrides
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.learner import learner as learners
 from rlhf_pipeline.learner.learner import Learner
@@ -63,7 +65,13 @@ ELSEWHERE = {
     "buffer.max_bytes": "1000000000000",
     "collect.engine_memory": "0.25",
     "collect.num_slots": "3",
+    "collect.reward_concurrency": "1",
+    "collect.reward_timeout_s": "9",
+    "collect.step_timeout_s": "9",
+    "collect.retries": "2",
+    "collect.alarm_failed": "0.5",
     "learn.peak_flops": "1e9",
+    "learn.offload_optimizer": "true",
     "learn.logger": "csv",
     "learn.checkpoint_every": "1",
     "learn.keep_checkpoints": "7",
@@ -177,10 +185,64 @@ def test_what_is_no_matter_of_the_weights_acts_where_it_shows(tmp_path):
     assert all(len(entropy) == len(ids) for entropy, ids in zip(rows["entropy"], rows["input_ids"], strict=True))
 
 
+class Flaky:
+    """A judge whose every third call fails."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completion: str) -> float:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise ConnectionError("busy")
+        return float(len(completion))
+
+
+def test_a_flaky_judge_gets_retries_when_the_run_goes_on(tmp_path):
+    """Concurrency, retries, timeouts and alarms change from the next step on; each with an effect has one notice."""
+    judge = Flaky()
+    before = tiny(reward=judge, learn__steps="2", learn__epochs="1", collect__reward_concurrency="1")
+    events: list[Event] = []
+    run(before, run_dir=tmp_path, on_event=events.append)
+    assert [row["num_failed"] for row in RunFolder(tmp_path).metrics] == [4, 4]
+    warned = [event.message for event in events if isinstance(event, Notice) and "trajectories failed" in event.message]
+    assert [text.split(" and are")[0] for text in warned] == [
+        f"rollout {number}: 4 of 12 trajectories failed" for number in range(2)
+    ]  # one warning each
+    events.clear()
+    given = {
+        "learn__steps": "4",
+        "collect__retries": "3",
+        "collect__reward_timeout_s": "60",
+        "collect__alarm_failed": "1",
+    }
+    run(changed(before, **given), run_dir=tmp_path, resume=True, on_event=events.append)
+    assert [row["num_failed"] for row in RunFolder(tmp_path).metrics] == [4, 4, 0, 0]
+    notices = [event.message for event in events if isinstance(event, Notice) and event.message.startswith("collect.")]
+    assert notices == [
+        "collect.retries was 0, is 3: calls and conversations that fail from here on are tried again that often.",
+        "collect.reward_timeout_s was 300.0, is 60.0: reward calls from here on fail after that time.",
+    ]
+
+
+def test_evaluation_can_be_switched_off_when_a_run_goes_on(tmp_path):
+    """`--set evaluate=none`, also where a field of it was set before: nothing is evaluated from there on."""
+    evaluated = dataclasses.replace(tiny(), evaluate=Evaluate(prompts=CopyDigits(num_digits=3)))
+    assert override(evaluated, "evaluate", "none").evaluate is None
+    assert override(dataclasses.replace(evaluated, replay=Replay()), "replay", "None").replay is None
+    with pytest.raises(DefinitionError, match="'learn' is a group of fields"):
+        override(evaluated, "learn", "none")
+    run(evaluated, run_dir=tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run" / "evaluations").iterdir())
+    longer = changed(evaluated, learn__steps="8")
+    run(override(longer, "evaluate", "none"), run_dir=tmp_path / "run", resume=True)
+    assert sorted(path.name for path in (tmp_path / "run" / "evaluations").iterdir()) == before
+    assert RunFolder(tmp_path / "run").metrics.last_step == 8
+    assert apply_overrides(evaluated, [("evaluate.every", "3"), ("evaluate", "none")]).evaluate is None
+
+
 def changed_metrics(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with a figure of one's own."""
-    import dataclasses
-
     return dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, metrics=(figure_of_mine,)))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import linecache
 import os
 import signal
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,13 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate, Pipeline, Prompts, Reward, exact_match, token_match
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.evaluation_rows import evaluation_figures, evaluation_store, stored_evaluations
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.recorded_code import describe_code
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, in_a_fork, make_store, offline, tiny, weights
@@ -219,3 +226,113 @@ def test_figures_of_a_store_are_those_of_the_run(tmp_path):
     assert [one["evaluation/failed"] for one in found[1:]] == [line["evaluation/failed"] for line in lines[1::2]]
     assert found[0]["evaluation/failed"] > 0
     assert found[0]["evaluation/reward"] == 1.0
+
+
+class Score:
+    """A grader of digits with a weight, which counts its calls."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.calls = weight, 0
+
+    def __call__(self, completion: str) -> float:
+        self.calls += 1
+        return self.weight * len(completion)
+
+
+def test_a_changed_grader_is_reported_and_the_best_checkpoint_selected_from_there(tmp_path, capsys):
+    """One warning states what changed; evaluations are apart; `status`, `ledger` and `view` show from which step."""
+
+    def go_on(weight: float, steps: int) -> tuple[list[str], list[EvaluationDone]]:
+        events: list[Event] = []
+        pipeline = evaluated(learn__steps=str(steps), learn__keep_checkpoints="9")
+        pipeline = dataclasses.replace(pipeline, reward=Score(weight))
+        run(pipeline, run_dir=tmp_path / "run", resume=steps > 2, on_event=events.append)
+        notices = [
+            event.message for event in events if isinstance(event, Notice) and "reward function" in event.message
+        ]
+        return notices, [event for event in events if isinstance(event, EvaluationDone)]
+
+    go_on(2.0, 2)
+    notices, _ = go_on(2.0, 4)  # its calls are no change
+    assert notices == []
+    (notice,), done = go_on(-1.0, 6)
+    assert "Score has been edited since the run was last started (attribute weight was 2.0, is -1.0)" in notice
+    assert "evaluations from here on are by the new one; they are stored apart" in notice
+    assert [(event.step, event.best) for event in done] == [(6, True)]  # though every earlier mean is higher
+    assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
+    notices, done = go_on(-1.0, 8)
+    assert notices == []
+    assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
+    what = "reward tests.rlhf_pipeline.run.test_evaluation:Score: attribute weight was 2.0, is -1.0"
+    with closing(View(tmp_path / "run")) as view:
+        assert [grader["from_step"] for grader in view.graders()] == [1, 5]
+        assert view.definition()["grader from step 5"] == what
+        assert [row["grader"] for row in view.ledger()] == [1] * 4 + [2] * 4
+    assert main(["ledger", str(tmp_path / "run")]) == 0
+    assert f"grader 2, from step 5: {what}" in capsys.readouterr().out
+    main(["status", str(tmp_path / "run")])
+    assert f"from step 5: {what}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_recorded_by_text_is_compared_by_text(tmp_path):
+    """A run that was begun before there were identities keeps its store of evaluations, and sees edits of the text."""
+    file = tmp_path / "score.py"
+
+    def scored(factor: str, steps: int) -> Pipeline:
+        file.write_text(f"FACTOR = {factor}\n\ndef score(completion):\n    return FACTOR * len(completion)\n")
+        linecache.checkcache()
+        spec = importlib.util.spec_from_file_location("definition_score", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules["definition_score"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return dataclasses.replace(evaluated(learn__steps=str(steps)), reward=module.score)
+
+    pipeline = scored("2", 2)
+    run_dir = tmp_path / "run"
+    run(pipeline, run_dir=run_dir)
+    record = json.loads((run_dir / "config.json").read_text())
+    del record["crc32c"], record["identity"]
+    record["inputs"] = describe_code(pipeline, by_text=True)
+    (run_dir / "config.json").write_text(json.dumps(record))
+    (store,) = (run_dir / "evaluations").iterdir()
+    assert pipeline.evaluate is not None
+    by_text = evaluation_store(RunFolder(run_dir), pipeline, pipeline.evaluate)
+    store.rename(by_text)
+    for factor, steps, expected in (("2", 4, []), ("3", 6, ["edited since the run was last started: "])):
+        events: list[Event] = []
+        run(scored(factor, steps), run_dir=run_dir, resume=True, on_event=events.append)
+        notices = [event.message for event in events if isinstance(event, Notice) and "edited" in event.message]
+        assert len(notices) == len(expected)
+        assert all(text in notice for text, notice in zip(expected, notices, strict=True))
+    assert {path.name for path in (run_dir / "evaluations").iterdir()} > {Path(str(by_text)).name}
+    assert "identity" not in json.loads((run_dir / "config.json").read_text())
+
+
+def test_the_figure_for_the_best_weights_must_exist(tmp_path):
+    """pass@k of more completions than a group has, and a misspelt name: refused at once or by the first evaluation."""
+    with pytest.raises(DefinitionError, match=r"best is 'pass@8', and a group has 4 completions.*best='pass@4'"):
+        Evaluate(prompts=CopyDigits(num_digits=3), group_size=4, best="pass@8")
+    with pytest.raises(DefinitionError, match="best is 'pass@0'"):
+        Evaluate(prompts=CopyDigits(num_digits=3), best="pass@0")
+
+    for field in ("best", "success"):
+        misspelt = dataclasses.replace(HELD_OUT, **{field: "acuracy"})
+        with pytest.raises(DefinitionError, match=f"evaluate.{field} is 'acuracy', and the rewards are: accuracy"):
+            dataclasses.replace(evaluated(), evaluate=misspelt, reward=Reward(exact_match, name="accuracy"))
+        unknown = dataclasses.replace(evaluated(), evaluate=misspelt, reward=lambda completion: 1.0)
+        with pytest.raises(DefinitionError, match=rf"evaluate\.{field} is 'acuracy', .* --set evaluate\.{field}=none"):
+            run(unknown, run_dir=tmp_path / field)
+        fixed = changed(unknown, **{f"evaluate__{field}": "none"})
+        run(fixed, run_dir=tmp_path / field, resume=True)  # what the message advises
+
+
+def test_pass_at_any_k_chooses_the_best_weights(tmp_path):
+    """Of groups of 6, pass@6 and pass@3, which are no powers of two, have figures and a best checkpoint."""
+    for best in ("pass@6", "pass@3"):
+        events: list[Event] = []
+        held_out = dataclasses.replace(HELD_OUT, group_size=6, best=best)
+        run(evaluated(held_out, learn__steps="2"), run_dir=tmp_path / best, on_event=events.append)
+        done = [event for event in events if isinstance(event, EvaluationDone)]
+        assert {"evaluation/pass@1", "evaluation/pass@6", f"evaluation/{best}"} <= done[0].figures.keys()
+        assert done[0].best

@@ -252,6 +252,8 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
             "needs",
             "buffer.max_bytes",
             "collect.engine_memory",
+            "collect.reward_concurrency",
+            "collect.alarm_failed",
             "learn.stop_at_reward",
             "learn.stop_window",
         ),
