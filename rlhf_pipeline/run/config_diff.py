@@ -19,7 +19,7 @@ _SILENT: Final = frozenset(
         *("learn.logger", *(f"learn.logger_{name}" for name in ("project", "name", "tags", "samples"))),
         *("learn.stop_at_reward", "learn.stop_window", "learn.keep_token_figures"),
         *("learn.checkpoint_every", "learn.keep_checkpoints", "learn.activation_checkpointing"),
-        *("collect.reward_concurrency", "collect.alarm_failed"),
+        *("collect.reward_concurrency", "collect.call_threads", "collect.alarm_failed"),
     }
 )
 """Fields that decide when to stop, save and report, and how much fits in memory or runs at a time, but not what is
@@ -31,7 +31,10 @@ _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
     "collect.step_timeout_s": "answers of an environment from here on fail after that time",
     "collect.retries": "calls and conversations that fail from here on are tried again that often",
     "collect.engine": "from here on, other completions of the same weights are drawn",
-    "collect.num_slots": "completions sampled from here on may differ in the last bits of their log-probs",
+    **dict.fromkeys(
+        ("collect.num_slots", "collect.reply_after", "collect.live_conversations"),
+        "completions sampled from here on may differ in the last bits of their log-probs",
+    ),
 }
 """Fields that may change, with a side effect."""
 

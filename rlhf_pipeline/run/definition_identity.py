@@ -30,9 +30,9 @@ NOT_OF_AN_EVALUATION: Final[Mapping[str, str]] = {
     "collect.engine": "draws other completions of the same distribution",
     "collect.engine_memory": "decides how much memory is used",
     "collect.refresh_weights_every": "an evaluation is of the weights of one step",
-    **dict.fromkeys(("collect.num_slots", "collect.reply_after"), _LAST_BITS),
+    **dict.fromkeys(("collect.num_slots", "collect.reply_after", "collect.live_conversations"), _LAST_BITS),
     **dict.fromkeys(("collect.reward_concurrency", "collect.reward_timeout_s", "collect.step_timeout_s"), _CALLS),
-    **dict.fromkeys(("collect.retries", "collect.alarm_failed"), _CALLS),
+    **dict.fromkeys(("collect.retries", "collect.alarm_failed", "collect.call_threads"), _CALLS),
     **dict.fromkeys(("evaluate.every", "evaluate.at_start", "evaluate.keep_best", "evaluate.best"), _FIGURES),
     **dict.fromkeys(("evaluate.success", "evaluate.success_at"), _FIGURES),
 }

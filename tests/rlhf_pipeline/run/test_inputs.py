@@ -254,6 +254,7 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
             "collect.engine_memory",
             "collect.reward_concurrency",
             "collect.alarm_failed",
+            "collect.call_threads",
             "learn.stop_at_reward",
             "learn.stop_window",
         ),
