@@ -95,6 +95,33 @@ def test_the_weight_of_vespo_is_1_at_1_and_fades():
     assert lp.grad.tolist() == pytest.approx([-1.0, -1.0, -math.exp(5 - 3 * e), math.exp(5 - 2 * e), 0.0])
 
 
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore")
+def test_the_weight_of_vespo_is_that_of_trl():
+    """TRL 1.16's own function on random sequences, with and without a correction from trainer to sampler."""
+    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(40, 6, generator=g) < 0.7
+    mask[:, 0] = True
+    lp, lo, lb = (0.4 * torch.randn(3, 40, 6, generator=g).double()).unbind(0)
+    advantage = torch.randn(40, 1, generator=g).double()
+    shape = VESPO()
+    settings = {
+        "k_pos": shape.power_positive,
+        "lambda_pos": shape.scale_positive,
+        "k_neg": shape.power_negative,
+        "lambda_neg": shape.scale_negative,
+    }
+    as_tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in settings.items()}
+    weights = grpo_trainer.GRPOTrainer.get_gamma_weights
+    for proximal, correction in ((lb, None), (lo, ((lo - lb).exp()).masked_fill(~mask, 1.0))):
+        wanted = weights(advantage, lp - proximal, mask, correction, **as_tensors)
+        row, at = mask.nonzero(as_tuple=True)
+        leaf_lp = lp[row, at].requires_grad_()
+        vespo_loss(leaf_lp, lb[row, at], advantage[row, 0], row, 40).loss.sum().backward()
+        torch.testing.assert_close(-leaf_lp.grad / advantage[row, 0], wanted[row, 0], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("objective", ["dppo", "vespo"])
 @pytest.mark.parametrize("correction", [{"tis_cap": 2.0}, {"icepop": "token"}])
 def test_they_are_not_corrected_a_second_time(objective, correction):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pipeline import GRPOLoss
+from rlhf_pipeline import DPPO, GRPOLoss
 
 MASK = ("masks", "all_assistant_mask")
 ATTENTION = ("masks", "all_attention_mask")
@@ -131,6 +131,14 @@ def plain(policy, td, s: dict[str, Any], banned: int | None = None):
             inside = w.detach().clamp(1 - low, 1 + high)
             if s.get("objective") == "cispo":
                 loss = -inside * a * lp[t]
+            elif s.get("objective") == "dppo":  # against the sampler, also where decoupled
+                pi, mu = lp[t].exp().item(), lb[t].exp().item()
+                outside = abs(pi - mu) > 0.004 and (pi > mu) == (a > 0)
+                loss = -(0.0 if outside else min(pi / mu, 20.0)) * a * lp[t]
+            elif s.get("objective") == "vespo":
+                log_w = sum((lp[u] - lb[u]).item() for u in at)
+                k, scale = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+                loss = -math.exp(scale + k * log_w - scale * math.exp(log_w)) * a * lp[t]
             elif s.get("objective") == "sapo":
                 tau = 0.8 if a > 0 else 1.3
                 loss = -a * 4 / tau / (1 + (-tau * (w - 1)).exp())
@@ -179,6 +187,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gspo": {"objective": "gspo", "clip_epsilon": (0.05, 0.05), "aggregation": "sequence_mean"},
     "sapo": {"objective": "sapo", "sapo_tau": (0.8, 1.3)},
     "gmpo": {"objective": "gmpo", "clip_epsilon": (0.1, 0.15), "aggregation": "sequence_mean"},
+    "dppo": {"objective": "dppo", "dppo": DPPO(low=0.004, high=0.004)},
+    "decoupled dppo": {"objective": "dppo", "dppo": DPPO(low=0.004, high=0.004), "decoupled": True},
+    "vespo": {"objective": "vespo"},
+    "decoupled vespo": {"objective": "vespo", "decoupled": True, "aggregation": "sequence_mean"},
     "dual clip": {"dual_clip": 1.3},
     "delta": {"delta": 1.3},
     "decoupled": {"decoupled": True},
@@ -253,7 +265,9 @@ def test_every_variant_equals_autograd_in_float64(tiny, name, head):
 
 
 @pytest.mark.parametrize("head", ["auto", "recompute"])
-@pytest.mark.parametrize("name", ["cispo", "gspo", "gmpo", "sapo", "k3+", "both KL terms", "weighted k3"])
+@pytest.mark.parametrize(
+    "name", ["cispo", "gspo", "gmpo", "sapo", "dppo", "vespo", "k3+", "both KL terms", "weighted k3"]
+)
 def test_a_token_that_the_policy_bans_has_no_term(tiny, name, head):
     """Its log-prob is -inf: the others' loss and gradient are as without it, and every figure is finite."""
     policy = tiny.Policy(dtype=torch.float64, temperature=0.8, bias=True)
