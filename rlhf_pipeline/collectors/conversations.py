@@ -58,7 +58,7 @@ _PREFIX_TOKENS: Final = 64
 _UNBOUNDED: Final = 1 << 30
 _LOOK_S: Final = 0.5
 """How often a wait for a reply looks whether the engine must end."""
-_LONG_S: Final = 5.0
+_LONG_S: Final = 1.0
 """Steps in place that take longer than this in one rollout, and most of its time, are mentioned."""
 
 

@@ -62,16 +62,15 @@ class ThreadPool:
     def put(self, job: Callable[[], object], lane: Lane | None = None) -> None:
         """Let a job run as soon as a thread is free, or in the thread of its lane."""
         with self._lock:
-            worker = self._in_lane(lane) if lane is not None else self._any()
+            if lane is not None:
+                worker = self._in_lane(lane)
+            else:
+                worker = self._new_or_free() or next((one for one in self._workers if not one.pending), None)
             if worker is None:
                 self._backlog.append(job)
                 return
             worker.pending += 1
             worker.jobs.put((job, lane))
-
-    def _any(self) -> Worker | None:
-        worker = self._new_or_free()
-        return worker or next((one for one in self._workers if not one.pending), None)
 
     def _in_lane(self, lane: Lane) -> Worker:
         if lane.worker is None or lane.worker.is_left_behind:
