@@ -24,8 +24,8 @@ weights (`pip install trl vllm flash-attn liger-kernel`; TRL 1.16 has no padding
 questions, group size and reward; a share of the vocabulary ends a completion, so lengths are ragged. `--model` names a
 real model. On a CPU, TRL samples with transformers.
 
-The exit code is 1 if a path fails or computes something else; a missed goal does not change it, nor does a peer that is
-not installed.
+The exit code is 1 if a path of ours fails or a path computes something else; a missed goal does not change it, nor does
+a peer that is not installed or does not run here. With `--json`, each figure is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ GOAL_OF_VLLM = 0.7
 MOST_OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """How far loss and gradient norm of a path may be from those of the first, as a share of them: rounding."""
 NOT_INSTALLED = "not installed"
+NOT_RUN = "does not run here"
+"""Of a peer: it is installed, and raises."""
 GOAL_GRPO = 2.0
 REPS = 3
 LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
@@ -399,8 +401,12 @@ def measure(step: Callable[[], tuple[float, float]], reps: int, device: torch.de
     return {"seconds": statistics.median(seconds), "peak": float(peak), "loss": loss, "norm": norm}
 
 
+Keep = Callable[[dict[str, Any]], None]
+"""Takes what a section has found so far, each time that there is more."""
+
+
 def step_section(
-    name: str, sizes: Sizes, device: torch.device, peak_flops: float, variants: list[str]
+    name: str, sizes: Sizes, device: torch.device, peak_flops: float, variants: list[str], keep: Keep
 ) -> dict[str, Any]:
     """Print the table of one model's step."""
     shape = SHAPES[name]
@@ -416,6 +422,7 @@ def step_section(
     found: dict[str, dict[str, Any]] = {}
     first: dict[str, float] | None = None
     for variant in variants:
+        keep(found)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 result = _run_variant(variant, name, sizes, rows, device, Path(folder))
@@ -423,9 +430,9 @@ def step_section(
             found[variant] = {NOT_INSTALLED: str(error.name)}
             print(f"  {variant:36} {NOT_INSTALLED}: {error.name}")
             continue
-        except RuntimeError as error:  # out of memory is one
-            found[variant] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
-            print(f"  {variant:36} failed: {found[variant]['failed']}")
+        except Exception as error:  # noqa: BLE001 - a peer may not compile here, or have no kernel for this device
+            found[variant] = _not_run(error, ours=variant.startswith("ours"))
+            print(f"  {variant:36} {_in_words(found[variant])}")
             _free(device)
             continue
         cost = result.pop("cost")
@@ -443,9 +450,21 @@ def step_section(
             flush=True,
         )
         _free(device)
+    keep(found)
     if name != "tiny":
         _verdict(shape, found)
     return found
+
+
+def _not_run(error: Exception, *, ours: bool) -> dict[str, Any]:
+    """Return what to record of a path that raised: a failure of ours, or a peer that does not run here."""
+    lines = str(error).strip().splitlines()
+    return {"failed" if ours else NOT_RUN: f"{type(error).__name__}: {lines[0][:90] if lines else ''}"}
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    ((what, why),) = row.items()
+    return f"{what}: {why}"
 
 
 def _run_variant(
@@ -502,8 +521,13 @@ def _verdict(shape: Shape, found: dict[str, dict[str, Any]]) -> None:
         print(f"  {best}: {value:,.2f} {what}, goal {goal:,g}: {'met' if value >= goal else 'missed'}")
 
 
-def decode_section(name: str, device: torch.device, slots: list[int], context: int, new: int) -> dict[str, Any]:
-    """Print sampled tokens per second of our engine, of vLLM where it is installed, and of `model.generate`.
+def decode_section(
+    name: str, device: torch.device, slots: list[int], context: int, new: int, keep: Keep
+) -> dict[str, Any]:
+    """Print sampled tokens per second of our engine, of vLLM where it is installed, and of transformers.
+
+    transformers samples by `generate`, and by `generate_batch`: continuous batching, on a GPU with CUDA graphs and
+    compiled.
 
     Beside the rate of decoding alone stands that of the whole call, prompts included. Ours and vLLM's with log-probs,
     through the same interface and in the same process; completions of one length, and of log-normal ones up to four
@@ -531,16 +555,27 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
             return int(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, context:].numel())
 
         with contextlib.ExitStack() as stack:
-            calls = {
+            calls: dict[str, Callable[[list[int]], int]] = {
                 "ours: slots": partial(sampled, policy.engine),
                 "transformers generate": partial(static, policy.model),
             }
-            vllm = _vllm(policy, number, context + 4 * new, stack)
-            if vllm is not None:
-                calls["vLLM"] = partial(sampled, vllm)
+            makers: dict[str, Callable[[], Callable[[list[int]], int] | None]] = {
+                "transformers generate_batch": partial(_continuous, shape, device, prompts, new, stack),
+                "vLLM": partial(_vllm_call, policy, number, context + 4 * new, stack, sampled),
+            }
+            for engine, make in makers.items():
+                try:
+                    made = make()
+                except Exception as error:  # noqa: BLE001 - a peer may not run here
+                    found[f"{engine}, {number}"] = _not_run(error, ours=False)
+                    print(f"  {engine:28} {_in_words(found[f'{engine}, {number}'])}")
+                    continue
+                if made is not None:
+                    calls[engine] = made
             for lengths, limits in (("equal", [new] * number), ("ragged", spread)):
                 for engine, call in calls.items():
-                    if lengths == "ragged" and call.func is static:
+                    keep(found)
+                    if lengths == "ragged" and engine.startswith("transformers"):
                         continue  # it has one limit for all
                     seconds: dict[bool, list[float]] = {True: [], False: []}
                     tokens = call(limits)
@@ -555,6 +590,7 @@ def decode_section(name: str, device: torch.device, slots: list[int], context: i
                     found[f"{engine}, {lengths}, {number}"] = rate
                     found[f"{engine}, {lengths}, {number}, whole call"] = of_call
                     print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f} {of_call:11,.0f}", flush=True)
+    keep(found)
     best, peer = (found.get(f"{engine}, equal, 256") for engine in ("ours: slots", "vLLM"))
     if best is not None and name == "0.5b":
         print(f"  ours at 256 slots: {best:,.0f}, goal {GOAL_DECODE:,g}: {'met' if best >= GOAL_DECODE else 'missed'}")
@@ -606,9 +642,9 @@ def grpo_section(
                 found[trainer] = {NOT_INSTALLED: str(error.name)}
                 print(f"  {trainer:12} {NOT_INSTALLED}: {error.name}")
                 continue
-            except RuntimeError as error:
-                found[trainer] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
-                print(f"  {trainer:12} failed: {found[trainer]['failed']}")
+            except Exception as error:  # noqa: BLE001 - the peer may not run here
+                found[trainer] = _not_run(error, ours=trainer == "ours")
+                print(f"  {trainer:12} {_in_words(found[trainer])}")
                 continue
             finally:
                 _free(device)
@@ -648,6 +684,45 @@ def _options_of_trl(task: Any, *, on_gpu: bool) -> dict[str, Any]:
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
         options["vllm_max_model_length"] = 2 * task.limit
     return options
+
+
+def _continuous(
+    shape: Shape, device: torch.device, prompts: list[list[int]], new: int, stack: contextlib.ExitStack
+) -> Callable[[list[int]], int]:
+    """Return a call of transformers' continuous batching on a model of its own, compiled and captured."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model: Any = make_policy(shape, device).model
+    on_gpu = device.type == "cuda"
+    options = {"return_logprobs": True, "max_memory_percent": 0.4, "use_cuda_graph": on_gpu}
+    config = ContinuousBatchingConfig(**options, default_compile_level=1 if on_gpu else 0)  # pyright: ignore[reportArgumentType]
+    if not on_gpu:
+        config.num_blocks, config.max_batch_tokens = 64, 256
+
+    def call(limits: list[int]) -> int:
+        generation = GenerationConfig(
+            max_new_tokens=limits[0], do_sample=True, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=-1
+        )
+        found = model.generate_batch(
+            prompts, generation, continuous_batching_config=config, persistent_manager=True, progress_bar=False
+        )
+        return sum(len(one.generated_tokens) for one in found.values())
+
+    def end() -> None:
+        with contextlib.suppress(AttributeError):
+            model.destroy_cached_continuous_batching_manager()
+
+    stack.callback(end)
+    if call([new]) != new * len(prompts):
+        raise RuntimeError("it sampled another number of tokens than was asked for")
+    return call
+
+
+def _vllm_call(
+    policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack, sampled: Callable[..., int]
+) -> Callable[[list[int]], int] | None:
+    engine = _vllm(policy, slots, positions, stack)
+    return None if engine is None else partial(sampled, engine)
 
 
 def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack) -> Any:
@@ -702,6 +777,8 @@ def main() -> int:
     parser.add_argument("--token-budget", type=int, default=16_384)
     parser.add_argument("--prompt-median", type=int, default=200)
     parser.add_argument("--completion-median", type=int, default=500)
+    parser.add_argument("--grpo-completion-median", type=int, default=100)
+    parser.add_argument("--grpo-completion-most", type=int, default=256)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--model", type=Path, help="a model's folder for the section grpo, instead of random weights")
@@ -725,10 +802,14 @@ def main() -> int:
         token_budget=args.token_budget,
         reps=args.reps,
     )
+    # So that both trainers take their steps within a minute.
+    of_grpo = dataclasses.replace(
+        sizes, completion_median=args.grpo_completion_median, completion_most=args.grpo_completion_most
+    )
     slots, context, new, models = args.slots, 512, 128, args.models.split(",")
     if args.tiny:
         sizes = Sizes(prompts=4, group=4, prompt_median=20, completion_median=24, completion_most=96, token_budget=512)
-        slots, context, new, models = [4], 16, 8, ["tiny"]
+        of_grpo, slots, context, new, models = sizes, [4], 16, 8, ["tiny"]
     variants = [f"ours, {layout}" for layout in LAYOUTS]
     variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
     variants += ["Liger loss", "Liger loss, padding-free"]
@@ -740,16 +821,23 @@ def main() -> int:
         "peak_flops": peak,
         "sizes": dataclasses.asdict(sizes),
     }
+
+    def keep(section: str, found: dict[str, Any]) -> None:
+        """Write all figures so far: whatever ends this process leaves them."""
+        results[section] = found
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
     for name in models:
         if "step" in args.sections:
-            results[f"step {name}"] = step_section(name, sizes, device, peak, variants)
+            step_section(name, sizes, device, peak, variants, partial(keep, f"step {name}"))
         if "decode" in args.sections:
-            results[f"decode {name}"] = decode_section(name, device, slots, context, new)
+            decode_section(name, device, slots, context, new, partial(keep, f"decode {name}"))
         if "grpo" in args.sections:
-            results[f"grpo {name}"] = grpo_section(name, sizes, device, model=args.model, questions=args.questions)
+            grpo = grpo_section(name, of_grpo, device, model=args.model, questions=args.questions)
+            keep(f"grpo {name}", grpo)
         _free(device)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"\nwritten: {args.json}")
     sections = [results.get(f"{section} {name}", {}) for name in models for section in ("step", "grpo")]
     paths = [row for section in sections for row in section.values()]

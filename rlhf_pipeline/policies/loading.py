@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,18 +21,29 @@ from rlhf_pipeline.policies.model_source import is_gguf
 from trajectory_store.recorder.text_codec import tokenizer_at
 
 _log = logging.getLogger("rlhf_pipeline")
+_quiet_lock = threading.Lock()
+_quiet: list[bool] = []
+"""For each context of `quiet_progress` that is open, whether progress bars were on before it."""
 
 
 @contextmanager
 def quiet_progress() -> Iterator[None]:
-    """Disable the progress bars of transformers, which are pointless for a local folder."""
-    was_on = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    """Disable the progress bars of transformers, which are pointless for a local folder.
+
+    The switch is one for the process: it is restored when the last thread has left the context.
+    """
+    with _quiet_lock:
+        _quiet.append(hf_logging.is_progress_bar_enabled())
+        hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if was_on:
-            hf_logging.enable_progress_bar()
+        with _quiet_lock:
+            was_on = _quiet.pop()
+            if not _quiet and was_on:
+                hf_logging.enable_progress_bar()
+            elif was_on:
+                _quiet[0] = True
 
 
 def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def numerics(learner: Learner) -> dict[str, object]:
     """Everything that determines the numbers of the next step."""
-    policy, model = learner.policy, learner.policy.model
+    policy, model = learner.policy, cast(Any, learner.policy.model)
     found: dict[str, object] = {name: flag() for name, flag in _FLAGS.items()}
     first: dict[int, str] = {}
     for kind, tensors in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
