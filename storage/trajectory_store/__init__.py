@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trajectory_store.snapshot import Snapshot
     from trajectory_store.store import TrajectoryStore
     from trajectory_store.upkeep import CompactReport
-    from trajectory_store.verify_report import VerifyReport
+    from trajectory_store.verify import VerifyReport
 
 _HOMES = {
     "compare": (
@@ -81,7 +81,7 @@ _HOMES = {
     "snapshot": ("Snapshot",),
     "store": ("TrajectoryStore",),
     "upkeep": ("CompactReport",),
-    "verify_report": ("VerifyReport",),
+    "verify": ("VerifyReport",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store import fs
 from trajectory_store.batch import Batch
 from trajectory_store.bucket import Bucket, FolderBucket
 from trajectory_store.catalog_log import CATALOG, Entry, State
@@ -33,7 +34,7 @@ from trajectory_store.ragged import Int64Array, expand
 from trajectory_store.rebuild import Unnamed
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 
 Rows = Int64Array | slice
 """Rows of a segment: their numbers, or a range."""
@@ -521,6 +522,18 @@ class Medium(ABC):
     @abstractmethod
     def check(self, segment: Segment, report: VerifyReport) -> None:
         """Recompute every checksum of a segment."""
+
+    def check_segments(self, segments: Iterable[Segment], report: VerifyReport) -> None:
+        """Recompute every checksum of some segments, whatever is wrong with one of them."""
+        for segment in segments:
+            report.segments += 1
+            try:
+                self.check(segment, report)
+            except (StoreError, OSError, ValueError, IndexError, OverflowError) as error:
+                fs.pass_external(error)
+                report.problem(f"{segment.name}: cannot be checked: {error}")
+                if segment.meta.kind == "rows" and not segment.meta.merged:
+                    report.damaged(segment.row_ids(0, segment.rows))
 
     def check_root(self, root: Root) -> list[str]:
         """Return what is wrong with the files of the store that never change, in words."""

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,13 @@ from trajectory_store import fork_safety, fs
 from trajectory_store.arrival import ArrivalOrder
 from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
-from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError
+from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError, StoreError
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.rebuild import rebuild
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
+from trajectory_store.verify import VerifyReport
 
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = -1
@@ -41,6 +43,15 @@ class Address(NamedTuple):
 
     ordinals: Int64Array
     rows: Int64Array
+
+
+def _may_hold(segment: Segment, ids: Int64Array) -> bool:
+    """Return whether a segment may hold some of these rows."""
+    try:
+        return bool(np.isin(segment.row_ids(0, segment.rows), ids).any())
+    except (StoreError, OSError) as error:  # its ids cannot be read
+        fs.pass_external(error)
+        return True
 
 
 def _missing_rows(segment: Segment) -> int:
@@ -500,6 +511,33 @@ class Catalog:
             self._note_gaps()
             self.order.reset()
             self.generation += 1
+
+    def verify(self, path: Path | str, ids: Int64Array | None = None) -> VerifyReport:
+        """Recompute every checksum, and compare the files with what the catalog says must exist.
+
+        With `ids`, only the segments that hold these rows are checked, and those of updates.
+        """
+        report = VerifyReport(path, problems=list(self.problems))
+        rows = [segment for segment in self.row_segments() if ids is None or _may_hold(segment, ids)]
+        self.medium.check_segments((*rows, *self.updates.values()), report)
+        if ids is not None:
+            return report
+        for problem in (*self.journal.missing(), *self.medium.check_root(self.root)):
+            report.problem(problem)
+        state = self.journal.state
+        for entry in rebuild(state, self.medium.survey(state), self.doubtful).entries:
+            if entry not in state.entries:
+                report.problem(
+                    f"{entry.name} holds commits, and no record of the catalog names it: records are missing"
+                )
+        self.journal.catch_up()
+        newest = max(report.catalog_numbers, default=0)
+        last = self.journal.state.number
+        if newest > last:
+            report.problem(
+                f"the catalog ends with record {last}, but commits refer to record {newest}: newer records are missing"
+            )
+        return report
 
     # Rows
 

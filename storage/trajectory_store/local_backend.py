@@ -52,7 +52,7 @@ from trajectory_store.format import (
 )
 from trajectory_store.local_segment import LocalSegment, assert_local, check_segment, read_meta
 from trajectory_store.rebuild import Unnamed, is_superfluous
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -49,7 +49,7 @@ from trajectory_store.format import (
 )
 from trajectory_store.ragged import Int64Array, distinct
 from trajectory_store.schema import Column
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 
 FRESH_NS = 50_000_000
 """A file that was written so lately may be written again without another time: kernels advance it every few ms."""

@@ -43,8 +43,7 @@ from trajectory_store.schema import Column, Schema
 from trajectory_store.snapshot import Snapshot
 from trajectory_store.table import StoreTable
 from trajectory_store.upkeep import Background, CompactReport, accept_losses, compact, recover, recover_claimed, sweep
-from trajectory_store.verify import verify
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 from trajectory_store.writer import Stream
 
 Mode = Literal["r", "a"]
@@ -580,9 +579,17 @@ class TrajectoryStore(StoreTable):
             ids: check only the segments that hold these trajectories, and the updates; None checks the whole store.
         """
         self._check_open()
-        report = verify(self._look_in, self.path, None if ids is None else as_ids(ids))
+        among = None if ids is None else as_ids(ids)
+        report = self._verified(among)
+        if not report.ok:
+            earlier, report = report, self._verified(among)
+            report.confirm(earlier)
         report.trajectories = len(self)
         return report
+
+    def _verified(self, ids: Int64Array | None) -> VerifyReport:
+        with self._look_in() as catalog:
+            return catalog.verify(self.path, ids)
 
     @settled
     def accept_losses(self, ids: Ids | None = None) -> int:

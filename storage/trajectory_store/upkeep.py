@@ -28,8 +28,7 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.rebuild import Unnamed, rebuild
 from trajectory_store.root import MAX_ELEMENTS, MAX_ROWS, Root
 from trajectory_store.schema import Schema
-from trajectory_store.verify import check_segments
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 
 CHUNK_ROWS = 1024
 FANOUT = 8
@@ -286,7 +285,7 @@ def _holds(catalog: Catalog, one: Unnamed) -> bool:
     segment = catalog.medium.open_segments([entry])[0]
     if not isinstance(segment, Segment):
         return False
-    check_segments(catalog, [segment], report)
+    catalog.medium.check_segments([segment], report)
     return report.ok
 
 
@@ -353,7 +352,7 @@ def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
     out: list[Segment] = []
     for segment in group:
         report = VerifyReport(catalog.medium.where)
-        check_segments(catalog, [segment], report)
+        catalog.medium.check_segments([segment], report)
         if not report.problems and not report.losses and not segment.gaps:
             out.append(segment)
             continue

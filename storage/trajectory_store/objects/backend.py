@@ -52,7 +52,7 @@ from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
 from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
 from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.root import Root
-from trajectory_store.verify_report import VerifyReport
+from trajectory_store.verify import VerifyReport
 
 CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 """The environment variable with the number of bytes of fetched columns that a process keeps."""
