@@ -18,22 +18,22 @@ _uses: dict[int, tuple[int, str]] = {}
 def named(config: Any) -> Iterator[None]:
     """Let models of this config use the attention of that name within the context."""
     with _lock:
-        uses, own = _uses.get(id(config), (0, config._attn_implementation))
-        _uses[id(config)] = uses + 1, own
+        uses, implementation = _uses.get(id(config), (0, config._attn_implementation))
+        _uses[id(config)] = uses + 1, implementation
         config._attn_implementation = NAME
     try:
         yield
     finally:
         with _lock:
-            uses, own = _uses.pop(id(config))
+            uses, implementation = _uses.pop(id(config))
             if uses > 1:
-                _uses[id(config)] = uses - 1, own
+                _uses[id(config)] = uses - 1, implementation
             else:
-                config._attn_implementation = own
+                config._attn_implementation = implementation
 
 
 def implementation_of(config: Any) -> str | None:
     """Return a model's own attention implementation, also while another thread has replaced it."""
     with _lock:
-        _, own = _uses.get(id(config), (0, getattr(config, "_attn_implementation", None)))
-    return own
+        _, implementation = _uses.get(id(config), (0, getattr(config, "_attn_implementation", None)))
+    return implementation

@@ -159,6 +159,8 @@ class EngineRollout:
         self.sampled_log_probs = np.zeros((self.count, 0), dtype=np.float32)
         """Of each completion, with room for more tokens: `[N, W]`."""
         self.sampled_log_mass = None if self.truncation is None else self.sampled_log_probs
+        self.version = engine.version
+        """Of the weights that sampled the tokens at hand: an answer to one of them may come after newer weights."""
         self.out_rows: list[Int64Array] = []
         self.out_versions: list[int | None] = []
         """Per step, the completions that got a token, and the version of the weights."""
@@ -216,7 +218,7 @@ class EngineRollout:
             self.sampled_log_mass[rows, at] = log_mass
         self.num_sampled[rows] = at + 1
         self.out_rows.append(rows)
-        self.out_versions.append(self.engine.version)
+        self.out_versions.append(self.version)
 
     @staticmethod
     def check_finite(log_prob: float, token: int, prompt: int) -> None:

@@ -187,7 +187,7 @@ class _SlotLayer(CacheLayer):
         return keys[:rows, :, low:high], values[:rows, :, low:high]
 
     def get_seq_length(self) -> int:
-        return self.owner.column - self.owner.low
+        return self.owner.past
 
 
 class SlotCache(Cache):
@@ -299,6 +299,11 @@ class SlotCache(Cache):
         for layer in self.slot_layers:
             layer.show(rows)
         self.low, self.high = self.column - longest, self.column + 1
+
+    @property
+    def past(self) -> int:
+        """The columns of the window before the shared one."""
+        return self.column - self.low
 
     def write(self, rows: Tensor, new: Tensor) -> None:
         """Write keys or values of one token per row, `[rows, heads, 1, dim]`, at the shared column."""

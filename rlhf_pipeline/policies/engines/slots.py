@@ -5,9 +5,10 @@ still computed. Here a finished row leaves at once and the next in the queue tak
 for its whole group; and a token's log-prob comes from the very probabilities that it was sampled from, so no
 `[B, T, V]` logits are kept and nothing is scored twice.
 
-One step: fill free slots from the queue; apply the head to the last hidden state of every row, new prompts included;
-sample; drop finished rows; copy the prompts of the remaining new rows into slots; run one forward pass over the live
-rows. A completion of one token therefore never takes a slot.
+A step of the host: fill free slots from the queue; apply the head to the last hidden state of every row, new prompts
+included; sample; drop finished rows; copy the prompts of the remaining new rows into slots; run one forward pass over
+the live rows. A completion of one token therefore never takes a slot. On CUDA the same two halves, `decode_step`, run
+several times between two reads of the host, see `device_steps`.
 
 Profile (one thread, Qwen2 with hidden 256 and 4 layers, 64 slots, 8 x 8 completions of 4 to 400 tokens): at a
 vocabulary of 4,000 the matmuls take 35 % of the time, attention 20 %, the rest of the model's forward 35 %, sampling
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.engines.bucket_cache import bucket_columns, bucket_rows, power_of_two
 from rlhf_pipeline.policies.engines.cache_check import WITHOUT_SLOTS, verified_parts
 from rlhf_pipeline.policies.engines.decode_step import DecodeStep
+from rlhf_pipeline.policies.engines.device_steps import DeviceSteps, RetainedSteps, Sizes, SlotRows, masking_of
 from rlhf_pipeline.policies.engines.protocol import (
     Ended,
     Int64Array,
@@ -47,19 +50,34 @@ from rlhf_pipeline.policies.weight_files import load_weights
 
 __all__ = ["SlotEngine"]
 
+SYNC_EVERY: Final = 16
+"""Tokens between two host syncs on CUDA."""
+
 
 class SlotEngine:
     """Samples completions of a causal language model on a fixed number of slots, in this process.
 
     It samples with the given modules, which may be in training elsewhere: after changing their weights in place, set
     `version`. Several threads may generate at once; each has its own slots.
+
+    Args:
+        parts: trunk and head of the model.
+        num_slots: the most live rows of a call.
+        model: the model that `load_weights` loads into; None if it is never called.
+        sync_every: tokens between two host syncs. At 1 the host reads every token, and only live rows and their columns
+            are computed; above that, steps have the sizes of a bucket, and finished rows run on until the next sync.
+            None is 16 on CUDA and 1 elsewhere.
     """
 
     name = "slots"
 
-    def __init__(self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, parts: ModelParts, *, num_slots: int, model: nn.Module | None = None, sync_every: int | None = None
+    ) -> None:
         if num_slots < 1:
             raise DefinitionError(f"num_slots is {num_slots}; it must be at least 1.")
+        if sync_every is not None and sync_every < 1:
+            raise DefinitionError(f"sync_every is {sync_every}; it must be at least 1.")
         if parts.cache_refusal is not None:
             raise DefinitionError(
                 f"The slot engine cannot generate with {type(parts.trunk).__name__}: {parts.cache_refusal}. "
@@ -71,6 +89,10 @@ class SlotEngine:
         self.model = model
         self._vocab = int(parts.head.weight.shape[0])
         self.gate = Gate()
+        self.sync_every = sync_every
+        self.retained = RetainedSteps()
+        self._notices: dict[str, bool] = {}
+        """Each notice, and whether it was passed on."""
         self.loads = 0
         self.aborts = 0
 
@@ -91,10 +113,11 @@ class SlotEngine:
         with self.gate:
             if refresh is not None:
                 self.version = refresh.version
-            run = RaggedRun(self, request, limits=limits, refresh=refresh, ended=ended)
+            run = SlotRun(self, request, limits=limits, refresh=refresh, ended=ended)
             while run.step():
                 pass
             run.report()
+            self._retain(run)
         return run.completions()
 
     @torch.inference_mode()
@@ -111,7 +134,49 @@ class SlotEngine:
             run = _Turns(self, request, partner, row_tokens=row_tokens, refresh=refresh)
             while run.step():
                 pass
+            self._retain(run)
         return run.turn_rows
+
+    def steps_of(self, *, count: int, longest: int) -> DeviceSteps | None:
+        """Return what a call of so many rows decodes on; None if the host reads every token.
+
+        Args:
+            count: of the rows.
+            longest: the most tokens of a row.
+        """
+        cuda = self.parts.head.weight.device.type == "cuda"
+        ahead = self.sync_every or (SYNC_EVERY if cuda else 1)
+        if ahead == 1:
+            return None
+        masking = masking_of(self.parts)
+        if masking is None:
+            states = "keeps recurrent states" if self.parts.num_states else "takes no ready-made attention masks"
+            self._notice(f"{states}, so the host reads every token and no step is captured as a CUDA graph")
+            return None
+        slots = min(self.num_slots, power_of_two(count))
+        return self.retained.take(
+            self.parts, masking, Sizes(num_slots=slots, longest=bucket_columns(longest), ahead=ahead)
+        )
+
+    def _retain(self, run: SlotRun) -> None:
+        """Retain the state of a call that ended well."""
+        if run.device_steps is not None:
+            if run.device_steps.refusal is not None:
+                self._notice(f"decodes kernel by kernel: its step was not captured ({run.device_steps.refusal})")
+            self.retained.give(run.device_steps)
+
+    def _notice(self, text: str) -> None:
+        self._notices.setdefault(
+            f"{type(self.parts.trunk).__name__} {text}. vLLM samples faster, if it has the architecture: "
+            "--set collect.engine=vllm",
+            False,
+        )
+
+    def take_notices(self) -> list[str]:
+        """Return what a user should know about the way of decoding, each notice once; usually empty."""
+        notices = [notice for notice, passed_on in self._notices.items() if not passed_on]
+        self._notices = dict.fromkeys(self._notices, True)
+        return notices
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
@@ -138,26 +203,63 @@ class SlotEngine:
         self.aborts += 1
 
     def close(self) -> None:
-        """Do nothing: the caches of a call go with it, and the model is not the engine's."""
+        """Free the memory that is retained for the next call; the model is not the engine's."""
+        self.retained.drop()
 
 
-class RaggedRun(EngineRollout):
-    """Decodes live rows only: a finished row leaves at once, and the window is no wider than the longest row.
+class TokenOutcome(NamedTuple):
+    """What the host made of one token of each row.
 
-    The host reads every token before the next one, which costs little on a CPU: there the computation dominates.
+    Attributes:
+        tokens: to be fed, int64 `[rows]`.
+        leaves: which rows leave their slots, bool `[rows]`.
+        breaks: which rows do not go on with the token that the device feeds: those that leave, and those that wait.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cache = SlotCache(
-            self.parts.num_layers,
-            self.parts.num_states,
-            num_slots=self.num_slots,
-            longest_prompt=int(self.prompt_lengths.max()),
-            longest_completion=int(self.limits.max()),
-            device=self.device,
-        )
+    tokens: Int64Array
+    leaves: npt.NDArray[np.bool_]
+    breaks: npt.NDArray[np.bool_]
+
+
+class SlotRun(EngineRollout):
+    """Decodes the rows of a call on slots.
+
+    On a CPU the computation dominates, so the host reads every token: a finished row leaves at once, and the window is
+    no wider than the longest row. With `device_steps` the host reads once in several tokens.
+    """
+
+    def __init__(
+        self,
+        engine: SlotEngine,
+        request: Request,
+        *,
+        limits: Int64Array,
+        refresh: WeightRefresh | None,
+        ended: Ended | None,
+        longest: int | None = None,
+    ) -> None:
+        super().__init__(engine, request, limits=limits, refresh=refresh, ended=ended)
+        if longest is None:
+            longest = int((self.prompt_lengths[self.prompt_of] + limits).max())
+        self.device_steps = engine.steps_of(count=self.count, longest=longest)
+        if self.device_steps is not None:
+            self.device_steps.begin(self.is_end, self.temperature, self.truncation)
+            self.cache: SlotCache = self.device_steps.cache
+        else:
+            self.cache = SlotCache(
+                self.parts.num_layers,
+                self.parts.num_states,
+                num_slots=self.num_slots,
+                longest_prompt=int(self.prompt_lengths.max()),
+                longest_completion=int(self.limits.max()),
+                device=self.device,
+            )
         self.decode = DecodeStep(self.parts, self.cache, temperature=self.temperature, truncation=self.truncation)
+        self.leaves = np.zeros(0, dtype=np.bool_)
+        """Which live slots are free from the next step on."""
+        self.strode = 1
+        """The tokens of each row in this step, and its place among them."""
+        self.at_step = 0
         # Per live slot: its row, and the tokens in its cache.
         self.live = np.zeros(0, dtype=np.int64)
         self.stored = np.zeros(0, dtype=np.int64)
@@ -171,15 +273,21 @@ class RaggedRun(EngineRollout):
         return self.count - self.next
 
     def step(self) -> bool:
-        """Give every live and every new row its next token; False when none is left."""
+        """Give every live and every new row its next token, or several; False when none is left."""
         self.come_back()
+        return self._next_token() if self.device_steps is None else self._next_tokens(self.device_steps)
+
+    def _next_token(self) -> bool:
+        """Take one step, in which the host reads the tokens before they are fed."""
         old = len(self.live)
         new = np.arange(self.next, min(self.count, self.next + self.num_slots - old), dtype=np.int64)
         rows = np.concatenate((self.live, new))
         stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
         tokens, leaves = np.zeros(0, np.int64), np.zeros(0, np.bool_)
         if len(rows):
-            tokens, leaves = self.next_tokens(self._hidden_of(new), rows, stored)
+            hidden, self.version = self._hidden_of(new), self.engine.version
+            drawn = self._sample(hidden, rows, stored - self.firsts(rows))
+            tokens, leaves, _ = self.take(rows, stored, *drawn)
         # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
         changed = self.give_way()
         if self.must_end():
@@ -196,10 +304,87 @@ class RaggedRun(EngineRollout):
             rows, tokens = rows[source], tokens[source]
         self.live = rows
         if changed:
-            self._fill_again()
+            self._fill_again(np.arange(len(rows)))
         self._forward(tokens)
         self.report()
         return True
+
+    def _next_tokens(self, device: DeviceSteps) -> bool:
+        """Let the device take several steps, then read the tokens."""
+        self._settle(device)
+        count = len(self.live)
+        fed = np.zeros(count, np.int64)
+        self.strode = 1
+        if count:
+            longest, ends = int(self.stored.max()), self.ends(self.live)
+            self.strode = min(device.sizes.ahead, int((ends - self.stored).max()))
+            self.cache.begin(longest, rows=count, to_come=self.to_come)
+            self.cache.open_window(bucket_rows(count, device.sizes.num_slots), longest)
+            device.load(
+                SlotRows(
+                    length=self.stored,
+                    first=self.firsts(self.live),
+                    end=ends,
+                    key=self.row_keys(self.live).view(np.int64),
+                    forced=self.forced(self.live, self.stored, device.sizes.ahead),
+                )
+            )
+            self.version = self.engine.version
+            device.advance(self.strode)
+            self.report()
+            fed = self._take_all(*device.read(count, self.strode))
+        changed = self.give_way()
+        if self.must_end():
+            return self.cut(self.live[~self.leaves])
+        self.stored = self.stored + fed
+        stay = np.flatnonzero(~self.leaves)
+        if changed:
+            self.forget()
+            device.renew()
+            if len(stay):
+                self._fill_again(stay)
+        else:
+            behind = stay[fed[stay] < self.strode]
+            if len(behind):
+                gaps = self.strode - fed[behind]
+                longest = int(self.stored[behind].max())
+                device.cache.close_gaps(self.upload(behind), self.upload(gaps), longest, int(gaps.max()))
+        return len(stay) > 0 or self.next < self.count or self.waiting > 0
+
+    def _settle(self, device: DeviceSteps) -> None:
+        """Take the rows that leave out of their slots, and give new ones a slot."""
+        old = len(self.live)
+        free = self.num_slots - old + int(self.leaves.sum())
+        new = np.arange(self.next, min(self.count, self.next + free), dtype=np.int64)
+        if len(new) or self.leaves.any():
+            self.hidden = device.hidden[:old] if old else None
+            hidden = self._hidden_of(new)
+            rows = np.concatenate((self.live, new))
+            stored = np.concatenate((self.stored, self.prompt_lengths[self.prompt_of[new]]))
+            source = self._place(old, new, np.concatenate((self.leaves, np.zeros(len(new), np.bool_))), stored)
+            self.live = rows[source]
+            device.place(hidden.index_select(0, self.upload(source)))
+        self.leaves = np.zeros(len(self.live), np.bool_)
+
+    def _take_all(
+        self, tokens: Int64Array, log_probs: npt.NDArray[np.float32], log_mass: npt.NDArray[np.float32] | None
+    ) -> Int64Array:
+        """Take the tokens of several steps, each row's up to where it ends; return how many of each row were fed."""
+        fed = np.zeros(len(tokens), np.int64)
+        going = np.ones(len(tokens), np.bool_)
+        for step in range(tokens.shape[1]):
+            at = np.flatnonzero(going)
+            if not len(at):
+                break
+            self.at_step = step
+            mass = None if log_mass is None else log_mass[at, step]
+            _, leaves, breaks = self.take(
+                self.live[at], self.stored[at] + step, tokens[at, step], log_probs[at, step], mass
+            )
+            self.leaves[at[leaves]] = True
+            going[at[breaks]] = False
+            fed[at[~breaks]] += 1
+        return fed
 
     def _hidden_of(self, new: Int64Array) -> Tensor:
         """Return the last hidden state of each live row, then of these new ones."""
@@ -212,28 +397,50 @@ class RaggedRun(EngineRollout):
     def come_back(self) -> None:
         """Queue the rows that come back: completions never do."""
 
-    def next_tokens(
-        self, hidden: Tensor, rows: Int64Array, stored: Int64Array
-    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return the next token of each row, and which rows leave their slots."""
-        sampled = self.num_sampled[rows]
-        tokens, log_probs, log_mass = self._sample(hidden, rows, sampled)
+    def firsts(self, rows: Int64Array) -> Int64Array:
+        """Return the tokens of these rows before the first sampled one."""
+        return self.prompt_lengths[self.prompt_of[rows]]
+
+    def ends(self, rows: Int64Array) -> Int64Array:
+        """Return the tokens at which these rows end, if no end token comes before."""
+        return self.prompt_lengths[self.prompt_of[rows]] + self.limits[rows]
+
+    def row_keys(self, rows: Int64Array) -> npt.NDArray[np.uint64]:
+        """Return the keys of the random numbers of these rows."""
+        return self.keys[rows]
+
+    def forced(self, rows: Int64Array, stored: Int64Array, ahead: int) -> Int64Array | None:
+        """Return the next tokens of rows that are not sampled, `[rows, ahead]`, -1 after them; None if all are."""
+        return None
+
+    def take(
+        self,
+        rows: Int64Array,
+        stored: Int64Array,
+        tokens: Int64Array,
+        log_probs: npt.NDArray[np.float32],
+        log_mass: npt.NDArray[np.float32] | None,
+    ) -> TokenOutcome:
+        """Take a token of each row, of which `stored` tokens are in the cache."""
         self.emit(rows, tokens, log_probs, log_mass)
         stopped = self.is_end[tokens] | self.at_stop(rows)
-        leaves = stopped | (sampled + 1 >= self.limits[rows])
+        leaves = stopped | (self.num_sampled[rows] >= self.limits[rows])
         self.stopped[rows[stopped]] = True
         self.unreported += rows[leaves].tolist()
-        return tokens, leaves
+        return TokenOutcome(tokens, leaves, leaves)
 
-    def _fill_again(self) -> None:
-        """Recompute the caches of the live rows, so that their next tokens depend on the current weights only.
+    def _fill_again(self, slots: Int64Array) -> None:
+        """Recompute the caches of these slots, so that their next tokens depend on the current weights only.
 
-        The last token of each row was sampled in this step; it is fed next.
+        Where the host reads every token, the last one of each row was sampled in this step, and is fed next.
         """
-        self.cache.begin(int(self.stored.max()), rows=len(self.live), to_come=self.to_come)
-        for part, states, _ in self.prefilled_again(self.live, self.stored):
-            slots = np.arange(part.start, part.stop, dtype=np.int64)
-            self.cache.insert(self.upload(slots), states, self.upload(slots - part.start))
+        stored = self.stored[slots]
+        self.cache.begin(int(stored.max()), rows=len(self.live), to_come=self.to_come)
+        for part, states, hidden in self.prefilled_again(self.live[slots], stored):
+            target = self.upload(slots[part])
+            self.cache.insert(target, states, self.upload(np.arange(part.stop - part.start)))
+            if self.device_steps is not None:
+                self.device_steps.hidden[target] = hidden
 
     def _sample(
         self, hidden: Tensor, rows: Int64Array, sampled: Int64Array
@@ -290,7 +497,7 @@ class RaggedRun(EngineRollout):
         self.cache.column += 1
 
 
-class _Turns(RaggedRun):
+class _Turns(SlotRun):
     """Conversations turn by turn: a row that is answered at once keeps its slot, another one comes back as a prompt.
 
     A *stay* is a stretch of one conversation in one slot; the base class calls it a completion. Stays are added at any
@@ -305,7 +512,7 @@ class _Turns(RaggedRun):
             vocab=int(parts.head.weight.shape[0]), positions=parts.max_positions, positions_by=parts.positions_by
         )
         most = row_tokens if parts.max_positions is None else min(row_tokens, parts.max_positions)
-        super().__init__(engine, request, limits=limits, refresh=refresh, ended=None)
+        super().__init__(engine, request, limits=limits, refresh=refresh, ended=None, longest=most)
         self.partner = partner
         self.turn_rows = begin_rows(request, most)
         self.stays = list(range(self.count))
@@ -332,14 +539,39 @@ class _Turns(RaggedRun):
             row.aborted = not row.over
         return False
 
-    def next_tokens(
-        self, hidden: Tensor, rows: Int64Array, stored: Int64Array
-    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return the next token of each row, fed or sampled, and which rows leave, as their turns have ended."""
+    def _rows(self, stays: Int64Array) -> list[TurnRow]:
+        return [self.turn_rows[self.stays[stay]] for stay in stays.tolist()]
+
+    def firsts(self, rows: Int64Array) -> Int64Array:
+        """See `SlotRun.firsts`."""
+        return np.array([row.num_prompt for row in self._rows(rows)], np.int64)
+
+    def ends(self, rows: Int64Array) -> Int64Array:
+        """Return the tokens at which the turns of these rows end."""
+        limits = [int(self.limits[self.stays[stay]]) for stay in rows.tolist()]
+        return np.array(
+            [min(row.began + limit, row.most) for row, limit in zip(self._rows(rows), limits, strict=True)], np.int64
+        )
+
+    def forced(self, rows: Int64Array, stored: Int64Array, ahead: int) -> Int64Array | None:
+        """Return the tokens of replies that come next; see `SlotRun.forced`."""
+        out = np.full((len(rows), ahead), -1, np.int64)
+        for line, row, length in zip(out, self._rows(rows), stored.tolist(), strict=True):
+            reply = row.ids[length : length + ahead]
+            line[: len(reply)] = reply
+        return out
+
+    def take(
+        self,
+        rows: Int64Array,
+        stored: Int64Array,
+        tokens: Int64Array,
+        log_probs: npt.NDArray[np.float32],
+        log_mass: npt.NDArray[np.float32] | None,
+    ) -> TokenOutcome:
+        """Take the next token of each row, fed or sampled; rows leave or wait where their turns have ended."""
         conversations = [self.stays[stay] for stay in rows.tolist()]
         those = [self.turn_rows[conversation] for conversation in conversations]
-        after_prompt = np.array([len(row.ids) - row.num_prompt for row in those], np.int64)
-        tokens, log_probs, log_mass = self._sample(hidden, rows, after_prompt)
         tokens, leaves = tokens.copy(), np.zeros(len(those), np.bool_)
         ended: list[EndedTurn] = []
         at_of: dict[int, int] = {}
@@ -349,7 +581,7 @@ class _Turns(RaggedRun):
                 continue
             token = int(tokens[at])
             self.check_finite(float(log_probs[at]), len(row.ids) - row.num_prompt, int(self.prompt_of[rows[at]]))
-            row.version(len(row.ids), self.engine.version)
+            row.version(len(row.ids), self.version)
             row.sampled([token], [float(log_probs[at])], [] if log_mass is None else [float(log_mass[at])])
             turn = len(row.ids) - row.began
             stopped = bool(self.is_end[token])
@@ -368,11 +600,13 @@ class _Turns(RaggedRun):
         for turn in ended:
             if turn.place not in answers:
                 self.waiting += 1
-                self.due.setdefault(self.clock + self.reply_after, []).append(turn.place)
+                self.due.setdefault(self.clock + self.at_step + self.reply_after, []).append(turn.place)
                 leaves[at_of[turn.place]] = True
             else:
                 leaves[at_of[turn.place]] = not self._go_on(turn.place, answers[turn.place], in_slot=True)
-        return tokens, leaves
+        breaks = np.zeros(len(those), np.bool_)
+        breaks[list(at_of.values())] = True
+        return TokenOutcome(tokens, leaves, breaks)
 
     def _go_on(self, conversation: int, reply: Sequence[int] | None, *, in_slot: bool) -> bool:
         """Take an answer; return whether the conversation keeps its slot."""
@@ -395,22 +629,27 @@ class _Turns(RaggedRun):
         """Queue the conversations whose reply is due; if there is nothing else to do, go on to the next such step."""
         if not len(self.live) and self.next >= self.count and self.due and not self.came:
             self.clock = min(self.due)
-        came = self.came | self._fetch(self.due.pop(self.clock, []))
+        came = self.came | self._fetch(self._due_by(self.clock))
         self.came = {}
         for conversation, reply in sorted(came.items()):
             self.waiting -= 1
             self._go_on(conversation, reply, in_slot=False)
 
     def step(self) -> bool:
-        """See `RaggedRun.step`; the clock goes on."""
+        """See `SlotRun.step`; the clock goes on."""
         going = super().step()
-        self.clock += 1
+        self.clock += self.strode
         return going
 
     def give_way(self) -> bool:
         """Wait for the replies that the next step takes, then see `EngineRollout.give_way`."""
-        self.came |= self._fetch(self.due.pop(self.clock + 1, []))
+        self.came |= self._fetch(self._due_by(self.clock + self.strode))
         return super().give_way()
+
+    def _due_by(self, clock: int) -> list[int]:
+        """Return, and forget, the conversations whose reply a step up to this one takes."""
+        steps = sorted(step for step in self.due if step <= clock)
+        return [place for step in steps for place in self.due.pop(step)]
 
     def _fetch(self, places: Sequence[int]) -> dict[int, Sequence[int] | None]:
         """Wait for exactly these replies, while other threads may change the weights or abort the call."""

@@ -31,6 +31,8 @@ from rlhf_pipeline.config import Sample
 from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.losses.loss_batch import LossBatch
+from rlhf_pipeline.policies.engines import device_steps
+from rlhf_pipeline.policies.engines.slots import SYNC_EVERY, SlotEngine
 from rlhf_pipeline.transforms import base, retrieve_log_prob
 from rlhf_pipeline.transforms.retrieve_log_prob import stream_beside
 from tests.rlhf_pipeline.fake_device import FakeDevice, FakeStream, OnDevice, to_device
@@ -309,7 +311,7 @@ def test_a_batch_on_the_device_comes_back_once():
     assert host_waits(seen) == {("policies/_scoring.py", "a copy to the host"): 1}, seen.events
 
 
-TOKENS = 12
+TOKENS = 20
 
 
 def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded") -> tuple[dict[str, Any], FakeDevice]:
@@ -326,6 +328,8 @@ def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded
         seed=0,
         retrieve=retrieve if beside else None,
     )
+    assert isinstance(policy.engine, SlotEngine)
+    policy.engine.sync_every = SYNC_EVERY if there else 1
     policy.generate_groups([[1]], max_new_tokens=1, seed=0)  # the engine looks at the model once
     some = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     reference.log_probs(some, torch.ones_like(some))  # and so does the layout
@@ -346,8 +350,9 @@ def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded
 
 
 @pytest.fixture
-def new_stream() -> Iterator[None]:
-    """The stream beside is one of the fake device."""
+def new_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stream beside is one of the fake device, which captures no graphs."""
+    monkeypatch.setattr(device_steps, "graphs_of", lambda device: None)
     stream_beside.cache_clear()
     yield
     stream_beside.cache_clear()
@@ -355,7 +360,7 @@ def new_stream() -> Iterator[None]:
 
 @pytest.mark.usefixtures("new_stream")
 @pytest.mark.parametrize(("beside", "layout"), [(False, "padded"), *((True, layout) for layout in LAYOUTS)])
-def test_collecting_waits_for_each_token_and_once_more(beside: bool, layout: str, tmp_path: Path):
+def test_collecting_waits_at_host_syncs_and_once_more(beside: bool, layout: str, tmp_path: Path):
     """Sampling, reference log-probs and advantages of a rollout: the trajectories of the CPU, and no other wait.
 
     The passes of the reference wait for nobody either, on the stream of sampling or beside it; and the weights may move
@@ -368,7 +373,7 @@ def test_collecting_waits_for_each_token_and_once_more(beside: bool, layout: str
         assert own == pytest.approx(other, abs=1e-5, nan_ok=True)
     assert seen.total("refused") == 0, seen.events
     assert host_waits(seen) == {
-        ("policies/engines/slots.py", "a copy to the host"): TOKENS,
+        ("policies/engines/device_steps.py", "a copy to the host"): -(-TOKENS // SYNC_EVERY),
         ("data/upload.py", "synchronize"): 1,
     }, seen.events
 
