@@ -119,8 +119,10 @@ class Stream:
 
         Those of an UnsyncedError are not remembered: no later sync proves that they are on the disk.
         """
-        place = None if isinstance(error, UnsyncedError) else self._call.place
-        self._call.interrupted = None if place is None else (place, batch.digest())
+        if isinstance(error, UnsyncedError):
+            self._call.interrupted = None
+        elif self._call.place is not None:  # else it ended before its commit began, and an earlier call is remembered
+            self._call.interrupted = self._call.place, batch.digest()
 
     def _commit(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> Place:
         """Commit a batch to the current segment, or to a new one; return where it is."""
@@ -133,6 +135,7 @@ class Stream:
             try:
                 writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
             except SealedError:  # another process ended the segment: the rows go to a new one
+                writer.abandon()
                 self._writer = None
                 continue
             except OSError as error:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.crash.interrupts import CALLS, EXCEPTIONS, TimedOut, lines_of, sweep
 from trajectory_store import Column, Schema, TrajectoryStore, fs
+from trajectory_store.catalog import Catalog
 from trajectory_store.local_backend import LocalWriter
 from trajectory_store.objects.backend import ObjectWriter
 
@@ -68,6 +69,21 @@ def test_a_commit_that_is_complete_keeps_its_number(tmp_path, monkeypatch, backe
         assert view["tag"].tolist() == [1, 10, 11] + ([] if again else [77, 78])
         assert view.verify().ok
     assert store.append(rows(10, 11)).tolist() != ids, "only the call that was interrupted is recognised"
+    store.close()
+
+
+@BACKENDS
+def test_a_retry_may_be_interrupted_as_well(tmp_path, monkeypatch, backend):
+    """Before it looks at the log, and after it found its rows: they are in the store once."""
+    store = TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend)
+    kind = LocalWriter if backend == "memmap" else ObjectWriter
+    for owner, name in ((kind, "commit"), (kind, "finish"), (Catalog, "refresh_segment")):
+        after(monkeypatch, owner, name, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            store.append(rows(1, 2))
+    ids = store.append(rows(1, 2))
+    assert store.ids().tolist() == ids.tolist()
+    assert store["tag"].tolist() == [1, 2]
     store.close()
 
 
