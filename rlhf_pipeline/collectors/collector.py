@@ -28,6 +28,7 @@ from rlhf_pipeline.collectors.sampled_rows import (
     trajectories,
     turn_rewards,
 )
+from rlhf_pipeline.collectors.source_rewards import SourceRewards
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.keys import Key, reward_column, turn_reward_column
@@ -184,6 +185,9 @@ class Collector:
                 names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
                 same_tasks=same_tasks,
             )
+        self._by_source = SourceRewards.of(
+            prompts, None if self.conversations is None else self.conversations.make, seed
+        )
         self.keeps_each = (
             self.conversations is not None
             and has_effects(self.conversations.make)
@@ -246,7 +250,7 @@ class Collector:
             len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
         ):
             self.observe(groups)
-            figures, rewards = stored_figures(store, rows, self._names), store.read_scalars("task_reward", rows)
+            figures, rewards = self._stored_figures(rows), store.read_scalars("task_reward", rows)
             if config.dynamic > 1 and CURSOR.name in store.schema:
                 by = config.dynamic_by
                 if by is not None and reward_column(by) in store.schema:
@@ -292,6 +296,8 @@ class Collector:
             parts=self._parts(grades),
             turns=None if turns is None else turns[places],
         )
+        if self._by_source is not None:
+            figures |= self._by_source.figures(one.cursors[owner[places]], rewards, figures)
         if config.dynamic > 1:
             figures |= self._dynamic_figures(rollout, one.cursors[owner[places]], one.steered[places])
             if say is not None and len(one.spread) < len(groups):
@@ -350,8 +356,16 @@ class Collector:
         else:
             self.observe(cursors)
         rows = self._rows_of(cursors)
-        rewards, figures = store.read_scalars("task_reward", rows), stored_figures(store, rows, self._names)
+        rewards, figures = store.read_scalars("task_reward", rows), self._stored_figures(rows)
         return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=not left)
+
+    def _stored_figures(self, rows: np.ndarray) -> Figures:
+        """Return the figures of rows in the store, which are those of the rollout that stored them."""
+        store, figures = self.buffer.store, stored_figures(self.buffer.store, rows, self._names)
+        if self._by_source is not None:
+            cursors = store.read_scalars(CURSOR.name if CURSOR.name in store.schema else "group_id", rows)
+            figures |= self._by_source.figures(cursors, store.read_scalars("task_reward", rows), figures)
+        return figures
 
     def _hand_over(self, version: int) -> None:
         """Give an engine with its own copy the policy's weights, unless it has them."""

@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.data.keys import reward_column
-from rlhf_pipeline.data.prompts import Curriculum, Mix, Prompt, prompt_at, template_options, turn
+from rlhf_pipeline.data.prompts import Curriculum, Mix, Prompt, PromptSource, prompt_at, template_options, turn
 from trajectory_store import TrajectoryStore
 
 
@@ -39,6 +39,16 @@ class FollowedMix:
     def chat_template_kwargs(self) -> Mapping[str, Any]:
         """As of the mixture."""
         return template_options(self.mix)
+
+    @property
+    def sources(self) -> tuple[PromptSource, ...]:
+        """Of the mixture."""
+        return self.mix.sources
+
+    def source_of(self, cursor: int) -> int:
+        """Return the number of the source of prompt number `cursor`, from 0."""
+        interval, place = divmod(cursor, self._size)
+        return turn(self._interval(interval)[0], place)[0]
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`: the next one of the source whose turn it is by the interval's weights."""

@@ -452,6 +452,10 @@ class Mix(Settings):
         """As of the sources."""
         return template_options(self.sources[0])
 
+    def source_of(self, cursor: int) -> int:
+        """Return the number of the source of prompt number `cursor`, from 0."""
+        return turn(self.base_weights, cursor)[0]
+
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`: a source's own next one.
 

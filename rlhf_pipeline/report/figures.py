@@ -57,6 +57,12 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             ),
             Figure("reward/NAME", "reward", "mean result of the reward NAME where it applies, without its weight"),
             Figure(
+                "reward/SOURCE",
+                "reward",
+                "mean reward of the trajectories of one source of a mixture (named by its file, otherwise its class), "
+                "or of one of several environments",
+            ),
+            Figure(
                 "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"
             ),
             Figure("failed/KIND", "trajectories", "trajectories without a reward by `failure_reason`; left out at 0"),
