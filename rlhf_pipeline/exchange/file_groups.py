@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
@@ -30,6 +32,8 @@ class FileGroups:
         self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
         self.num_members = self.num_graded = 0
         self._in_other_files = False
+        self._scores: dict[int, list[tuple[float, float]]] = {}
+        """Reward and stored advantage of each member of a group that no id names, in the order of the file."""
         self._num_learned, self._learned = 0, set[int]()
         """How many members are not evaluations, which are compared with nobody, and their groups."""
 
@@ -61,14 +65,29 @@ class FileGroups:
                 "field that names groups is right all the same, name it: --group FIELD"
             )
         self._in_other_files |= record.across_files and record.identity is not None
+        if self._checked and not self._by_prompt and record.by_prompt and not record.evaluation:
+            self._scores.setdefault(number, []).append((record.reward, record.advantage))
         if not record.evaluation:
             self.num_graded += record.reward == record.reward
             self._num_learned += 1
             self._learned.add(number)
         return number
 
+    def _check_advantages(self) -> None:
+        wrong = [members for members in self._scores.values() if _contradicts(members)]
+        if not wrong:
+            return
+        size = _consecutive_size(self._scores.values())
+        advice = f"They agree for every {size} consecutive rows: --group {size}." if size is not None else f"{_NAME}."
+        raise DefinitionError(
+            f"the stored advantages contradict {len(wrong):,} of {len(self._scores):,} groups by prompt: within a "
+            f"group they must be centred, and equal for equal rewards. {advice} If the tool's advantages are not "
+            "relative to a group, confirm the groups: --group-by prompt"
+        )
+
     def check(self) -> None:
-        """Refuse groups of one: GRPO learns nothing from them, and would not say so."""
+        """Reject groups that stored advantages contradict, and groups of one, from which GRPO learns nothing."""
+        self._check_advantages()
         if self._in_other_files:  # a chunk of a stream may end within its groups
             return
         if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
@@ -76,6 +95,31 @@ class FileGroups:
                 f"each of its {self._num_learned:,} trajectories is a group of its own, so none has another to be "
                 f"better than, and GRPO learns nothing. {_NAME}. Or keep them so: --group none"
             )
+
+
+def _contradicts(members: Sequence[tuple[float, float]]) -> bool:
+    """Return whether advantages cannot be those of one group: not centred, or different for equal rewards.
+
+    A group-relative advantage is `(reward - mean) / scale` (GRPO, arXiv:2402.03300, section 4.1.2), so its mean is 0
+    and equal rewards have equal advantages. Advantages are often rounded to 4 decimals.
+    """
+    advantages = [advantage for _, advantage in members]
+    if len(members) < 2 or not all(math.isfinite(value) for pair in members for value in pair):
+        return False
+    tolerance = 1e-3 * max(1.0, *map(abs, advantages))
+    by_reward: dict[float, float] = {}
+    differ = any(abs(by_reward.setdefault(reward, advantage) - advantage) > tolerance for reward, advantage in members)
+    return differ or abs(math.fsum(advantages)) / len(members) > tolerance
+
+
+def _consecutive_size(groups: Iterable[Sequence[tuple[float, float]]]) -> int | None:
+    """Return the smallest number of consecutive members that are groups by their advantages; None if there is none."""
+    everything = list(groups)
+    for size in range(2, max(map(len, everything)) + 1):
+        parts = [group[at : at + size] for group in everything for at in range(0, len(group), size)]
+        if all(len(part) == size and not _contradicts(part) for part in parts):
+            return size
+    return None
 
 
 def _digest(key: Any) -> bytes:

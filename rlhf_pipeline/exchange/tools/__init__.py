@@ -106,7 +106,7 @@ def trl(row: Fields) -> RawRollouts:
         failure=Made("", ""),
         group=Made("step and prompt", (step, repr(prompt))),
         one_turn=is_messages(row.value("completion")),
-        flags={"as_chat": False},
+        flags={"as_chat": False, "by_prompt": True},
     )
 
 
@@ -123,7 +123,8 @@ def verl(row: Fields) -> RawRollouts:
     response decoded without special tokens, with the words of tools where there are some; `gts`, the ground truth;
     `score`, the sum of the token scores; `step`, counted from 1. `RayPPOTrainer` adds what the reward function gave and
     `request_id`, in the order of balanced batches, without any id of the prompt: a group is the rows of a step with one
-    prompt. The v1 trainer adds `uid`, the key `PROMPT_SESSION_OUTPUT` of each sample: a group is one PROMPT.
+    prompt and ground truth. The v1 trainer adds `uid`, the key `PROMPT_SESSION_OUTPUT` of each sample: a group is one
+    PROMPT.
 
     What the reward function gave may overwrite `score` (`base_data[k] = v`): a function that returns a dict under
     DAPO's manager puts its own score there, without the overlong penalty, which then stands in `overlong_reward`. The
@@ -143,7 +144,8 @@ def verl(row: Fields) -> RawRollouts:
             "--field reward=score+overlong_reward (one that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
-    group = Made("uid", (step, uid[1])) if uid else Made("step and input", (step, "input", str(values["input"])))
+    by_prompt = Made("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
+    group = Made("uid", (step, uid[1])) if uid else by_prompt
     failed = as_failure(values.get("error"), "error") if isinstance(values.get("error"), str) else ""
     yield row.record(
         prompt="input",
@@ -155,7 +157,7 @@ def verl(row: Fields) -> RawRollouts:
         failure=Made("timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"),
         group=group,
         one_turn=False,
-        flags={"as_chat": False, "evaluation": evaluation},
+        flags={"as_chat": False, "evaluation": evaluation, "by_prompt": uid is None},
     )
 
 
@@ -497,7 +499,8 @@ def skyrl(row: Fields) -> RawRollouts:
     `output_response`, the token ids decoded with their special tokens; `score`, the reward, or one per token, whose sum
     it is; `stop_reason`, of the engine; `env_class`, `env_extras`, `data_source`. The response of a multi-turn
     environment holds what the environment said, and the mask is not written: aime, gsm8k and lcb of skyrl-gym 0.4.0 end
-    after one response. Rows have no id: a group is the rows of a file with one prompt. Without the conversation mode
+    after one response. Rows have no id: a group is the rows of a file with one prompt and one
+    ground truth. Without the conversation mode
     SkyRL puts an end token after a response that lacks one.
     """
     score = row.row["score"]
@@ -508,7 +511,7 @@ def skyrl(row: Fields) -> RawRollouts:
         reward="score",
         finish_reason="stop_reason",
         policy_version=Made("global_step_N of the folder", or_unknown(row.number_in(r"global_step_(\d+)"))),
-        group=Made("input_prompt", str(row.row["input_prompt"])),
+        group=Made("input_prompt and env_extras", (str(row.row["input_prompt"]), repr(row.row["env_extras"]))),
         one_turn=row.row["env_class"] in ("aime", "gsm8k", "lcb"),
         flags={"as_chat": False},
     )
@@ -549,7 +552,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
         policy_version=Made("N-1 of stepN", UNKNOWN_VERSION if step is None else max(step - 1, 0)),
         group=Made("prompt tokens", (step, repr(tokens["prompt_ids"].value))),
         meta=meta | ({} if learned else {"learned": False}),
-        flags={"mask_known": learned},
+        flags={"mask_known": learned, "by_prompt": True},
     )
 
 

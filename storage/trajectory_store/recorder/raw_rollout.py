@@ -62,6 +62,8 @@ class RawRollout:
     """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
     one_prompt: bool = True
     """The members of a named group have one prompt."""
+    by_prompt: bool = False
+    """The group is not named by an id: it is the rows of one prompt, as far as the file shows."""
     across_files: bool = False
     """Members of the group may stand in other files, too."""
     identity: Hashable | None = None
@@ -276,7 +278,7 @@ _KINDS = (
     (r"grad|scor|reward|judge|verif", "grader_error"),
 )
 _ERRORS = ("error", "errors", "error_message", "exception", "failure", "failure_reason")
-"""Fields whose words say that a row failed."""
+"""Fields that contain an exception."""
 _FAILED = (
     "failed",
     "is_failed",
@@ -288,8 +290,17 @@ _FAILED = (
     "aborted",
     "is_aborted",
 )
+"""Flags of a failure."""
 _CUT = ("truncated", "is_truncated", "overlong", "is_overlong")
+"""Flags of an end that came too early."""
 _STATUS = ("status", "state")
+_STATES = frozenset((
+    *("failed", "failure", "error", "errored", "crashed", "timeout", "timed_out", "aborted"),
+    *("cancelled", "canceled", "incomplete", "truncated"),
+))  # fmt: skip
+"""States of `_STATUS` that are failures; any other text there describes the task, and determines nothing."""
+_EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Timeout|Interrupt|Expired)(?::|\(|\Z)")
+"""The class of an exception, at the start of its text."""
 _ENDED = {"timeout": "timeout", "timed_out": "timeout"} | dict.fromkeys(
     ("abort", "aborted", "error", "failed", "cancelled", "canceled", "content_filter"), "engine"
 )
@@ -307,36 +318,47 @@ _CUT_OFF = (
 
 
 def state_of(row: Row) -> tuple[str, str, str]:
-    """Return the field by which a row says that it failed or was cut off, why it ended, and its failure.
+    """Return the field that marks a row as failed or cut off, the reason of its end, and the kind of failure.
 
-    No tool says how it graded what was cut off, so its reward is not trusted: a field such as `truncated`, where the
-    reason of the end alone (`finish_reason`) says no more than where it ended.
+    Only exact states count: a flag, an exception's class, a word of `_STATES`. Other text describes the task. Tools do
+    not record how they grade completions that a flag such as `truncated` marks, so their reward is not trusted.
 
     >>> state_of({"status": "failed"}), state_of({"truncated": True}), state_of({"error": 0.25, "status": "success"})
     (('status', '', 'tool_error'), ('truncated', 'length', 'truncated'), ('', '', ''))
     """
-    for name in _ERRORS:  # a number under such a name measures something
-        if name in row and not isinstance(row[name], (int, float)) and (kind := as_failure(row[name], name)):
-            return name, CUT if kind == "truncated" else "", kind
-        if row.get(name) is True:
-            return name, "", "tool_error"
+    for name in _ERRORS:
+        if row.get(name) is True or row.get(name) in FAILURES:
+            return name, "", "tool_error" if row[name] is True else row[name]
+        error = _exception_of(row.get(name))
+        if error is not None:
+            return name, "", as_failure(error, name)
     for name in _FAILED:
-        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+        if _is_set(row.get(name)):
             return name, "", as_failure(name, name)
     for name in _CUT:
-        if name in row and isinstance(row[name], (bool, int, float, str)) and _is_said(row[name]):
+        if _is_set(row.get(name)):
             return name, CUT, "truncated"
     if row.get("reward_trusted") is False:
         return "reward_trusted", "", "grader_error"
     for name in _STATUS:
-        said = row.get(name)
-        if isinstance(said, str) and any(re.search(words, said.lower()) for words in _BROKEN):
-            kind = as_failure(said, name)
+        state = row.get(name)
+        if isinstance(state, str) and state.strip().lower() in _STATES:
+            kind = as_failure(state, name)
             return name, CUT if kind == "truncated" else "", kind
     return "", "", ""
 
 
-_BROKEN = (r"fail|error|crash|exception|incomplete", *(words for words, _ in _KINDS[:3]))
+def _is_set(flag: Any) -> bool:
+    """Return whether a flag is on: true or 1, also as text. Another number measures something."""
+    return flag in (True, 1) or (isinstance(flag, str) and flag.strip().lower() in ("true", "1"))
+
+
+def _exception_of(error: Any) -> str | None:
+    """Return an exception's class: of text that starts with it, or of the object that a tool writes for it."""
+    if isinstance(error, Mapping):
+        return next((kind for part in error.values() if (kind := _exception_of(part)) is not None), None)
+    match = _EXCEPTION.match(error.strip()) if isinstance(error, str) else None
+    return None if match is None else match[0].rstrip(":(")
 
 
 def ended(reason: str, failure: str) -> tuple[str, str]:

@@ -87,6 +87,13 @@ def test_a_group_of_two_prompts_is_refused(tmp_path: Path, jsonl: Write):
         ({"error": math.nan}, "", ""),
         ({"error": 0.25, "errors": [], "exception": "None"}, "", ""),
         ({"status": "success", "finish_reason": "stop"}, "", "stop"),
+        ({"error": "TimeoutError: no reply in 30 s"}, "timeout", ""),
+        ({"state": "You stand in the server room. A guard watches."}, "", ""),
+        ({"state": "Pending move: white", "timeout": 30, "truncated": 12}, "", ""),
+        ({"error": "no error", "exception": "None", "errors": "[]", "failed": "[]"}, "", ""),
+        ({"error": {"code": 0}, "status": "completed_without_errors"}, "", ""),
+        ({"status": "finished, 0 failures", "overlong": 0.0}, "", ""),
+        ({"status": "reward computed", "error": "success"}, "", ""),
     ],
     ids=str,
 )
@@ -143,3 +150,43 @@ def test_what_nobody_says_is_unknown(tmp_path: Path, jsonl: Write):
     assert found["policy_version"].tolist() == [0, 0]
     with pytest.raises(DataError, match=r"'temperature' must be a temperature, which is not negative"):
         import_files([jsonl([plain(1, 1.0, temperature=-1)])], tmp_path / "none")
+
+
+def verl_row(answer: str, reward: float, number: int) -> dict[str, Any]:
+    about = {"input": "Find x.", "output": f"{answer} {number}", "gts": answer, "score": reward, "step": 1}
+    return about | {"request_id": f"{answer}-{number}"}
+
+
+def test_one_text_with_two_answers_is_two_groups(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
+    """verl's and SkyRL's rows have no id of the prompt: its text and its answer identify it."""
+    rows = [verl_row(answer, float(answer == "12"), number) for number in range(4) for answer in ("12", "7")]
+    import_files([jsonl(rows, "1.jsonl")], tmp_path / "verl", tokenizer=chat_tokenizer, one_turn=True)
+    assert columns(tmp_path / "verl")["group_id"].tolist() == [0, 1] * 4
+    row = {"input_prompt": "Find x.", "output_response": "12", "stop_reason": "stop", "env_class": "gsm8k"}
+    rows = [
+        row | {"score": float(member), "data_source": "d", "env_extras": {"reward_spec": {"ground_truth": answer}}}
+        for member in range(2)
+        for answer in "12"
+    ]
+    import_files([jsonl(rows, "global_step_3_evals/d.jsonl")], tmp_path / "skyrl", tokenizer=chat_tokenizer)
+    assert columns(tmp_path / "skyrl")["group_id"].tolist() == [0, 1, 0, 1]
+
+
+def test_stored_advantages_must_fit_the_groups(tmp_path: Path, chat_tokenizer: Any):
+    """One prompt for all rows of a TRL table: its advantages show groups of 4, and the message asks for `--group 4`."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
+    advantages = [reward - sum(group) / 4 for group in rewards for reward in group]
+    table = {"step": [1] * 16, "prompt": ["Play."] * 16, "completion": [f"g{i}" for i in range(16)]}
+    table |= {"right": [reward for group in rewards for reward in group], "advantage": advantages}
+    file = tmp_path / "completions_00001.parquet"
+    parquet.write_table(pyarrow.table(table), file)
+    options: dict[str, Any] = {"tokenizer": chat_tokenizer, "one_turn": True}
+    with pytest.raises(DefinitionError, match=r"contradict 1 of 1 groups by prompt.*--group 4"):
+        import_files([file], tmp_path / "store", **options)
+    import_files([file], tmp_path / "store", group=4, **options)
+    assert columns(tmp_path / "store")["group_id"].tolist() == [place // 4 for place in range(16)]
+    import_files([file], tmp_path / "confirmed", by_prompt=True, **options)
+    assert columns(tmp_path / "confirmed")["group_id"].tolist() == [0] * 16

@@ -329,7 +329,7 @@ def test_text_is_one_turn_only_where_that_is_known(tmp_path: Path, jsonl: Write,
     """A writer that may let an environment speak is asked about once for the file, whatever its text looks like."""
     verl = [{"input": "a", "gts": "", "score": float(i), "step": 1, "output": said} for i in range(2)]
     skyrl = json.loads((DATA / "skyrl" / "turns" / "search.jsonl").read_text()) | {"output_response": said}
-    trl = [{"step": 1, "prompt": "a", "completion": said, "right": float(i), "advantage": 0.5} for i in range(2)]
+    trl = [{"step": 1, "prompt": "a", "completion": said, "right": float(i), "advantage": i - 0.5} for i in range(2)]
     trl_talk = [row | {"completion": [{"role": "assistant", "content": said}]} for row in trl]
     plain = [{"prompt": "a", "completion": said, "reward": float(i)} for i in range(2)]
     for name, rows, known in (
