@@ -158,7 +158,7 @@ def verl_row(answer: str, reward: float, number: int) -> dict[str, Any]:
 
 
 def test_one_text_with_two_answers_is_two_groups(tmp_path: Path, jsonl: Write, chat_tokenizer: Any):
-    """verl's and SkyRL's rows have no id of the prompt: its text and its answer identify it."""
+    """Verl's and SkyRL's rows have no id of the prompt: its text and its answer identify it."""
     rows = [verl_row(answer, float(answer == "12"), number) for number in range(4) for answer in ("12", "7")]
     import_files([jsonl(rows, "1.jsonl")], tmp_path / "verl", tokenizer=chat_tokenizer, one_turn=True)
     assert columns(tmp_path / "verl")["group_id"].tolist() == [0, 1] * 4
