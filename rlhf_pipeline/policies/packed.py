@@ -282,7 +282,8 @@ class LayoutScorer:
             try:
                 _check_packable(parts)
             except PackedUnsupported as reason:
-                self._pad_from_now_on(str(reason))
+                # Users of recurrent models pay for each member's prompt.
+                self._pad_from_now_on(str(reason), is_chosen=parts.num_states > 0)
         return self.in_use
 
     def positions(self, parts: ModelParts, batches: Sequence[TokenRows], token_budget: int) -> list[int]:
@@ -328,7 +329,7 @@ class LayoutScorer:
                 self._computed.add((name, packing.segments.kernel))
                 return found
             padded_parts = self._arranged(parts, batch).parts
-        self._computed.add(("padded", implementation_of(parts.trunk.config)))
+        self._computed.add(("padded", implementation_of(parts.trunk.config) or "none"))
         return _padded(parts, batch, padded_parts)
 
     def _checked_packed(self, parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRows | None:
@@ -356,7 +357,8 @@ class LayoutScorer:
         self._note(text, is_chosen=is_chosen)
 
     def _note(self, text: str, *, is_chosen: bool = False) -> None:
-        # `auto` pads without a notice what cannot be packed. A layout that it has chosen and that fails is reported.
+        # `auto` pads a model that cannot be packed without a notice. A layout that it has chosen and that fails is
+        # reported.
         if self.layout == "auto" and not is_chosen:
             return
         # One notice per kind of reason: the lengths of rows differ from batch to batch.
@@ -451,14 +453,14 @@ def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[f
 def _check_packable(parts: ModelParts) -> None:
     """Raise PackedUnsupported if a model's config or signature already shows that its rows cannot be packed."""
     trunk: Any = parts.trunk
+    kinds = set(getattr(trunk.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise PackedUnsupported(f"it has layers of the kind {', '.join(sorted(kinds))}")
     if not getattr(trunk, "_supports_attention_backend", False):
         raise PackedUnsupported("its attention is its own")
     parameters = inspect.signature(trunk.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise PackedUnsupported("its forward pass takes no further arguments")
-    kinds = set(getattr(trunk.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise PackedUnsupported(f"it has layers of the kind {', '.join(sorted(kinds))}")
 
 
 def _smallest_window(config: Any) -> int | None:

@@ -196,13 +196,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
 }
+REJECTED: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {**RECURRENT_LIKE, "lru_width": 32, "attention_window_size": 64},
+    "minimax": {**RECURRENT_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 16},
+    "rwkv": {**WITHOUT_HEADS, "attention_hidden_size": 32},
+    "bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+}
+"""Models that the slots reject, or every policy does; see Zamba2 as well."""
 
 
 def family_model(name: str = "qwen2", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model of an architecture, or of one of its configurations above."""
     kind = name if name in CONFIG_MAPPING else name.split("-")[0]
-    config = AutoConfig.for_model(kind, **{**ARCHITECTURES.get(name, LLAMA_LIKE), **changes})
-    attention = "eager" if name in ("gemma2", "zamba", *PURE) else attention  # which have no other
+    config = AutoConfig.for_model(kind, **{**(ARCHITECTURES | REJECTED).get(name, LLAMA_LIKE), **changes})
+    attention = "eager" if name in ("gemma2", "zamba", "rwkv", "bloom", *PURE) else attention  # which have no other
     # Of the pure recurrences, stronger ones make transformers' own steps differ from its whole rows by 3e-4.
     strength = 2.0 if name in PURE else 4.0
     torch.manual_seed(seed)
