@@ -47,7 +47,7 @@ from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
 from rlhf_pipeline.user_code.arguments import own_copy
-from rlhf_pipeline.user_code.outputs import checked_messages, checked_rewards
+from rlhf_pipeline.user_code.outputs import checked_info, checked_messages, checked_rewards, plain_json
 from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 from rlhf_pipeline.user_code.threads import Lane
 
@@ -634,13 +634,15 @@ class Conversations:
                 self._take_end(place, process_runtime().wait(call))
 
     def _take_end(self, place: int, outcome: Any) -> None:
-        """Take the last rewards of a conversation, and pass it on."""
+        """Take the last rewards and values of a conversation, and pass it on."""
         conversation = self.conversations[place]
         try:
             if isinstance(outcome, BaseException):
                 conversation.fail(outcome)
             else:
-                self._gain(conversation, checked_rewards(outcome or {}))
+                last = outcome if isinstance(outcome, Step) else Step(rewards=outcome or {})
+                conversation.info.update(plain_json(checked_info(last.info)))
+                self._gain(conversation, checked_rewards(last.rewards))
         except Exception as error:  # noqa: BLE001 - what `end` gives may be anything; it costs its own conversation
             conversation.fail(error)
         known = (

@@ -78,8 +78,9 @@ class Step:
 class Environment(Protocol):
     """Answers one conversation; five further attributes are optional.
 
-    - `end(reason) -> Mapping[str, float]`: called once when the conversation has ended, however it did, for rewards
-      that are known only then; it may be `async`; `reason` is `stop`, `length`, `turns`, `calls` or `failed`;
+    - `end(reason) -> Mapping[str, float] | Step`: called once when the conversation has ended, however it did, for
+      rewards that are known only then, and with a `Step` for its `info`; it may be `async`; `reason` is `stop`,
+      `length`, `turns`, `calls` or `failed`;
     - `rewards = ("reached", ...)`: the names of its rewards; one that a conversation does not give is 0, and another
       one is an error;
     - `tools`: functions or JSON schemas, for the chat template and for reading calls;

@@ -103,8 +103,8 @@ class Episode:
         """Give the agent its turn, and return what its next request has more."""
         return await self.host.begun(self._step(turn))
 
-    def end(self, reason: str) -> Mapping[str, float]:
-        """End the episode if it goes on, and return its rewards; one that has ended gave them before."""
+    def end(self, reason: str) -> Step:
+        """End the episode if it goes on, and return its rewards and metrics; one that has ended gave them before."""
         return self.host.call(self._end(reason))
 
     async def begin(self, index: int) -> Sequence[Message]:
@@ -149,7 +149,7 @@ class Episode:
         replies = await self._next()
         if replies is not None:
             return Step(replies)
-        return Step(done=True, rewards=await self._rewards(), info={"metrics": dict(self._trace.metrics)})
+        return await self._scored()
 
     async def _next(self) -> Sequence[Message] | None:
         """Wait for a request and return the messages that it has more than the last one; None if there is none."""
@@ -170,6 +170,13 @@ class Episode:
             raise RuntimeError("the agent rewrote its messages, and a conversation only grows")
         return more[1:] if before else more
 
+    async def _scored(self) -> Step:
+        """Return the rewards and the metrics of an episode that is over."""
+        rewards = await self._rewards()
+        return Step(
+            done=True, rewards=rewards, info={} if self._trace is None else {"metrics": {**self._trace.metrics}}
+        )
+
     async def _rewards(self) -> dict[str, float]:
         """Return the rewards of an episode that is over."""
         assert self._played is not None
@@ -181,11 +188,11 @@ class Episode:
         rewards = {} if self._trace is None else self._trace.rewards
         return {name: reward.value for name, reward in rewards.items() if reward is not None}
 
-    async def _end(self, reason: str) -> dict[str, float]:
+    async def _end(self, reason: str) -> Step:
         for trace in self._traces:
             self.host.episodes.pop(trace, None)
         if self._played is None or self._played.done():
-            return {}
+            return Step(done=True)
         played = None if reason == "failed" else self._trace
         if played is not None:
             played.stop(reason)  # a refused request is then no failure, and what was played is scored
@@ -196,7 +203,7 @@ class Episode:
             if not (answer := self._requests.get_nowait()[1]).done():
                 answer.set_result(None)
         await asyncio.wait({self._played})
-        return {} if played is None else await self._rewards()
+        return Step(done=True) if played is None else await self._scored()
 
 
 class _Host:

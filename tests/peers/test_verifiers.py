@@ -119,8 +119,7 @@ def test_several_turns(guesses):
         right = float(str(conversation.prompt.meta["number"]) in texts[-1])
         assert conversation.rewards == {"short": 0.25 / conversation.num_turns, "right": right}
         assert conversation.finish_reason == ("stop" if right else "turns")
-        if right:
-            assert conversation.info == {"metrics": {"turns": float(conversation.num_turns)}}
+        assert conversation.info == {"metrics": {"turns": float(conversation.num_turns)}}
 
 
 @pytest.mark.peer

@@ -214,6 +214,24 @@ def test_parts_of_text_are_text_and_whatever_is_noted_is_stored():
     assert all(one.info == {"at": one.num_turns, "seen": [0.0, 0.0], "how": [1], "text": "?"} for one in found)
 
 
+class Summing(FrozenLake):
+    """Says when it is over how it ended."""
+
+    rewards = (*FrozenLake.rewards, "ended")
+
+    def end(self, reason: str) -> Step:
+        """Return a reward and values."""
+        return Step(rewards={"ended": 1.0}, info={"reason": reason})
+
+
+def test_the_end_of_a_conversation_may_store_values():
+    """`end` may return a `Step`: its rewards count and its `info` is stored, also where `max_turns` ended it."""
+    found = conversations(Summing, max_turns=2)
+    assert {one.finish_reason for one in found} >= {"turns"}
+    assert not any(one.failure for one in found)
+    assert all(one.info["reason"] == one.finish_reason and one.rewards["ended"] == 1.0 for one in found)
+
+
 @pytest.mark.parametrize(("most", "told"), [(3, "..."), (1, "."), (None, "." * 30)])
 def test_a_reply_is_cut_and_marked(most, told):
     """With so many tokens at most; the conversation goes on, and its row says that something is missing."""
