@@ -35,7 +35,7 @@ Place = tuple[SegmentWriter, int, int]
 """Where a commit is: its writer, the number of records with it, and its first row."""
 
 
-class Call(threading.local):
+class AppendCall(threading.local):
     """The call of a thread that appends.
 
     Attributes:
@@ -75,7 +75,7 @@ class Stream:
         self._ending: SegmentWriter | None = None
         self._rows: dict[int, int] = {}
         """The rows of ended segments, as far as the catalog does not have their number yet."""
-        self._call = Call()
+        self._call = AppendCall()
         self._lock = threading.RLock()
         fork_safety.guard(self, 0, self._lock)
         self._pid = os.getpid()
