@@ -68,8 +68,7 @@ class SourceRewards:
 def source_labels(sources: tuple[PromptSource, ...]) -> list[str]:
     """Return a name for each source: of its file, otherwise of its class; with a number where two are equal.
 
-    >>> from rlhf_pipeline import CopyDigits
-    >>> from rlhf_pipeline.data.prompts import CopyDigits, Prompts
+    >>> from rlhf_pipeline import CopyDigits, Prompts
     >>> source_labels((Prompts("data/gsm8k.jsonl"), CopyDigits(num_digits=2), CopyDigits(num_digits=5)))
     ['gsm8k', 'CopyDigits', 'CopyDigits_2']
     """
