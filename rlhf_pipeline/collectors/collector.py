@@ -47,8 +47,9 @@ from rlhf_pipeline.environments.outcomes import BROKEN
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.adapters import Policy, policy_of
 from rlhf_pipeline.policies.chat import decode_completion, decode_prompt, encode_any, encode_text
-from rlhf_pipeline.policies.engines.protocol import RaggedCompletions, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import Engine, RaggedCompletions, WeightRefresh, Weights
 from rlhf_pipeline.policies.engines.sampling import Truncation
+from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.transforms.kl_controllers import ConstantKLController
@@ -351,7 +352,7 @@ class Collector:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
             self._hand_over(policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
-            _say_notices(say)
+            _say_notices(self.policy.engine, say)
             _say_failures(rollout, grades, self.config.alarm_failed, say)
         else:
             self.observe(cursors)
@@ -451,7 +452,7 @@ class Collector:
             else:
                 rows = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
-        _say_notices(say)
+        _say_notices(self.policy.engine, say)
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
         if by is not None and say is not None and not np.isfinite(steered).any():
@@ -675,9 +676,10 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
         raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
 
 
-def _say_notices(say: Callable[[str], None] | None) -> None:
+def _say_notices(engine: Engine, say: Callable[[str], None] | None) -> None:
     if say is not None:
-        for sentence in process_runtime().take_notices():
+        of_engine = engine.take_notices() if isinstance(engine, SlotEngine) else []
+        for sentence in process_runtime().take_notices() + of_engine:
             say(sentence)
 
 

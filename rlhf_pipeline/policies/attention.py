@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_pipeline.policies._packed_attention import packed_attention
 from rlhf_pipeline.policies._packing import Segments
-from rlhf_pipeline.policies.attention_name import NAME, implementation_of, named
+from rlhf_pipeline.policies.attention_name import NAME, implementation_of, is_named, named
 
 Attended = Callable[[Tensor, Tensor, Tensor, Any, float | None], Tensor]
 """Takes queries `[S, heads, 1, D]`, keys and values, the model's mask, and the scaling; returns `[S, 1, heads, D]`."""
@@ -92,7 +92,7 @@ def steps_attended_by(config: Any, attended: Attended) -> Iterator[None]:
 
 def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a checkpointed layer: recomputation uses the same attention as the forward pass."""
-    return nullcontext(), _named(config) if config._attn_implementation == NAME else nullcontext()
+    return nullcontext(), _named(config) if is_named(config) else nullcontext()
 
 
 def is_sdpa(config: Any) -> bool:

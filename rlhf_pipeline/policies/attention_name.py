@@ -32,6 +32,11 @@ def named(config: Any) -> Iterator[None]:
                 config._attn_implementation = implementation
 
 
+def is_named(config: Any) -> bool:
+    """Return whether models of this config use the attention of that name now."""
+    return config._attn_implementation == NAME
+
+
 def implementation_of(config: Any) -> str | None:
     """Return a model's own attention implementation, also while another thread has replaced it."""
     with _lock:

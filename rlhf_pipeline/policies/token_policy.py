@@ -232,8 +232,8 @@ class TokenPolicy(nn.Module):
         return self._scorer.positions(self._parts, batches, token_budget)
 
     def layout_notices(self) -> list[str]:
-        """Return why rows were padded in spite of `scoring_layout`, or slots decode slowly, each once."""
-        return self._scorer.take_notices() + (self._slots.take_notices() if self._slots is not None else [])
+        """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""
+        return self._scorer.take_notices()
 
     def take_computed(self) -> dict[str, str]:
         """Return what has determined the last bits of scored rows since the last call, and clear it.

@@ -49,7 +49,7 @@ from rlhf_pipeline.policies.model_parts import ModelParts
 _maskings: weakref.WeakKeyDictionary[nn.Module, Masking | None] = weakref.WeakKeyDictionary()
 
 
-class Bucket(NamedTuple):
+class StepBucket(NamedTuple):
     """The shape of a step, and the numbers that its graph contains."""
 
     rows: int
@@ -105,7 +105,7 @@ class DeviceSteps:
         self.tokens = torch.zeros((slots, ahead), dtype=torch.int64, device=device)
         self.log_probs = torch.zeros((slots, ahead), dtype=torch.float32, device=device)
         self.log_mass = torch.zeros_like(self.log_probs)
-        self.replays: dict[Bucket, Callable[[], None]] = {}
+        self.replays: dict[StepBucket, Callable[[], None]] = {}
         self.graphs = graphs_of(device)
         self.refusal: str | None = None
         """Why the steps of this model were not captured."""
@@ -179,7 +179,7 @@ class DeviceSteps:
 
     def advance(self, steps: int) -> None:
         """Take at most K steps without waiting for them on the host."""
-        bucket = Bucket(self.cache.rows, self.cache.high, self.decode.temperature, self.decode.truncation)
+        bucket = StepBucket(self.cache.rows, self.cache.high, self.decode.temperature, self.decode.truncation)
         for _ in range(steps):
             replay = self.replays.get(bucket)
             if replay is not None:
@@ -203,7 +203,7 @@ class DeviceSteps:
         floats = copied[1:].astype(np.float32)
         return copied[0].astype(np.int64), floats[0], floats[1] if len(floats) > 1 else None
 
-    def _first_step(self, bucket: Bucket) -> None:
+    def _first_step(self, bucket: StepBucket) -> None:
         """Take the first step of a bucket kernel by kernel, capture it, and replay it from the same state."""
         rows = self.cache.rows
         changed = (self.hidden, self.length, self.live, self.cache.at, self.turn)

@@ -530,18 +530,15 @@ def test_rollouts_at_the_same_time_have_a_state_each(recorded: RecordedSteps, ma
 def test_a_model_that_cannot_be_captured_is_noticed_once(name: str, recorded: RecordedSteps, make_model: Make):
     """It samples the same completions, and one notice names the model, the reason and what to do."""
     model = make_model(name)
-    policy = TokenPolicy(model, num_slots=5)
-    slots = policy.engine
-    assert isinstance(slots, SlotEngine)
-    slots.sync_every = 16
+    slots = engine(model, 16)
     request = Request(prompts=PROMPTS, max_new_tokens=12, seed=1)
     for _ in range(2):
         check_equal(slots.generate(request), engine(model, 1).generate(request))
-    (notice,) = policy.layout_notices()
+    (notice,) = slots.take_notices()
     reason = {"jetmoe": "its step was not captured", "qwen3_5_text": "keeps recurrent states"}[name]
     assert reason in notice
     assert "--set collect.engine=vllm" in notice
-    assert policy.layout_notices() == []
+    assert slots.take_notices() == []
     assert recorded.captures == 0
 
 
