@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -458,7 +459,8 @@ class Catalog:
                 if stamp is not None and self._stamps.get(segment.ordinal) == stamp:
                     continue
                 self._stamps[segment.ordinal] = stamp
-                self._open_again(segment)
+                with suppress(SegmentGoneError):  # another process evicts it
+                    self._open_again(segment)
 
     def _open_again(self, segment: Segment) -> None:
         entry = self._known[segment.ordinal]

@@ -193,7 +193,10 @@ class Memmap(Medium):
         found = assert_local(segment)
         if found.closed or not found.rows:
             return False
-        fd = fs.open_fd(commits_path(found.folder), os.O_RDWR)
+        try:
+            fd = fs.open_fd(commits_path(found.folder), os.O_RDWR)
+        except FileNotFoundError:
+            return False
         try:
             if fs.try_lock(fd) is not True:
                 return False

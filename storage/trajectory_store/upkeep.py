@@ -256,9 +256,10 @@ def recover(catalog: Catalog) -> None:
     catalog.refresh()
     dead: dict[int, int] = {}
     for segment in (*catalog.segments.values(), *catalog.updates.values()):
-        if medium.close_dead(segment):
-            dead[segment.ordinal] = segment.rows
-        catalog.refresh_segment(segment.ordinal)
+        with suppress(SegmentGoneError):  # another process evicts it
+            if medium.close_dead(segment):
+                dead[segment.ordinal] = segment.rows
+            catalog.refresh_segment(segment.ordinal)
     if dead:
         journal.change(lambda state: _with_rows(state, dead), catalog.newest_ns)
         catalog.refresh()

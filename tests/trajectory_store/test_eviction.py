@@ -10,7 +10,8 @@ import shutil
 import numpy as np
 import pytest
 
-from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, fs
+from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, fs, upkeep
+from trajectory_store.local_backend import Memmap
 
 from .contract import example_rows, example_schema, same_rows
 
@@ -308,3 +309,25 @@ def test_batch_memory_is_lent_again_only_when_it_is_free(tmp_path):
         del view, second
         addresses = {store.read_padded(ids, "x")["x"].ctypes.data for _ in range(5)}
         assert len(addresses) == 1
+
+
+def test_a_segment_is_evicted_while_another_process_ends_it(tmp_path, monkeypatch):
+    """Whoever opens the store ends the segments of dead writers, and an eviction needs no lock."""
+    schema = Schema([Column("n", "int64")])
+    dead = TrajectoryStore.create(tmp_path / "s", schema, max_trajectories=4, segment_rows=4)
+    dead.append({"n": range(4)})
+    with TrajectoryStore.open(tmp_path / "s", "a") as other:
+        other.append({"n": range(4, 8)})
+        dead._stream._writer.abandon()  # as after a kill
+        real, evicted = Memmap.close_dead, []
+
+        def close_dead(self, segment):
+            if segment.ordinal == 0 and not evicted:
+                evicted.append(upkeep.evict(other._catalog, other._root))
+            return real(self, segment)
+
+        monkeypatch.setattr(Memmap, "close_dead", close_dead)
+        with TrajectoryStore.open(tmp_path / "s", "a") as store:
+            assert evicted == [1]
+            assert store["n"].tolist() == [4, 5, 6, 7]
+            assert store.verify().ok
