@@ -58,19 +58,25 @@ GPU_SECTIONS = ("kernels", "runs", "step", "decode", "sums")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_gpu_check_runs_completely_at_a_tiny_size(tmp_path):
-    """Every section finds something, and none fails."""
-    code, found, printed = gpu_check(tmp_path)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("section", GPU_SECTIONS)
+def test_each_section_of_the_gpu_check_runs_at_a_tiny_size(tmp_path, section):
+    """It finds what its table promises, and leaves it in a file."""
+    code, found, printed = gpu_check(tmp_path, "--only", section)
     assert code == 0, printed
-    assert tuple(found) == GPU_SECTIONS
-    assert not [name for name, one in found.items() if "failed" in one]
-    assert {"copy_digits", "frozen_lake"} <= found["runs"].keys()
-    for figures in (found["runs"]["copy_digits"], found["runs"]["frozen_lake"]):
-        assert figures["sampler_gap"] < 1e-5, figures  # in float32, on the weights that sampled
-    assert "ours: slots, equal, 4" in found["decode"]
-    assert list(found["sums"]["held-out accuracy"]) == ["step 0", "step 2", "step 4"]
-    for section in ("step", "decode", "sums"):
+    assert "failed" not in found[section]
+    figures = found[section]
+    if section == "kernels":
+        assert "skipped" in figures["tests"] or "passed" in figures["tests"]
+    if section == "runs":
+        assert max(figures[name]["sampler_gap"] for name in ("copy_digits", "frozen_lake")) < 1e-5  # in float32
+    if section == "decode":
+        assert figures["ours: slots, equal, 4"] > 0
+    if section == "step":
+        assert max(row["loss_off"] for row in figures.values() if isinstance(row, dict) and "loss_off" in row) < 1e-4
+    if section == "sums":
+        assert list(figures["held-out accuracy"]) == ["step 0", "step 2", "step 4"]
+    if section in ("step", "decode", "sums"):
         assert (tmp_path / f"{section}.json").is_file()
 
 
