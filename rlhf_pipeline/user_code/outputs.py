@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.rewards import LARGEST, TOTALS
-from rlhf_pipeline.user_code.arguments import own_copy
 
 DEEPEST: Final = 64
 """Levels of nesting in what is stored as JSON; deeper values are text."""
@@ -123,7 +122,7 @@ def checked_info(info: object) -> dict[str, Any]:
 
 
 def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
-    """Return messages whose contents are text, that of parts joined.
+    """Return messages of their own whose contents are text, that of parts joined, and whose other values are JSON.
 
     >>> checked_messages([{"role": "tool", "content": [{"type": "text", "text": "4"}]}], "the reply")
     [{'role': 'tool', 'content': '4'}]
@@ -134,8 +133,9 @@ def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
     for one in cast("Sequence[Any]", messages):
         if not isinstance(one, Mapping) or not isinstance(cast("Mapping[str, Any]", one).get("role"), str):
             raise TypeError(f"{what} has {one!r:.60}; a message must be a mapping with a role")
-        message = own_copy(one)
-        found.append({**message, "content": text_of(message.get("content"), what)})
+        message = cast("Mapping[Any, Any]", one)
+        others = {str(name): plain_json(value) for name, value in message.items() if name != "content"}
+        found.append({**others, "content": text_of(message.get("content"), what)})
     return found
 
 

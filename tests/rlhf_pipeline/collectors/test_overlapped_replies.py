@@ -36,6 +36,7 @@ from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from rlhf_pipeline.user_code import runtime
 from tests.crash._lakes import small_lake
 from tests.crash.test_conversation_kills import stores
 from tests.rlhf_pipeline.small import weights
@@ -238,6 +239,21 @@ def test_pausing_and_loading_do_not_wait_for_an_environment():
         storage.close()
     thread.join()
     assert max(taken) < 0.5
+
+
+def test_slow_steps_in_place_are_mentioned_once(monkeypatch: pytest.MonkeyPatch):
+    """The sentence names the attribute that lets them run side by side."""
+    monkeypatch.setattr(runtime, "_RUNTIME", runtime.Runtime())
+
+    class InPlace(FrozenLake):
+        def step(self, turn: Any) -> Any:
+            time.sleep(0.1)
+            return super().step(turn)
+
+    for _ in range(2):
+        collected(InPlace, groups=3)
+    (sentence,) = runtime.process_runtime().take_notices()
+    assert "set `parallel = True` on the class" in sentence
 
 
 class _KilledLake(FrozenLake):
