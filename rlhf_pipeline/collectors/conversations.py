@@ -162,7 +162,7 @@ class Conversations:
         self.conversations: list[Conversation] = []
         late = config.step_timeout_s
         self._late = "" if late is None else f"no answer after {late:g} s (collect.step_timeout_s)"
-        self._in_place = Limit(1, Lane())
+        self._in_place = Limit(1)
         """Calls that are made one after the other, in one thread, while sampling waits."""
         self._in_place_s = 0.0
         self._lanes: list[Lane] = []
@@ -243,7 +243,7 @@ class Conversations:
 
     def _alive_at_once(self, places: Sequence[int]) -> list[Sequence[int]]:
         """Return the conversations in parts that run one after the other: `collect.live_conversations` of them each."""
-        most, size = self.config.live_conversations or len(places), self.config.group_size
+        most, size = self.config.live_conversations or max(len(places), 1), self.config.group_size
         most = max(most - most % size, 1) if most >= size else most  # whole groups, where there is room for one
         return [places[first : first + most] for first in range(0, len(places), most)]
 
@@ -264,6 +264,8 @@ class Conversations:
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
         self._turns, self._places, self._ending, self.conversations = {}, places, set(), []
         self._lanes, self._calls, self._arrived = [Lane() for _ in places], {}, queue.SimpleQueue()
+        in_place = Lane()
+        self._in_place = Limit(1, in_place)
         whole = len(places) == len(prompts) * size
         try:
             firsts = self._reset(prompts, cursors, most)
@@ -291,7 +293,7 @@ class Conversations:
             return rows
         finally:
             process_runtime().give_up([*self._calls.values()])
-            for lane in self._lanes:
+            for lane in (*self._lanes, in_place):
                 process_runtime().pool.close(lane)
 
     # Beginnings

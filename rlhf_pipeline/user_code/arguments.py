@@ -104,55 +104,55 @@ class Sampled:
         return [{"role": "assistant", "content": self.completion}]
 
 
-def _chat(one: Sampled) -> bool:
-    return one.prompt.messages is not None or one.conversation is not None
+def _chat(row: Sampled) -> bool:
+    return row.prompt.messages is not None or row.conversation is not None
 
 
-def _environment(one: Sampled) -> Any:
-    if one.environment is None:
+def _environment(row: Sampled) -> Any:
+    if row.environment is None:
         raise LookupError("the environment of a stored conversation is gone: only a run can call this function")
-    return one.environment
+    return row.environment
 
 
-def _prompt_text(one: Sampled) -> str:
-    if one.prompt_text is None:
+def _prompt_text(row: Sampled) -> str:
+    if row.prompt_text is None:
         raise ValueError("what the model read before this completion was not kept, as no reward asked for it then")
-    return one.prompt_text
+    return row.prompt_text
 
 
 Getter = Callable[[Sampled], Any]
 
 _OWN: Final[dict[str, Getter]] = {
-    "prompt": lambda one: one.prompt.text,
-    "completion": lambda one: one.completion,
-    "messages": lambda one: one.asked + one.completed_messages,
-    "answer": lambda one: one.prompt.meta.get("answer") if one.prompt.answer is None else one.prompt.answer,
-    "meta": lambda one: one.prompt.meta,
-    "token_ids": lambda one: one.token_ids,
-    "finish_reason": lambda one: one.finish_reason,
+    "prompt": lambda row: row.prompt.text,
+    "completion": lambda row: row.completion,
+    "messages": lambda row: row.asked + row.completed_messages,
+    "answer": lambda row: row.prompt.meta.get("answer") if row.prompt.answer is None else row.prompt.answer,
+    "meta": lambda row: row.prompt.meta,
+    "token_ids": lambda row: row.token_ids,
+    "finish_reason": lambda row: row.finish_reason,
 }
 """The names of a function of one completion that come before a column of that name."""
 _MORE: Final[dict[str, Getter]] = {
     "prompt_text": _prompt_text,
-    "rewards": lambda one: one.rewards,
-    "turns": lambda one: one.turns,
-    "call_errors": lambda one: one.call_errors,
+    "rewards": lambda row: row.rewards,
+    "turns": lambda row: row.turns,
+    "call_errors": lambda row: row.call_errors,
     "environment": _environment,
-    "solution_str": lambda one: one.completion,
+    "solution_str": lambda row: row.completion,
     "ground_truth": _OWN["answer"],
-    "extra_info": lambda one: one.prompt.meta.get("extra_info", one.prompt.meta),
-    "data_source": lambda one: one.prompt.meta.get("data_source", ""),
+    "extra_info": lambda row: row.prompt.meta.get("extra_info", row.prompt.meta),
+    "data_source": lambda row: row.prompt.meta.get("data_source", ""),
 }
 """Further names, of which a column comes first."""
 _TRL: Final[dict[str, Getter]] = {
-    "prompts": lambda one: one.asked if _chat(one) else one.prompt.text,
-    "completions": lambda one: one.completed_messages if _chat(one) else one.completion,
-    "completion_ids": lambda one: one.token_ids,
+    "prompts": lambda row: row.asked if _chat(row) else row.prompt.text,
+    "completions": lambda row: row.completed_messages if _chat(row) else row.completion,
+    "completion_ids": lambda row: row.token_ids,
     "environments": _environment,
 }
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
-    "queries": lambda one: _prompt_text(one) + one.completion,
+    "queries": lambda row: _prompt_text(row) + row.completion,
     "labels": _OWN["answer"],
 }
 _BATCHED: Final[dict[str, Getter]] = {
@@ -182,10 +182,10 @@ class Argument:
     needed: bool = False
     """The function names it and has no default for it."""
 
-    def copied(self, one: Sampled) -> Any:
+    def copied(self, row: Sampled) -> Any:
         """Return the value for one row, a copy of its own; an environment stays the live object, as in TRL."""
-        value = self.value(one)
-        return value if value is one.environment else own_copy(value)
+        value = self.value(row)
+        return value if value is row.environment else own_copy(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,12 +227,12 @@ class Form:
         passed = [
             argument
             for argument in (*self.arguments, *self.rest)
-            if not argument.optional or any(argument.name in one.prompt.meta for one in group)
+            if not argument.optional or any(argument.name in row.prompt.meta for row in group)
         ]
-        values = {argument.name: [argument.copied(one) for one in group] for argument in passed}
+        values = {argument.name: [argument.copied(row) for row in group] for argument in passed}
         if self.other_columns:
-            for name in sorted({name for one in group for name in one.prompt.meta} - _bound(function) - values.keys()):
-                values[name] = [own_copy(one.prompt.meta.get(name)) for one in group]
+            for name in sorted({name for row in group for name in row.prompt.meta} - _bound(function) - values.keys()):
+                values[name] = [own_copy(row.prompt.meta.get(name)) for row in group]
         return function(**(values if self.batched else {name: several[0] for name, several in values.items()}))
 
 
@@ -306,8 +306,8 @@ def _getter(name: str, first: Mapping[str, Getter]) -> Getter:
     """Return what gives an argument: a name of `first`; otherwise a column of the data, or a further name of ours."""
     if name in first:
         return first[name]
-    own = _ALL.get(name, lambda one: None)
-    return lambda one: one.prompt.meta[name] if name in one.prompt.meta else own(one)
+    own = _ALL.get(name, lambda row: None)
+    return lambda row: row.prompt.meta[name] if name in row.prompt.meta else own(row)
 
 
 def _bound(function: Any) -> frozenset[str]:
@@ -379,7 +379,7 @@ def bind(
     [('completion', 'gold'), None]
     """
     return BoundRewards(
-        forms=tuple(form_of(one, columns) for one in rewards_of(reward)),
+        forms=tuple(form_of(each, columns) for each in rewards_of(reward)),
         columns=None if columns is None else tuple(columns),
         named=has_columns(reward),
     )
