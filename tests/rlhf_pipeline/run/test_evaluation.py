@@ -128,7 +128,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
     with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from, the first is '2='"):
         Run(pipeline=shared, run_dir=tmp_path / "run").checked()
     with pytest.raises(DefinitionError, match="it needs prompts that the run does not learn from"):
-        Evaluate()
+        dataclasses.replace(tiny(), evaluate=Evaluate())
 
 
 def test_a_resume_says_that_evaluations_are_others(tmp_path):
