@@ -82,9 +82,9 @@ class BucketCache(SlotCache):
         """The columns before the newest one, for the model's own mask code: all of the bucket."""
         return self.high - 1
 
-    def write(self, rows: Tensor, new: Tensor) -> None:
+    def write(self, buffer: Tensor, new: Tensor) -> None:
         """See `SlotCache.write`."""
-        rows.index_copy_(2, self.at, new)
+        buffer[: self.rows].index_copy_(2, self.at, new)
 
     def visible(self, lengths: Tensor) -> Tensor:
         """See `SlotCache.visible`. A row without tokens sees the column that it writes, as no row of NaN may arise."""

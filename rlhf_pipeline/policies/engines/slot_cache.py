@@ -182,8 +182,8 @@ class _SlotLayer(CacheLayer):
         owner = self.owner
         keys, values = self.storage(key_states, value_states, owner.num_slots, owner.num_columns)
         rows, low, high = owner.rows, owner.low, owner.high
-        owner.write(keys[:rows], key_states)
-        owner.write(values[:rows], value_states)
+        owner.write(keys, key_states)
+        owner.write(values, value_states)
         return keys[:rows, :, low:high], values[:rows, :, low:high]
 
     def get_seq_length(self) -> int:
@@ -305,9 +305,9 @@ class SlotCache(Cache):
         """The columns of the window before the shared one."""
         return self.column - self.low
 
-    def write(self, rows: Tensor, new: Tensor) -> None:
+    def write(self, buffer: Tensor, new: Tensor) -> None:
         """Write keys or values of one token per row, `[rows, heads, 1, dim]`, at the shared column."""
-        rows[:, :, self.column] = new[:, :, 0]
+        buffer[: self.rows, :, self.column] = new[:, :, 0]
 
     def visible(self, lengths: Tensor) -> Tensor:
         """Return which columns of the window a step sees, bool `[rows, high - low]`: its own and `lengths` before it.
@@ -315,4 +315,4 @@ class SlotCache(Cache):
         Args:
             lengths: int64 `[rows]`.
         """
-        return torch.arange(self.low - self.column, 1, device=self.device) >= -lengths[:, None]
+        return torch.arange(self.low - self.column, 1, device=self.device) >= lengths.neg().unsqueeze(1)
