@@ -28,7 +28,7 @@ from trajectory_store.file_access import PreadBytes
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 KEY = "zarr.json"
 """The metadata of the store, of its catalog, and of a segment, whose writer holds the lock of it."""
 COMMITS = "commits"
@@ -52,7 +52,6 @@ DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 
 crc32c = cast("Callable[[bytes | npt.NDArray[Any]], int]", _crc.value)  # pyright: ignore[reportUnknownMemberType]
 """The CRC32C of bytes or of a contiguous array."""
-continued = cast("Callable[[int, bytes | npt.NDArray[Any]], int]", _crc.extend)  # pyright: ignore[reportUnknownMemberType]
 """The CRC32C of what a first one is of, followed by further bytes."""
 
 
@@ -340,7 +339,7 @@ def commits_path(folder: Path) -> Path:
 # Records
 
 RECORD_SIZE = 64
-MAGIC = b"TRJ4"
+MAGIC = b"TRJ5"
 KIND_ROWS = 1
 KIND_END = 2
 KIND_CLOSED = 3
@@ -353,7 +352,7 @@ RECORD_DTYPE = np.dtype(
         ("magic", "S4"),
         ("salt", "<u4"),
         ("seq", "<u4"),
-        ("target_crc", "<u4"),
+        ("checks_end", "<u4"),
         ("time_ns", "<u8"),
         ("rows_end", "<u4"),
         ("n_rows", "<u4"),
@@ -372,7 +371,7 @@ class Record(NamedTuple):
     """One commit."""
 
     seq: int
-    target_crc: int
+    checks_end: int
     time_ns: int
     rows_end: int
     n_rows: int
@@ -470,6 +469,39 @@ class Log:
         whole = np.frombuffer(self._data[: self.capacity * RECORD_SIZE], np.uint8)
         used = np.flatnonzero(whole.reshape(-1, RECORD_SIZE).any(axis=1))
         return int(used[-1]) + 1 if len(used) else 0
+
+
+# Checksums of blocks: what a reader of a few rows of a column compares, without reading the rest of a commit
+
+CHECKS = "commits/checks"
+BLOCK_BYTES = 4096
+"""Of an array, as far as whole elements fit. Of smaller blocks there would be more calls per commit, and of larger ones
+a random row reads more than it returns; a page is read from the disk whole anyway."""
+
+
+def block_elements(spec: ArraySpec) -> int:
+    """Return the elements of an array in one block."""
+    return max(1, BLOCK_BYTES // spec.itemsize)
+
+
+def block_crcs(raw: npt.NDArray[np.uint8], size: int) -> list[int]:
+    """Return the CRC32C of each block of `size` bytes; the last one may be shorter."""
+    if len(raw) <= size:
+        return [crc32c(raw)] if len(raw) else []
+    whole = len(raw) - len(raw) % size
+    crcs = [*map(crc32c, raw[:whole].reshape(-1, size))]
+    return crcs if whole == len(raw) else [*crcs, crc32c(raw[whole:])]
+
+
+def checks_path(folder: Path) -> Path:
+    """The file with the checksums of blocks, four bytes each, commit after commit."""
+    return folder / CHECKS
+
+
+def checks_cap(meta: SegmentMeta) -> int:
+    """Checksums that fit: of each array, one more per row than of all its elements in one commit."""
+    specs = meta.arrays()
+    return len(specs) * meta.rows_cap + sum(-(-spec.capacity // block_elements(spec)) for spec in specs)
 
 
 # The marks of a segment: how many records are acknowledged, and how many count if another process ended it. Each is two

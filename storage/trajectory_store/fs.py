@@ -164,6 +164,15 @@ def read_all(fd: int, most: int = 1 << 26) -> bytes:
     return data
 
 
+def read_part(path: Path | str, start: int, count: int) -> bytes:
+    """Read some bytes of a regular file; fewer where it ends before."""
+    fd = open_fd(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, count, start)
+    finally:
+        os.close(fd)
+
+
 def check_folder(path: Path | str) -> None:
     """Refuse a folder that is a link."""
     if stat.S_ISLNK(os.lstat(path).st_mode):

@@ -20,6 +20,7 @@ from trajectory_store.catalog_log import CATALOG, Entry, State
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError, is_refused
 from trajectory_store.file_access import Io, choose, open_file
 from trajectory_store.format import (
+    CHECKS,
     ENDING_AT,
     FENCE_AT,
     KIND_CLOSED,
@@ -28,16 +29,18 @@ from trajectory_store.format import (
     MARK_SIZE,
     RECORD_SIZE,
     ROW_TIME,
-    TARGET,
     TEMPORARY,
     Log,
     Record,
     SegmentMeta,
+    block_crcs,
+    block_elements,
+    checks_cap,
+    checks_path,
     chunk_path,
     commits_cap,
     commits_json,
     commits_path,
-    continued,
     crc32c,
     group_json,
     mark_path,
@@ -205,7 +208,7 @@ class Memmap(Medium):
                 return False
             self.bucket.sync(found.name)
             end = last._replace(
-                seq=found.records, time_ns=last.time_ns + 1, n_rows=0, kind=KIND_CLOSED, data_crc=0, target_crc=0
+                seq=found.records, time_ns=last.time_ns + 1, n_rows=0, kind=KIND_CLOSED, data_crc=0, checks_end=0
             )
             fs.pwrite(fd, pack(end, found.meta.salt), found.records * RECORD_SIZE)
             fs.datasync(fd)
@@ -268,6 +271,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[fs.OpenFile, int]:
         if fs.try_lock(log.fd) is False:
             raise StoreError(f"{folder} was locked by another process while it was made.")
         fs.write_file(mark_path(folder), pack_mark(0).ljust(MARK_SIZE, b"\0"))
+        fs.create_sized(checks_path(folder), 4 * checks_cap(meta), preallocate=False)
         fs.write_file(folder / "commits" / "zarr.json", commits_json(meta))
         for spec in meta.arrays():
             path = chunk_path(folder, spec.name, spec.shape)
@@ -309,7 +313,9 @@ class LocalWriter(SegmentWriter):
         self._opened = {
             name: fs.OpenFile(chunk_path(folder, name, spec.shape), os.O_WRONLY) for name, spec in self.specs.items()
         }
+        self._opened[CHECKS] = fs.OpenFile(checks_path(folder), os.O_WRONLY)
         self._fds = {name: file.fd for name, file in self._opened.items()}
+        self._checks_end = 0
         self._pid = os.getpid()
         self._synced = 0
         self._failed = False
@@ -319,13 +325,14 @@ class LocalWriter(SegmentWriter):
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Write a batch that fits and return its first row."""
         first = self.rows
-        ends, crc, target_crc = self._write_data(batch)
+        ends, crc, checks_end = self._write_data(batch)
         self._catalog = catalog
         time_ns = max(time_ns, self.last_time + 1)
-        self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc, target_crc)
+        self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc, checks_end)
         if self._marks[ENDING_AT : ENDING_AT + 1][0] and self._is_fenced():
             raise SealedError(f"{self.folder} was ended by another process")
         self.rows, self.ends, self.last_time, self.records = first + batch.n_rows, ends, time_ns, self.records + 1
+        self._checks_end = checks_end
         if not self._waits:
             self._acknowledge(self.records)
         return first
@@ -344,11 +351,11 @@ class LocalWriter(SegmentWriter):
             fs.pass_external(error)
 
     def _put_record(
-        self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int = 0, target_crc: int = 0
+        self, kind: int, rows_end: int, n_rows: int, elements: int, time_ns: int, crc: int = 0, checks_end: int = 0
     ) -> None:
         record = Record(
             seq=self.records,
-            target_crc=target_crc,
+            checks_end=checks_end,
             time_ns=time_ns,
             rows_end=rows_end,
             n_rows=n_rows,
@@ -362,8 +369,12 @@ class LocalWriter(SegmentWriter):
         fs.pwrite(self._log.fd, pack(record, self.meta.salt), self.records * RECORD_SIZE)
 
     def _write_data(self, batch: Batch) -> tuple[dict[str, int], int, int]:
-        """Write the values after the existing ones; return the new ends, their checksum, and that of the targets."""
-        ends, crc, target_crc = dict(self.ends), 0, 0
+        """Write the values and the checksums of their blocks after the existing ones.
+
+        Returns:
+            The new ends, the checksum of these checksums, and the number of checksums so far.
+        """
+        ends, crcs = dict(self.ends), list[int]()
         for name, values in batch.arrays(self.meta).items():
             spec, start = self.specs[name], self.rows
             if spec.axis is not None:
@@ -374,10 +385,10 @@ class LocalWriter(SegmentWriter):
             if len(values):
                 raw = values.view(np.uint8)
                 fs.pwrite(self._fds[name], raw, start * spec.itemsize)
-                crc = continued(crc, raw)  # after the write, when the values are in the processor's cache
-                if name == TARGET:
-                    target_crc = crc32c(raw)
-        return ends, crc, target_crc
+                crcs += block_crcs(raw, block_elements(spec) * spec.itemsize)  # after the write: now it is in the cache
+        checks = np.array(crcs, "<u4").view(np.uint8)
+        fs.pwrite(self._fds[CHECKS], checks, 4 * self._checks_end)
+        return ends, crc32c(checks), self._checks_end + len(crcs)
 
     def wait_durable(self, records: int) -> None:
         """Return once that many records are on the disk, with their data; one thread syncs for all that wait."""

@@ -19,6 +19,7 @@ from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io, PreadBytes, open_file
 from trajectory_store.format import (
+    CHECKS,
     COMMITS,
     ENDING_AT,
     FENCE_AT,
@@ -29,15 +30,18 @@ from trajectory_store.format import (
     MARK_SIZE,
     PRESENT,
     RECORD_SIZE,
+    ROW_TIME,
     TARGET,
     ArraySpec,
     Log,
     Record,
     SegmentMeta,
+    block_crcs,
+    block_elements,
+    checks_path,
     chunk_path,
     commits_json,
     commits_path,
-    continued,
     crc32c,
     group_json,
     mark_path,
@@ -47,12 +51,16 @@ from trajectory_store.format import (
     spec_json,
     with_crc,
 )
-from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.ragged import Int64Array, distinct, expand
 from trajectory_store.schema import Column
 from trajectory_store.verify import VerifyReport
 
 FRESH_NS = 50_000_000
 """A file that was written so lately may be written again without another time: kernels advance it every few ms."""
+
+FULL_BYTES = 1 << 16
+"""A commit of up to this size is compared as a whole: the calls for its blocks would take longer."""
+_ALL = ""
 
 FileState = tuple[int, ...] | None
 """What a file is, as far as `stat` says; None if it was written too lately to tell."""
@@ -76,9 +84,10 @@ class LocalSegment(Segment):
         """Whether nothing is left to trust: the writer, or who found it dead, had synced everything."""
         self._seen = 0
         self._states: dict[str, FileState] = {}
-        self._sound: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._clean = 0
-        """Rows of which none is left to compare; while there are others, `_sound` has which were compared."""
+        self._sound: dict[str, npt.NDArray[np.bool_]] = {}
+        """Per array, and as `_ALL` of all arrays, which rows were compared; of those in `_compared`, all were."""
+        self._compared: dict[str, int] = {}
+        self._crcs: dict[int, Int64Array] = {}
         self._indexed = 0
         self._ends: Int64Array = np.empty(0, np.int64)
         self._seqs: Int64Array = np.empty(0, np.int64)
@@ -238,14 +247,20 @@ class LocalSegment(Segment):
         if self._states == now and all(now.values()):
             return False
         self.release()
-        self._sound, self._clean = np.zeros(0, np.bool_), 0
+        self._forget_compared()
         self._states = now
         return True
 
     def stamp(self) -> object:
         """Return the states of all files."""
         folder = self.folder
-        paths = [*self._paths.values(), folder / "zarr.json", commits_path(folder), mark_path(folder)]
+        paths = [
+            *self._paths.values(),
+            folder / "zarr.json",
+            commits_path(folder),
+            checks_path(folder),
+            mark_path(folder),
+        ]
         return None if (states := [_stat(path) for path in paths]).count(None) else states
 
     def _state(self, name: str) -> FileState:
@@ -258,34 +273,176 @@ class LocalSegment(Segment):
         """The file of each array."""
         return {name: str(chunk_path(self.folder, name, spec.shape)) for name, spec in self.specs.items()}
 
+    def _forget_compared(self) -> None:
+        self._sound, self._compared, self._crcs = {}, {}, {}
+
     def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
+        if self._compared.get(_ALL) == self.rows:
+            return False
+        names = dict.fromkeys(
+            [offsets_name(column.axis) for column in columns if column.axis in self.schema.axes and column.axis]
+        )
+        names |= dict.fromkeys(column.name for column in columns if column.name in self.schema)
+        if self.meta.has_present and any(column.optional for column in columns):
+            names[PRESENT] = None
+        names |= dict.fromkeys(self.meta.internal_rows)
+        return self.check_arrays(rows, names)
+
+    def check_arrays(self, rows: Rows, names: Iterable[str]) -> bool:
+        """Compare arrays of rows with their checksums; of ragged columns, the offsets come first."""
         count = self.rows
-        if self._clean == count:
+        every = self._compared_rows(_ALL)
+        unknown: dict[str, Int64Array] = {}
+        for name in names:
+            if self._compared.get(name) == count or every is None:
+                continue
+            mine = self._compared_rows(name)
+            wanted = rows if not self.specs[name].edges else _with_those_before(rows)
+            known = every[wanted] if mine is None else every[wanted] | mine[wanted]
+            if not known.all():
+                unknown[name] = np.r_[wanted][~known]
+        if not unknown:
             return False
-        if len(self._sound) < count:
-            before = self._sound if len(self._sound) else np.ones(self._clean, np.bool_)
-            self._sound = np.concatenate([before, np.zeros(count - len(before), np.bool_)])
-        known = self._sound[rows]
-        if known.all():
-            return False
-        unknown: Int64Array = np.r_[rows][~known]
         if self._indexed < self.records:
             table = self.commits(self._indexed)
             self._ends = np.concatenate([self._ends, table["rows_end"].astype(np.int64)])
             self._seqs = np.concatenate([self._seqs, table["seq"].astype(np.int64)])
             self._indexed = self.records
         before = len(self.gaps)
-        for at in distinct(self._ends.searchsorted(unknown, "right")):
-            record = self._check(int(self._seqs[at])) if at < len(self._seqs) else None
-            if record is not None:
-                self._sound[record.rows_end - record.n_rows : record.rows_end] = True
+        for name, some in unknown.items():
+            commits = self._ends.searchsorted(some, "right")
+            for at in distinct(commits):
+                if at < len(self._seqs):
+                    self._check_part(int(self._seqs[at]), name, some[commits == at])
         for gap in self.gaps:
-            self._sound[gap.first : gap.end] = True
-        if self._sound.all():
-            self._sound, self._clean = np.zeros(0, np.bool_), count
+            self._mark(_ALL, slice(gap.first, gap.end))
+        for name in (*unknown, _ALL):
+            self._settle(name)
         self.close_log()
         return len(self.gaps) > before
+
+    def _compared_rows(self, name: str) -> npt.NDArray[np.bool_] | None:
+        """Return which rows of an array were compared, or None if all were."""
+        count, done = self.rows, max(self._compared.get(name, 0), self._compared.get(_ALL, 0))
+        if done == count:
+            return None
+        found = self._sound.get(name)
+        if found is None or len(found) < count:
+            grown = np.zeros(count, np.bool_)
+            grown[: done if found is None else len(found)] = True if found is None else found
+            found = self._sound[name] = grown
+        return found
+
+    def _mark(self, name: str, rows: Rows) -> None:
+        found = self._compared_rows(name)
+        if found is not None:
+            found[rows] = True
+
+    def _settle(self, name: str) -> None:
+        """Drop the rows of an array once all were compared."""
+        found = self._sound.get(name)
+        if found is not None and len(found) == self.rows and found.all():
+            self._compared[name] = self.rows
+            del self._sound[name]
+            if name == _ALL or all(self._compared.get(each) == self.rows for each in self.specs):
+                self._sound, self._compared = {}, {_ALL: self.rows}
+
+    def _check_part(self, seq: int, name: str, rows: Int64Array) -> None:
+        """Compare the blocks of an array that hold rows of a commit; if one differs, all of the commit."""
+        every = self._compared_rows(_ALL)
+        if every is None or every[rows].all():  # another array was, and all of the commit with it
+            return
+        record = self.log.get(seq)
+        parts = None if record is None else self._parts(record.rows_end - record.n_rows, record.rows_end)
+        total = sum(len(part) * self.specs[other].itemsize for other, (part, _) in (parts or {}).items())
+        if record is None or parts is None or total <= FULL_BYTES or not self._holds_blocks(record, parts, name, rows):
+            record = self._check(seq)
+            if record is not None:
+                self._mark(_ALL, slice(record.rows_end - record.n_rows, record.rows_end))
+        else:
+            self._mark(name, rows)
+
+    def _parts(self, first: int, end: int) -> dict[str, tuple[range, int]] | None:
+        """Return the elements of each array that a commit wrote, and the number of blocks before them; None if odd."""
+        out: dict[str, tuple[range, int]] = {}
+        at, spans = 0, {axis: (self.edge(axis, first), self.edge(axis, end)) for axis in self.schema.axes}
+        for spec in self.specs.values():
+            start, stop = first + spec.edges, end + spec.edges
+            if spec.axis is not None and not spec.edges:
+                start, stop = spans[spec.axis]
+            if not 0 <= start <= stop <= spec.capacity:
+                return None
+            out[spec.name] = range(start, stop), at
+            at += -(-(stop - start) // block_elements(spec))
+        return out
+
+    def _holds_blocks(self, record: Record, parts: dict[str, tuple[range, int]], name: str, rows: Int64Array) -> bool:
+        """Return whether the blocks of an array that hold rows of a commit match their checksums."""
+        spec, (part, before) = self.specs[name], parts[name]
+        crcs = self._block_crcs(record, self._count(parts))
+        if crcs is None or record.meta_crc != self.meta_crc:
+            return False
+        size = block_elements(spec)
+        first = record.rows_end - record.n_rows
+        if spec.axis is None or spec.edges:
+            blocks = np.unique((rows - first) // size)
+        else:
+            offsets = self.part(offsets_name(spec.axis), first, record.rows_end + 1) - part.start
+            starts, stops = offsets[rows - first], offsets[rows - first + 1]
+            if ((starts < 0) | (stops < starts) | (stops > len(part))).any():
+                return False
+            some = stops > starts
+            begins = starts[some] // size
+            blocks = np.unique(expand(begins, (stops[some] - 1) // size + 1 - begins))
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+            if not len(run):
+                continue
+            begin, end = part.start + int(run[0]) * size, min(part.start + (int(run[-1]) + 1) * size, part.stop)
+            try:
+                raw = self.part(name, begin, end).view(np.uint8)
+            except (CorruptionError, SegmentGoneError):
+                return False
+            expected = crcs[before + int(run[0]) : before + int(run[-1]) + 1].tolist()
+            if block_crcs(raw, size * spec.itemsize) != expected:
+                return False
+        return True
+
+    def has_block_crcs(self, record: Record) -> bool:
+        """Return whether the checksums of the blocks of a commit are there."""
+        parts = self._parts(record.rows_end - record.n_rows, record.rows_end)
+        self._crcs.pop(record.seq, None)
+        return parts is not None and self._block_crcs(record, self._count(parts)) is not None
+
+    def _count(self, parts: dict[str, tuple[range, int]]) -> int:
+        """Return the number of blocks of a commit."""
+        name = [*parts][-1]
+        part, before = parts[name]
+        return before + -(-len(part) // block_elements(self.specs[name]))
+
+    def _block_crcs(self, record: Record, count: int) -> Int64Array | None:
+        """Return the checksums of the blocks of a commit, or None if they do not match theirs."""
+        known = self._crcs.get(record.seq)
+        if known is not None:
+            return known
+        before = self.log.get(record.seq - 1) if record.seq else None
+        start = 0 if not record.seq else -1 if before is None else before.checks_end
+        if record.checks_end - start != count:
+            return None
+        try:
+            raw = fs.read_part(checks_path(self.folder), 4 * start, 4 * count)
+        except (OSError, StoreError) as error:
+            fs.pass_external(error)
+            return None
+        if len(raw) != 4 * count or crc32c(raw) != record.data_crc:
+            return None
+        self._crcs[record.seq] = found = np.frombuffer(raw, "<u4").astype(np.int64)
+        return found
+
+    def check_order(self) -> None:
+        """Compare the times of the rows of a merged segment with their checksums: they are read for all rows."""
+        if self.meta.merged and self.meta.kind == "rows" and self._compared.get(_ALL) != self.rows:
+            self.check_arrays(slice(0, self.rows), (ROW_TIME,))
 
     def find_missing(self) -> bool:
         """Look for files that are gone or were cut since the segment was opened."""
@@ -294,7 +451,7 @@ class LocalSegment(Segment):
             return False
         self._short |= short
         self.release()
-        self._sound, self._clean = np.zeros(0, np.bool_), 0
+        self._forget_compared()
         return self.check_rows(slice(0, self.rows), self.schema)
 
     @property
@@ -302,7 +459,7 @@ class LocalSegment(Segment):
         """Whether no row is left to compare, and no update is damaged."""
         if self.meta.kind == "update" and self.gaps:
             return False
-        return self._clean == self.rows
+        return self._compared.get(_ALL) == self.rows or not self.rows
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
@@ -311,9 +468,11 @@ class LocalSegment(Segment):
             return None
         try:
             targets = self.part(TARGET, gap.first, gap.end)
+            parts = self._parts(gap.first, gap.end)
+            sure = parts is not None and self._holds_blocks(record, parts, TARGET, np.arange(gap.first, gap.end))
         except (CorruptionError, SegmentGoneError):
             return None
-        return targets if crc32c(targets.view(np.uint8)) == record.target_crc else None
+        return targets if sure else None
 
     def around(self, seq: int) -> tuple[int, int]:
         """Return the first row, and one past the last, of a commit whose record is damaged, from those beside it."""
@@ -334,22 +493,15 @@ class LocalSegment(Segment):
         return found if found is not None and found <= self.meta.rows_cap else None
 
     def data_crc(self, first: int, end: int) -> int:
-        """Return the CRC32C of the values of rows `first` to `end`, in the order they were written."""
-        crc = 0
-        spans: dict[str, tuple[int, int]] = {}
-        for axis in self.schema.axes:
-            start, stop = self.edge(axis, first), self.edge(axis, end)
-            if not 0 <= start <= stop <= self.meta.elems_cap[axis]:
-                return -1
-            spans[axis] = (start, stop)
-        for column in self.schema:
-            start, stop = (first, end) if column.axis is None else spans[column.axis]
-            crc = continued(crc, self.part(column.name, start, stop).view(np.uint8))
-        for axis in self.schema.axes:
-            crc = continued(crc, self.part(offsets_name(axis), first + 1, end + 1).view(np.uint8))
-        for name in (*((PRESENT,) if self.meta.has_present else ()), *self.meta.internal_rows):
-            crc = continued(crc, self.part(name, first, end).view(np.uint8))
-        return crc
+        """Return the checksum of the checksums of the blocks of rows `first` to `end`; -1 if offsets contradict it."""
+        parts, crcs = self._parts(first, end), list[int]()
+        if parts is None:
+            return -1
+        for name, (part, _) in parts.items():
+            spec = self.specs[name]
+            raw = self.part(name, part.start, part.stop).view(np.uint8)
+            crcs += block_crcs(raw, block_elements(spec) * spec.itemsize)
+        return crc32c(np.array(crcs, "<u4").view(np.uint8))
 
     def edge(self, axis: str, row: int) -> int:
         """Return where a row begins on an axis."""
@@ -444,6 +596,13 @@ class LocalSegment(Segment):
         return not self.finished and fs.is_locked(commits_path(self.folder)) is not False  # without locks, none is gone
 
 
+def _with_those_before(rows: Rows) -> Rows:
+    """Return rows and the row before each: where a row begins is where the one before it ends."""
+    if isinstance(rows, slice):
+        return slice(max(0, rows.start - 1), rows.stop)
+    return np.concatenate([rows, rows[rows > 0] - 1])
+
+
 def _stat(path: str | Path, *, settled: bool = True) -> FileState:
     try:
         found = os.stat(path)
@@ -518,6 +677,8 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
         except (CorruptionError, SegmentGoneError) as error:
             right = False
             report.problem(f"{name}: {error}")
+        if right and not segment.has_block_crcs(record):
+            report.problem(f"{name}: {CHECKS} is damaged or missing for commit {seq}; its data is intact")
         if not right:
             words = f"the data of commit {seq} (rows {first} to {last - 1}) is damaged"
             segment.report(report, Gap(seq, first, last, words))

@@ -1,6 +1,7 @@
 """A reader of the store's format, written from storage/FORMAT.md alone; damage of any kind raises an error."""
 
 import json
+import math
 import struct
 import zipfile
 from pathlib import Path
@@ -40,16 +41,24 @@ def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[
     written = max((i + 1 for i, record in enumerate(records) if any(record)), default=0)
     written = min(written, marks[2]) if marks[2] ^ marks[3] == (1 << 64) - 1 else written
     for i, record in enumerate(records[:written]):
-        magic, salt, seq, _, time, rows, new, _, kind, *_, data_sum, own_sum = struct.unpack("<4sIIIQIIQIIIIII", record)
-        good = (magic, salt, seq, own_sum) == (b"TRJ4", meta["salt"], i, crc(record[:60]))
+        magic, salt, seq, sums_end, time, rows, new, _, kind, *_, data_sum, own_sum = struct.unpack(
+            "<4sIIIQIIQIIIIII", record
+        )
+        good = (magic, salt, seq, own_sum) == (b"TRJ5", meta["salt"], i, crc(record[:60]))
         if good and kind == 1:
             times += [-1] * (rows - new - len(times))  # rows of a commit before it that is lost
             before = {a: int(arrays[f"{a}.offsets"][rows - new]) for a in meta["elems_cap"]}
             before |= {".rows": rows - new, ".edges": rows - new + 1}
             after = {a: int(arrays[f"{a}.offsets"][rows]) for a in meta["elems_cap"]}
             after |= {".rows": rows, ".edges": rows + 1}
-            parts = [arrays[name][before[axis] : after[axis]].tobytes() for name, (_, _, axis) in kinds.items()]
-            good, ends = crc(b"".join(parts)) == data_sum, after
+            sums = b""
+            for name, (dtype, shape, axis) in kinds.items():
+                part, item = arrays[name][before[axis] : after[axis]].tobytes(), dtype.itemsize * math.prod(shape)
+                block = max(1, 4096 // item) * item
+                sums += b"".join(struct.pack("<I", crc(part[at : at + block])) for at in range(0, len(part), block))
+            good, ends = crc(sums) == data_sum, after
+            stored = (folder / "commits/checks").read_bytes()[4 * sums_end - len(sums) : 4 * sums_end]
+            assert not good or stored == sums, f"checksums of blocks of record {i} of {folder}"
             times += [time if good else -1] * new
         if not good:
             known = any(first <= rows - new and rows <= last + 1 for first, last in accepted)
@@ -101,7 +110,7 @@ def read_store(path: Path) -> dict[str, Any]:
     """`ids` in the order of arrival, `watermark`, and by column `values` and `present` in that order."""
     root = json.loads((path / "zarr.json").read_bytes())["attributes"]
     rest = json.dumps({key: value for key, value in root.items() if key != "crc"}, sort_keys=True).encode()
-    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 4, root["crc"]), path
+    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 5, root["crc"]), path
     lines = [file.read_bytes() for file in sorted((path / "catalog").glob("*.*")) if file.name != "zarr.json"]
     catalog = json.loads([line[9:-1] for line in lines if line[:9] == b"%08x " % crc(line[9:-1])][-1])
     found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
