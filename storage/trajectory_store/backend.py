@@ -138,7 +138,7 @@ class Segment(ABC):
         """Return what changes when a file of the segment is put back, or None where only a look at all of it tells."""
         return None
 
-    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
+    def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail.
 
         Those that fail are in `gaps` from then on. Other media compare whatever they fetch.

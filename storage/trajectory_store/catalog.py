@@ -358,7 +358,14 @@ class Catalog:
         """Whether checked reads shall ask again if the files are still the same."""
         return time.perf_counter() >= self._look_at
 
-    def check(self, wanted: Sequence[tuple[Segment, Rows]], columns: Sequence[Column], *, warn: bool = False) -> bool:
+    def check(
+        self,
+        wanted: Sequence[tuple[Segment, Rows]],
+        columns: Sequence[Column],
+        *,
+        flags: bool = True,
+        warn: bool = False,
+    ) -> bool:
         """Compare columns of rows with their checksums, once per state of the files; return whether some fail.
 
         Those are in `gaps` from then on. Files are asked now and then whether they are still the same.
@@ -369,7 +376,7 @@ class Catalog:
             self._looked_at |= new
             self._look(self._looked_at if self.look_is_due else new)
         for segment, rows in wanted:
-            failed |= segment.check_rows(rows, columns)
+            failed |= segment.check_rows(rows, columns, flags=flags)
         if failed:
             with self.lock:
                 before, self._warn = self._warn, warn and self._warn  # else an error follows that names the rows

@@ -217,7 +217,7 @@ class ColumnReader:
         self._limits = limits
         self._every = every
         self._unchecked = checked and not catalog.is_checked
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()
         self._base = Places(*catalog.locate(ids)) if places is None else places
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
@@ -263,14 +263,16 @@ class ColumnReader:
         every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
         return catalog.find_damage([*every, *((catalog.any_segment(o), rows) for o, rows in self._base.runs)])
 
-    def _check(self, column: Column) -> None:
+    def _check(self, column: Column, *, flags: bool = False) -> None:
         """Compare the rows of a column, and all its later values, with their checksums, once per reader.
+
+        With `flags`, also whether they were given.
 
         Raises:
             CorruptionError: some do not match; it names the rows and the segment.
             DamageFoundError: some of all rows do not match, and are left out from now on.
         """
-        if not self._unchecked or column.name in self._checked:
+        if not self._unchecked or (column.name, flags) in self._checked:
             return
         catalog = self._catalog
         if catalog.lost_updates and column.optional and len(self.ids):
@@ -279,7 +281,7 @@ class ColumnReader:
                 f"{catalog.lost_updates}, which cannot be opened. Run verify(), and put it back from a copy."
             )
         updates = [update for update in catalog.updates.values() if column.name in update.schema]
-        catalog.check([(update, slice(0, update.rows)) for update in updates], (column,))
+        catalog.check([(update, slice(0, update.rows)) for update in updates], (column,), flags=flags)
         for update, gap in ((u, gap) for u in updates for gap in u.gaps if u.is_damage(gap)):
             targets = update.sure_targets(gap)
             mine = self.ids if targets is None else self.ids[np.isin(self.ids, targets)]
@@ -288,11 +290,11 @@ class ColumnReader:
         places = self._places(column)
         places = [self._base] if places is self._base else [self._base, places]
         runs = [(catalog.any_segment(ordinal), rows) for found in places for ordinal, rows in found.runs]
-        if catalog.check(runs, (column,), warn=self._every):
+        if catalog.check(runs, (column,), flags=flags, warn=self._every):
             if self._every:
                 raise DamageFoundError(f"{catalog.medium.where}: rows were found damaged")
             catalog.locate(self.ids)
-        self._checked.add(column.name)
+        self._checked.add((column.name, flags))
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:
@@ -351,7 +353,7 @@ class ColumnReader:
     @contained
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or by an update: `[B]` bool."""
-        self._check(column)
+        self._check(column, flags=True)
         places = self._places(column)
         if not column.optional or not places.runs:
             return np.ones(places.edges[-1], bool)

@@ -276,7 +276,7 @@ class LocalSegment(Segment):
     def _forget_compared(self) -> None:
         self._sound, self._compared, self._crcs = {}, {}, {}
 
-    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
+    def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
         if self._compared.get(_ALL) == self.rows:
             return False
@@ -284,9 +284,10 @@ class LocalSegment(Segment):
             [offsets_name(column.axis) for column in columns if column.axis in self.schema.axes and column.axis]
         )
         names |= dict.fromkeys(column.name for column in columns if column.name in self.schema)
-        if self.meta.has_present and any(column.optional for column in columns):
+        if flags and self.meta.has_present and any(column.optional for column in columns):
             names[PRESENT] = None
-        names |= dict.fromkeys(self.meta.internal_rows)
+        if self.meta.kind == "update":
+            names |= dict.fromkeys(self.meta.internal_rows)
         return self.check_arrays(rows, names)
 
     def check_arrays(self, rows: Rows, names: Iterable[str]) -> bool:

@@ -317,7 +317,7 @@ class ObjectSegment(Segment):
 
     # Fetching
 
-    def check_rows(self, rows: Rows, columns: Iterable[Column]) -> bool:
+    def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
         """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
         before = len(self.gaps)
         if self.meta.kind == "update" and self._compared < self.rows:
