@@ -60,8 +60,9 @@ class SourceRewards:
     def _labels_of(self, cursor: int) -> list[str]:
         labels = [] if self._mix is None else [self._labels[self._mix.source_of(cursor)]]
         if self._environments is not None:
-            name = self._environments.of(prompt_at(self._prompts, cursor, self._seed))
-            labels.append(as_column(name) or name)
+            name = prompt_at(self._prompts, cursor, self._seed).meta.get(self._environments.column)
+            if isinstance(name, str) and name in self._environments.makers:  # otherwise its conversations have failed
+                labels.append(as_column(name) or name)
         return labels
 
 
