@@ -151,10 +151,10 @@ def test_a_judge_that_hangs_delays_nothing_beyond_its_deadline(tmp_path: Path):
         answer = await CLIENT.get(f"{ADDRESS}/{'hang' if hangs else ''}")
         return float(answer.text)
 
-    collect = Collect(prompts_per_rollout=4, group_size=4, max_new_tokens=3, reward_timeout_s=1.0)
+    collect = Collect(prompts_per_rollout=4, group_size=4, max_new_tokens=3, reward_timeout_s=6.0)
     started = time.monotonic()
     run(pipeline(None, reward=sometimes, collect=collect, learn=Learn(steps=1)), run_dir=tmp_path / "run")
-    assert time.monotonic() - started < 12.0
+    assert time.monotonic() - started < 25.0  # the server answers after 30
     reasons = rows_of(tmp_path / "run" / "store")["failure_reason"]
     assert sorted(reasons) == [""] * 15 + ["timeout"]
 
