@@ -134,6 +134,10 @@ class Segment(ABC):
         """Whether no row is left to compare, and no update is damaged."""
         return True
 
+    def has_compared(self, column: Column, *, flags: bool) -> bool:
+        """Return whether no value of a column is left to compare, and no update is damaged."""
+        return self.is_checked
+
     def stamp(self) -> object:
         """Return what changes when a file of the segment is put back, or None where only a look at all of it tells."""
         return None

@@ -107,6 +107,8 @@ class Catalog:
         self._looked_at: set[int] = set()
         """The segments of which checked reads have read."""
         self._checked = -1
+        self._columns_checked: dict[tuple[str, bool], int] = {}
+        """Per column, with its flags or without, the generation in which all its values were compared."""
         self.is_doubtful = False
         """Whether an exception from outside ended a call, perhaps halfway through a change of this view."""
         self._take_state(opening=True)
@@ -387,6 +389,9 @@ class Catalog:
         every = (*self.segments.values(), *self.updates.values())
         whole = all(segment.is_checked for segment in every) and not self.lost_updates
         self._checked = self.generation if whole else -1
+        for column in columns if len(columns) == 1 and not self.lost_updates else ():
+            if all(segment.has_compared(column, flags=flags) for segment in every):
+                self._columns_checked[column.name, flags] = self.generation
         return failed
 
     def damage(self, ids: Int64Array | None) -> list[tuple[Segment, Gap, Int64Array]]:
@@ -435,6 +440,7 @@ class Catalog:
                 continue
             count += len(segment.specs)
             if segment.has_changed():
+                self._columns_checked = {}
                 self._read_anew(segment)
         if self.look_is_due:
             self._look_at = time.perf_counter() + max(LEAST_LOOK_S, LOOK_RARELY * STAT_S * count)
@@ -443,6 +449,10 @@ class Catalog:
     def is_checked(self) -> bool:
         """Whether every commit was compared with its checksum, and files need not be looked at again yet."""
         return self._checked == self.generation and not self.look_is_due
+
+    def has_checked(self, column: Column, *, flags: bool) -> bool:
+        """Return whether all values of a column were compared, and files need not be looked at again yet."""
+        return self._columns_checked.get((column.name, flags)) == self.generation and not self.look_is_due
 
     def _read_anew(self, segment: Segment) -> None:
         """Forget what was read of a segment before its files were compared with their checksums."""

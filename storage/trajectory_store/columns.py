@@ -275,6 +275,8 @@ class ColumnReader:
         if not self._unchecked or (column.name, flags) in self._checked:
             return
         catalog = self._catalog
+        if catalog.has_checked(column, flags=flags):
+            return
         if catalog.lost_updates and column.optional and len(self.ids):
             raise CorruptionError(
                 f"{catalog.medium.where}: the newest values of {column.name} cannot be read: they may be in "

@@ -280,6 +280,11 @@ class LocalSegment(Segment):
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
         if self._compared.get(_ALL) == self.rows:
             return False
+        return self.check_arrays(rows, self._arrays_of(columns, flags=flags))
+
+    def _arrays_of(self, columns: Iterable[Column], *, flags: bool) -> Iterable[str]:
+        """Return the arrays that a read of columns takes its values from; the offsets come first."""
+        columns = list(columns)
         names = dict.fromkeys(
             [offsets_name(column.axis) for column in columns if column.axis in self.schema.axes and column.axis]
         )
@@ -288,7 +293,15 @@ class LocalSegment(Segment):
             names[PRESENT] = None
         if self.meta.kind == "update":
             names |= dict.fromkeys(self.meta.internal_rows)
-        return self.check_arrays(rows, names)
+        return names
+
+    def has_compared(self, column: Column, *, flags: bool) -> bool:
+        """Return whether no value of a column is left to compare, and no update is damaged."""
+        if self.meta.kind == "update" and self.gaps:
+            return False
+        names = self._arrays_of([column], flags=flags) if column.name in self.schema else ()
+        done = self._compared
+        return done.get(_ALL, 0) == self.rows or all(done.get(name, 0) == self.rows for name in names)
 
     def check_arrays(self, rows: Rows, names: Iterable[str]) -> bool:
         """Compare arrays of rows with their checksums; of ragged columns, the offsets come first."""
