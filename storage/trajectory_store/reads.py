@@ -147,6 +147,7 @@ class StoreReads:
         self._check_open()
         return self._catalog.watermark() if self._then is None else self._then.watermark
 
+    @following
     def __len__(self) -> int:
         """Return the number of row positions, which is that of `ids()` after a `refresh`."""
         self._check_open()

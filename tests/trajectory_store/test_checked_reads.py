@@ -144,3 +144,14 @@ def test_a_checked_read_mistakes_no_merge_for_damage(tmp_path, backend):
         assert other.compact().rows == 4
         assert reader.read(ids, checked=True)["n"].tolist() == [0, 1, 2]
         assert reader.ids().tolist()[:3] == ids
+
+
+def test_a_length_is_known_while_segments_are_merged(tmp_path):
+    """Their logs are gone before the reader looks at them."""
+    with TrajectoryStore.create(tmp_path / "s", [Column("n", "int64")]) as store:
+        store.append({"n": [1, 2]})
+    with TrajectoryStore.open(tmp_path / "s", "a") as other:
+        other.append({"n": [3]})
+        with TrajectoryStore.open(tmp_path / "s") as reader:
+            other.compact()
+            assert len(reader) == 3
