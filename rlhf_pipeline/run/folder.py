@@ -70,6 +70,7 @@ from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.heartbeat import try_lock
 from rlhf_pipeline.run.recorded_code import changed_code, describe_code
 from rlhf_pipeline.run.rows import Row, StepRows
+from trajectory_store.errors import WriteFailedError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.mirror import Mirror
@@ -789,9 +790,10 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            if type(error).__module__ != "builtins":
-                raise  # errors of this package and of the store say it already
-            if not self._is_about_the_folder(error):
+            in_store = isinstance(error, WriteFailedError)
+            if type(error).__module__ != "builtins" and not in_store:
+                raise  # errors of this package and of the store have the next command already
+            if not in_store and not self._is_about_the_folder(error):
                 raise
             if isinstance(self.address, Path) and not self.path.is_dir():
                 raise RunStorageError(
@@ -803,8 +805,8 @@ class RunFolder:
             else:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 advice = (
-                    "Every stored trajectory and every finished checkpoint is whole. "
-                    f"{'Free some space' if full else 'Fix that'}, then type the same command with --resume."
+                    "Every stored trajectory and every finished checkpoint is intact. "
+                    f"{'Free some space' if full else 'Fix that'}, then repeat the command with --resume."
                 )
             raise RunStorageError(f"the run folder {self.address} cannot be written: {error}. {advice}") from error
 

@@ -96,7 +96,7 @@ def test_opening_reads_the_same_bytes_for_more_rows(tmp_path, monkeypatch):
                 store.append(part)
         read.clear()
         with TrajectoryStore.open(tmp_path / name, io="pread") as store:
-            assert len(store) == count * commits
+            assert store.watermark == count * commits  # `len` reads the record of each commit once, as `ids` does
         found[name] = sum(read)
     assert found["rows"] == found["few"]
     assert found["commits"] - found["few"] <= 64 * 2 * 8  # two steps per doubling of the commits, 64 bytes each
