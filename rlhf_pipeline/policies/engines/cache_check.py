@@ -98,9 +98,8 @@ def _first_layers(parts: ModelParts) -> ModelParts | None:
     if not parts.num_states or weight.dtype in (torch.float32, torch.float64) or not isinstance(layers, nn.ModuleList):
         return None
     count = max((kinds.index(kind) for kind in kinds), default=0) + 1
-    few_ids = copy.copy(embedding)
     rows = embedding.weight[: 2 * (max(_LENGTHS) + _NEW) + 1]
-    few_ids._parameters = {"weight": nn.Parameter(rows.detach().float(), requires_grad=False)}
+    few_ids = copy.deepcopy(embedding, {id(embedding.weight): nn.Parameter(rows.detach().float(), requires_grad=False)})
     few_ids.padding_idx = None
     memo: dict[int, Any] = {id(embedding): few_ids}
     memo[id(layers)] = nn.ModuleList([copy.deepcopy(layer, memo) for layer in layers[:count]])
