@@ -345,7 +345,7 @@ class WritePath(Settings):
         "divide by the spread of the whole rollout, or of all gathered "
         "trajectories with `replay`. `turn_grpo` gives each turn of a conversation an advantage of its own, from the "
         "rewards of that turn and later ones. `gdpo` normalises each named reward in its group, then their weighted "
-        "sum over the rollout. Or a function of one's own, `EstimatorFunction` there; on a command line "
+        "sum over the rollout. Or a custom function, `EstimatorFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
     turn_discount: float = setting(
@@ -439,7 +439,7 @@ class Sample(Settings):
         "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
         "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age; `anchored` the whole "
         "newest rollout in its first step, and in the others of `learn.epochs` a batch by age. See "
-        "`rlhf_pipeline.buffer.samplers`. Or a function of one's own, `StrategyFunction` there; on a command line "
+        "`rlhf_pipeline.buffer.samplers`. Or a custom function, `StrategyFunction` there; on a command line "
         "`FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
@@ -692,8 +692,8 @@ class GRPO(Settings):
         "SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
         "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask where "
         "policy and sampler diverge (`dppo`, see `dppo`), or a smooth weight of a completion's importance weight "
-        "(`vespo`, see `vespo`). Or a function "
-        "of one's own, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
+        "(`vespo`, see `vespo`). Or a "
+        "custom function, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
@@ -922,7 +922,7 @@ class Learn(Settings):
     )
     metrics: tuple[Callable[..., Any], ...] = setting(
         (),
-        help="Functions that add figures of one's own to each step's line, `MetricFunction` in "
+        help="Functions that add custom figures to each step's line, `MetricFunction` in "
         "`rlhf_pipeline.learner.metrics`; on a command line `FILE.py:NAME`.",
     )
     keep_token_figures: bool = setting(
@@ -1019,7 +1019,7 @@ class Pipeline(Settings):
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
         help="`(prompt, completion, answer, meta) -> float`, a function that asks for other arguments, or several, "
-        "each as it is or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
+        "each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
         "trajectory, not the run. Not needed with `replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(

@@ -110,7 +110,7 @@ Code = Callable[[str], Any]
 """Returns the function that `FILE.py:NAME` names."""
 
 CODE: Final = re.compile(r".+\.py:\w+")
-"""Text that names a function of one's own."""
+"""Text that names a custom function."""
 
 
 def _no_code(text: str) -> Any:

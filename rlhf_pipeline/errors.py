@@ -99,7 +99,7 @@ class MissingKeyError(DataError, KeyError):
     """A batch or a store lacks the requested key."""
 
     def __str__(self) -> str:
-        """Return the message as it is; a KeyError would quote it."""
+        """Return the message unchanged; a KeyError would quote it."""
         return str(self.args[0]) if self.args else ""
 
 

@@ -199,7 +199,7 @@ class RecencySampler(PrioritySampler):
 
 
 StrategyFunction = Callable[[StoreView, Ints, int, np.random.Generator], Ints]
-"""A strategy of one's own: `(view, allowed int64 [m], most, rng) -> int64 [<= most]`, some of `allowed`, each once.
+"""A custom strategy: `(view, allowed int64 [m], most, rng) -> int64 [<= most]`, some of `allowed`, each once.
 
 `allowed` are the positions in the view that age and use limits leave, in the order of arrival, at least one;
 `view.column(name)`, `view.age` and `view.use_count` are arrays over the whole view. It must depend on its arguments
@@ -209,7 +209,7 @@ alone, and take random numbers from `rng` alone: then a resumed run draws the sa
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FunctionSampler(TrajectorySampler):
-    """A strategy of one's own.
+    """A custom strategy.
 
     >>> newest = FunctionSampler(function=lambda view, allowed, most, rng: allowed[-most:])
     >>> newest
@@ -305,7 +305,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
     "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }
-"""The strategies by name. To add one, add it here and to `config.Strategy`; one's own needs neither."""
+"""The strategies by name. To add one, add it here and to `config.Strategy`; a custom one needs neither."""
 
 
 def strategy_of(strategy: str | StrategyFunction) -> Strategy:
@@ -321,7 +321,7 @@ _LIMITS = ("max_staleness", "max_uses", "seed")
 
 
 def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments: Any) -> TrajectorySampler:
-    """Return the strategy of a name; a strategy itself is returned as it is.
+    """Return the strategy of a name; a strategy itself is returned unchanged.
 
     A name means the same here as in a definition. The classes may have other defaults: `priority`, for example, weighs
     by the advantage, which does not change, and `PrioritySampler()` by the column `priority`, which may.

@@ -576,7 +576,7 @@ class TrajectoryStorage(Storage):
 
 
 def collated(batch: Any) -> Any:
-    """Return the batch as it is: the `collate_fn` for TorchRL buffers and PyTorch loaders over a `TrajectoryStorage`.
+    """Return the batch unchanged: the `collate_fn` for TorchRL buffers and PyTorch loaders over a `TrajectoryStorage`.
 
     >>> collated([1, 2])
     [1, 2]

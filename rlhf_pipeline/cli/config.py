@@ -111,7 +111,7 @@ def _all_paths() -> Iterator[tuple[str, Any]]:
 
 
 def _declared(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the paths of a definition with the declarations of the classes that it uses, also of one's own."""
+    """Yield the paths of a definition with the declarations of the classes that it uses, also of custom classes."""
     from rlhf_pipeline.settings import paths_of, settings_of
 
     for item in settings_of(type(config)):

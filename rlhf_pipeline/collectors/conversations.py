@@ -668,7 +668,7 @@ def _messages_of(reply: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _readable(shown: Any) -> Any:
-    """Return what `reset` showed as text, messages or None; an error as it is."""
+    """Return what `reset` showed as text, messages or None; an error unchanged."""
     if shown is None or isinstance(shown, (str, BaseException)):
         return shown
     return checked_messages(shown, "what reset returned")

@@ -84,7 +84,7 @@ class PromptSource(Protocol):
 
 
 def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
-    """Return prompt number `cursor` of any source; what a source of one's own does wrong is one sentence."""
+    """Return prompt number `cursor` of any source; what a custom source does wrong is one sentence."""
     name = type(source).__name__
     at = cursor
     if (length := getattr(source, "__len__", None)) is not None:

@@ -343,7 +343,7 @@ def weighted_sum(rewards: Sequence[Reward], values: Sequence[float | None]) -> f
 def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
     """Return what an environment's rewards of one turn add to the reward of the conversation, weighted and selected.
 
-    A function of one's own, also one that reads the environment's rewards, counts as a whole at the last turn: it is
+    A custom function, also one that reads the environment's rewards, counts as a whole at the last turn: it is
     called once, when the conversation is over.
 
     >>> of_turn(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), {"reached": 1.0, "far": 9.0})

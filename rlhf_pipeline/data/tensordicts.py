@@ -226,7 +226,7 @@ def with_whole_log_probs(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
     reports 0 for the first sampled token, whatever its log-prob: that one is unknown, and NaN as well.
 
     Args:
-        td: `[n]`, returned as it is unless it lacks what can be placed.
+        td: `[n]`, returned unchanged unless it lacks what can be placed.
         log_probs: the key of log-probs per token, whose sibling `response` is read.
     """
     if isinstance(log_probs, str) or td.batch_dims != 1:
@@ -238,7 +238,7 @@ def with_whole_log_probs(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
 
 
 def inner_of(entry: Any) -> Any:
-    """Return the TensorDict of a tensorclass; anything else as it is."""
+    """Return the TensorDict of a tensorclass; anything else unchanged."""
     return getattr(entry, "_tensordict", entry) if is_tensor_collection(entry) else entry
 
 

@@ -61,7 +61,7 @@ class Verifiers:
         return _Host(self.env)
 
     def prompts(self, **select: Any) -> Prompts:
-        """Return the tasks as prompts; a reward of one's own gets the other fields of a task in `meta`."""
+        """Return the tasks as prompts; a custom reward gets the other fields of a task in `meta`."""
         rows = list[dict[str, Any]]()
         for task in self.env.taskset.select(_package().SelectConfig(**select)):
             data = task.data

@@ -374,7 +374,7 @@ def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
 def checked_estimator(
     estimator: str | EstimatorFunction, rewards: Mapping[str, float] | None = None
 ) -> str | EstimatorFunction:
-    """Return an estimator; a function of one's own is tried on two groups first, with these names and weights."""
+    """Return an estimator; a custom function is tried on two groups first, with these names and weights."""
     if isinstance(estimator, str):
         return estimator
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])

@@ -75,7 +75,7 @@ Found = tuple[pl.TokenLoss, torch.Tensor]
 
 
 ObjectiveFunction = Callable[[PolicyTokens], torch.Tensor | pl.TokenLoss]
-"""An objective of one's own: `(tokens) -> loss per token [n]`, to be minimised, with a gradient to `tokens.log_probs`.
+"""A custom objective: `(tokens) -> loss per token [n]`, to be minimised, with a gradient to `tokens.log_probs`.
 
 It gets all tokens of whole sequences of one micro-batch, with `index`; `sequences` may count some without a token. What
 it returns is unweighted: the aggregation of the definition weighs it, so a token's loss must not depend on which other
@@ -86,7 +86,7 @@ F = TypeVar("F", bound=ObjectiveFunction)
 
 
 def needs_entropy(objective: F) -> F:
-    """Mark an objective of one's own that reads `tokens.entropy`; a decorator.
+    """Mark a custom objective that reads `tokens.entropy`; a decorator.
 
     Raises:
         DefinitionError: at the first batch, if the actor gives log-probs only.
@@ -157,7 +157,7 @@ OBJECTIVES: Final[Mapping[str, ObjectiveEntry]] = {
     "dppo": ObjectiveEntry(_dppo),
     "vespo": ObjectiveEntry(_vespo, per_token=False),
 }
-"""The objectives by name. To add one, add it here and to `config.Objective`; one's own needs neither."""
+"""The objectives by name. To add one, add it here and to `config.Objective`; a custom one needs neither."""
 
 
 def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:

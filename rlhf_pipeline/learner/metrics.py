@@ -87,7 +87,7 @@ class StepSeen:
 
 
 MetricFunction = Callable[[StepSeen], "float | int | Mapping[str, float | int | None] | None"]
-"""A figure of one's own for `metrics.jsonl`: of one step, under the function's name, or several by name.
+"""A custom figure for `metrics.jsonl`: of one step, under the function's name, or several by name.
 
 It only looks: what it raises or returns wrongly is null in the line, and one notice. `data_metrics` is one of these.
 """

@@ -216,7 +216,7 @@ class GRPOLoss(LossModule):
         ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
         ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
         objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo`, `gmpo`,
-            `dppo` or `vespo`; or an `ObjectiveFunction` of one's own.
+            `dppo` or `vespo`; or a custom `ObjectiveFunction`.
         kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
             is refused: as a loss its expected gradient is zero.
         kl_importance_weight: multiply the KL terms by `pi / behaviour`, for stale samples; see `functional.kl.kl_loss`.

@@ -155,7 +155,7 @@ def figures() -> dict[str, Figure]:
 
 
 def figure_of(name: str) -> Figure | None:
-    """Return what a field of a line is, also of those whose name has a part that varies; None for one's own.
+    """Return what a field of a line is, also of those whose name has a part that varies; None for a custom field.
 
     >>> figure_of("reward/format").meaning, figure_of("evaluation/pass@4").unit, figure_of("mine")
     ('mean result of the reward NAME where it applies, without its weight', 'share', None)

@@ -123,7 +123,7 @@ class View:
 
     @property
     def stored(self) -> Stored:
-        """The store as it is now."""
+        """The current state of the store."""
         if self._stored is None:
             if not is_store(self._store_path):
                 open_run_or_store(self.address)  # says what is missing, and what to do

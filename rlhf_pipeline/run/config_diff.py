@@ -187,7 +187,7 @@ def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:
             after = getattr(config, name) if name in defaults else new.get(name)
             yield from _differences(f"{prefix}.{name}" if prefix else name, before, after)
     elif isinstance(old, dict) and isinstance(new, dict) and old.get("type") == new.get("type") is not None:
-        for name in sorted({**old, **new}):  # an object of a class of one's own
+        for name in sorted({**old, **new}):  # an object of a custom class
             yield from _differences(f"{prefix}.{name}" if prefix else name, old.get(name), new.get(name))
     elif config and _has_groups(config) and isinstance(old, dict):
         for name in sorted({**old, **config}):  # several groups of fields, each by its name

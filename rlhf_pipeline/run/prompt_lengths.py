@@ -73,7 +73,7 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
 def fitting(
     source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events, *, prefill: str = ""
 ) -> PromptSource:
-    """Return a source without the prompts that its `skip="too_long"` leaves out; another source as it is.
+    """Return a source without the prompts that its `skip="too_long"` leaves out; another source unchanged.
 
     Args:
         source: the source, or a mixture.

@@ -29,7 +29,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 
 class ColumnTransform(Transform):
-    """A transform that adds columns to trajectories and leaves the rest as it is."""
+    """A transform that adds columns to trajectories and leaves the rest unchanged."""
 
     @abstractmethod
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:

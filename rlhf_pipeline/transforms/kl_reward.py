@@ -66,7 +66,7 @@ class KLReward(ColumnTransform):
             trajectory. Overrides `coef`.
         reference: needed only where the batch has no reference log-probs.
         keys: what is read and written.
-        add_to_reward: False leaves the reward as it is and only measures.
+        add_to_reward: False leaves the reward unchanged and only measures.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         token_budget: padded tokens of one forward pass of the reference.
         device: where to run the reference; None leaves it where it is.

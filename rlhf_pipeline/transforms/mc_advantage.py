@@ -149,7 +149,7 @@ class MCAdvantage(Transform):
         estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch`, `opo`,
             `turn_grpo` or `gdpo`. Both `reinforce_pp`, `grpo_batch` and `gdpo` divide by the spread of a whole batch;
             they need `batch_groups`.
-            Or a function of one's own, `functional.advantage.EstimatorFunction`.
+            Or a custom function, `functional.advantage.EstimatorFunction`.
         group_key: identity of the group. None takes `group_id` if present, otherwise `prompt_key`.
         zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
             `priority` to 0, so that samplers skip them; `drop` leaves them out.

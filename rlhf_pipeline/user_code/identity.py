@@ -42,7 +42,7 @@ from rlhf_pipeline.user_code.source_text import (
 
 Identity = dict[str, str]
 """What a callable is made of, by name: `source`, `source of NAME`, `imports`, `module NAME`, `default NAME`,
-`captured NAME`, `attribute NAME`, `argument NAME`, `global NAME`; each a digest, or a number as it is."""
+`captured NAME`, `attribute NAME`, `argument NAME`, `global NAME`; each a digest, or a number unchanged."""
 
 NOT_OBSERVED: Final = "not observed"
 MOST_OBJECTS: Final = 100_000
@@ -194,7 +194,7 @@ class _Observation:
             self._value(f"attribute {name}", value)
 
     def _value(self, name: str, value: Any) -> None:
-        """Note a value: a number as it is, anything else by its digest."""
+        """Note a value: a number unchanged, anything else by its digest."""
         text = repr(value) if type(value) in (bool, int, float, types.NoneType) else ""
         if 0 < len(text) < 16 and len(self._parts) < _MOST_PARTS:
             self._parts[name] = text

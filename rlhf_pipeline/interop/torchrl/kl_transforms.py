@@ -52,7 +52,7 @@ class KLRewardTransform(KLReward):
         log_prob_key: behaviour log-probs. A flat key, such as `"log_probs"`, also reads batches of older versions of
             TorchRL: the response's log-probs, with `tokens`, `tokens_response`; the result is the response's as well.
         ref_log_prob_key: reference log-probs, used if present.
-        add_to_reward: False leaves the reward as it is and only measures.
+        add_to_reward: False leaves the reward unchanged and only measures.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
@@ -214,7 +214,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         log_prob_key: log-prob of the action; the actor's own key when None.
         action_key: the action; the environment's, or the actor's first output, when None.
         device: where the copy runs; None leaves it where the actor is.
-        add_to_reward: False leaves the reward as it is and only writes the penalty.
+        add_to_reward: False leaves the reward unchanged and only writes the penalty.
         controller: sets the coefficient; it is not updated here.
         **unknown: refused, with a reason for TorchRL's arguments.
 

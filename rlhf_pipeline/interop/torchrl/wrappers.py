@@ -11,7 +11,7 @@ corrects faults of TorchRL 0.14.1:
 - a checkpoint's `top_k` (50 by default) truncates sampling, but not the reported log-probs.
 
 A wrapper around an external engine (`vLLMWrapper`), or around a model that cannot be scored from its hidden states, is
-called as it is; faults that cannot be corrected from outside are refused, see `EnginePolicy`.
+called unchanged; faults that cannot be corrected from outside are refused, see `EnginePolicy`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _tokenizer(wrapper: Any) -> Any:
 
 
 class EnginePolicy:
-    """A policy that calls a wrapper as it is, for example one around an external engine (`vLLMWrapper`).
+    """A policy that calls a wrapper unchanged, for example one around an external engine (`vLLMWrapper`).
 
     It scores and samples by calling the wrapper on ragged token ids, and uses the wrapper's log-probs. So:
 

@@ -157,7 +157,7 @@ class HTTPEngine:
             call.abort()
 
     def close(self) -> None:
-        """Drop what is in progress; the server stays as it is."""
+        """Drop what is in progress; the server is unchanged."""
         self.abort()
 
     # One request

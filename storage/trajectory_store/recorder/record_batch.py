@@ -37,7 +37,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def as_list(value: Any) -> Any:
-    """Return an array, a tensor or a tuple as a list, and anything else as it is."""
+    """Return an array, a tensor or a tuple as a list, and anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
 
 
@@ -108,7 +108,7 @@ def _row(given: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> d
     """Return one row; an error names the field that is wrong."""
     mine = {name: as_list(values[i]) for name, values in given.items()}
     about = {"created_at": mine.get("created_at"), "meta": mine.get("meta") or {}}
-    # TRL encodes a text prompt as it is; messages go through the template.
+    # TRL encodes a text prompt unchanged; messages go through the template.
     made = values_of({name: value for name, value in mine.items() if name != "meta"})
     made["finish_reason"], made["failure"] = ended(made.get("finish_reason", ""), made.get("failure", ""))
     return encoder.row(RawRollout(**{**made, **about, "as_chat": False}), source)
