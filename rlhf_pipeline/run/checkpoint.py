@@ -145,7 +145,7 @@ class CheckpointWriter:
             if self._learner.shards is None
             else "several processes hold the learner's state in shards"
         )
-        self._say(f"the run waits while a checkpoint is written: {why}.")
+        self._say(f"the run waits for each checkpoint, because {why}.")
 
 
 def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:
