@@ -692,8 +692,8 @@ class GRPO(Settings):
         "SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
         "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask where "
         "policy and sampler diverge (`dppo`, see `dppo`), or a smooth weight of a completion's importance weight "
-        "(`vespo`, see `vespo`). Or a "
-        "custom function, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
+        "(`vespo`, see `vespo`). Or a custom "
+        "function, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
