@@ -134,13 +134,17 @@ def test_partial_rollouts_are_not_compared(run_dir: Path):
 
 
 def test_damaged_meta(tmp_path: Path):
-    """A meta that is not JSON is named with its trajectory."""
+    """A meta whose bytes changed, and one that is not JSON, are reported with their trajectories."""
     run_dir = write_run(tmp_path / "run", num_rollouts=1)
     chunk = next((run_dir / "store").rglob("meta/c/0"))
     data = chunk.read_bytes()
     chunk.write_bytes(b"?" + data[1:])
-    with pytest.raises(DataError, match="the meta of trajectory 0 is not JSON"):
+    with pytest.raises(CorruptionError, match=r"trajectories 0, 1, .* cannot be read"):
         graded(run_dir)
+    with TrajectoryStore.create(tmp_path / "store", trajectory_schema()) as store:
+        store.append({"input_ids": [[1]], "prompt": ["a"], "completion": ["b"], "task_reward": [1.0], "meta": ["?"]})
+    with pytest.raises(DataError, match="the meta of trajectory 0 is not JSON"):
+        graded(tmp_path / "store")
 
 
 def test_histogram(tmp_path: Path):
