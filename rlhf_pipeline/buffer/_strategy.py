@@ -53,7 +53,7 @@ class StoreView:
     def column(self, name: str) -> Any:
         """Return a scalar column of the rows, `[n]`."""
         if name not in self._cache:
-            self._cache[name] = self.store.read_scalars(name, self.ids)
+            self._cache[name] = self.store.read_scalars(name, self.ids, checked=False)
         return self._cache[name]
 
     @property

@@ -57,7 +57,7 @@ class StoredGroups:
         ids = np.concatenate([np.arange(start, start + num) for start, num, *_ in near.tolist()])
         if len(self._store) < self._store.watermark:  # a ring has evicted some of them
             ids = ids[self._store.holds(ids)]
-        groups = self._store.read_scalars("group_id", ids)
+        groups = self._store.read_scalars("group_id", ids, checked=False)
         return ids[(groups >= first) & (groups <= last)]
 
     def largest(self) -> int:
@@ -78,7 +78,7 @@ class StoredGroups:
         new = self._new.take()
         for at in range(0, len(new), _READ_ROWS):
             ids = new[at : at + _READ_ROWS]
-            groups = self._store.read_scalars("group_id", ids)
+            groups = self._store.read_scalars("group_id", ids, checked=False)
             breaks = np.flatnonzero(np.diff(ids) != 1) + 1
             for ids_part, groups_part in zip(np.split(ids, breaks), np.split(groups, breaks), strict=True):
                 self._add(int(ids_part[0]), groups_part)

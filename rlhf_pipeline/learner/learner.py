@@ -435,14 +435,16 @@ class Learner:
         if version < earlier or len(every) != store.watermark or (passed and every[passed - 1] != last):
             passed = 0
         seen = every[passed:]
-        ages = version - store.read_scalars("policy_version", seen if len(seen) < len(store) else None)
+        # Candidates are read unchecked: the rows of a step are checked when they are chosen, and a damaged row that no
+        # step uses stops nothing.
+        ages = version - store.read_scalars("policy_version", seen if len(seen) < len(store) else None, checked=False)
         if len(every) == store.watermark:
             young = ages <= oldest
             begin = int(young.argmax()) if young.any() else len(young)
             passed, seen, ages = passed + begin, seen[begin:], ages[begin:]
             self._passed = (version, passed, int(every[passed - 1]) if passed else -1)
         young = (ages >= 0) & (ages <= oldest)
-        graded = np.isfinite(store.read_scalars("task_reward", seen))
+        graded = np.isfinite(store.read_scalars("task_reward", seen, checked=False))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         usable, left_out = young & graded, {"failed": int((young & ~graded).sum())}
         ready = self.buffer.trajectories.ready(seen)
@@ -627,7 +629,7 @@ class Learner:
         if not len(held):
             return
         there = store.holds(held)
-        young = version - store.read_scalars("policy_version", held[there]) <= max_staleness
+        young = version - store.read_scalars("policy_version", held[there], checked=False) <= max_staleness
         self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
