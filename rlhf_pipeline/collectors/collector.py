@@ -352,7 +352,7 @@ class Collector:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
             self._hand_over(policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
-            _say_notices(self.policy.engine, say)
+            _say_notices(self._engine, say)
             _say_failures(rollout, grades, self.config.alarm_failed, say)
         else:
             self.observe(cursors)
@@ -367,6 +367,11 @@ class Collector:
             cursors = store.read_scalars(CURSOR.name if CURSOR.name in store.schema else "group_id", rows)
             figures |= self._by_source.figures(cursors, store.read_scalars("task_reward", rows), figures)
         return figures
+
+    @property
+    def _engine(self) -> Engine | None:
+        """The engine that samples; None for a TorchRL wrapper, which samples itself."""
+        return getattr(self.policy, "engine", None)
 
     def _hand_over(self, version: int) -> None:
         """Give an engine with its own copy the policy's weights, unless it has them."""
@@ -386,9 +391,8 @@ class Collector:
             policy_version=policy_version,
             digests=digests,
         )
-        engine = getattr(self.policy, "engine", None)  # a TorchRL wrapper has none
         found: dict[Key, Flat | Text] = {
-            keys.ENGINE: Text(["" if engine is None else engine.name] * batch.n),
+            keys.ENGINE: Text(["" if self._engine is None else self._engine.name] * batch.n),
             keys.TEMPERATURE: Flat(torch.full((batch.n,), self.temperature)),
             keys.LOG_PROB_MODE: Text(["processed"] * batch.n),
             keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.rows.numbers(OWNER)])),
@@ -452,7 +456,7 @@ class Collector:
             else:
                 rows = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
-        _say_notices(self.policy.engine, say)
+        _say_notices(self._engine, say)
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
         if by is not None and say is not None and not np.isfinite(steered).any():
@@ -676,7 +680,7 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
         raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
 
 
-def _say_notices(engine: Engine, say: Callable[[str], None] | None) -> None:
+def _say_notices(engine: Engine | None, say: Callable[[str], None] | None) -> None:
     if say is not None:
         of_engine = engine.take_notices() if isinstance(engine, SlotEngine) else []
         for sentence in process_runtime().take_notices() + of_engine:

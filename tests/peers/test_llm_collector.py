@@ -169,10 +169,11 @@ def test_a_wrapper_of_torchrl_becomes_a_policy_for_the_collector(tiny, tmp_path)
         generate_kwargs={"max_new_tokens": 5, "do_sample": True},
         chat_template=tokenizer.chat_template,
     )
-    policy = as_policy(wrapper)
+    policy: Any = as_policy(wrapper)
+    scorer = policy.get_new_version(generate=False)
 
     def buffer(name: str, **options: Any) -> TrajectoryReplayBuffer:
-        steps = [MCAdvantage(GROUP), RetrieveLogProb(policy, behaviour_model=policy), ChatTrajectories(**options)]
+        steps = [MCAdvantage(GROUP), RetrieveLogProb(scorer, behaviour_model=scorer), ChatTrajectories(**options)]
         return TrajectoryReplayBuffer(storage=str(tmp_path / name), transform=Compose(*steps))
 
     refused = buffer("refused")

@@ -251,20 +251,20 @@ def test_an_engine_samples_for_the_collector(tiny, tmp_path):
     assert len(as_policy(wrapper).generate_ragged([], seed=0)) == 0
 
 
-class Squashed(Qwen2ForCausalLM):
-    """Logits that are no head on hidden states."""
+class SummedLogits(Qwen2ForCausalLM):
+    """Logits that are not a head on hidden states, whatever its factor and soft cap."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, squashed."""
+        """Add to each logit that of the preceding token id."""
         out: Any = super().forward(*args, **kwargs)
-        out.logits = 3 * torch.tanh(out.logits)
+        out.logits = out.logits + out.logits.roll(1, -1)
         return out
 
 
 def test_a_model_with_logits_of_its_own_is_scored_by_its_wrapper(tiny):
     """`CausalLMPolicy` refuses it, so the wrapper's own scores are taken, and its samples are not."""
     tokenizer = tiny.tokenizer()
-    model: Any = Squashed(tiny.model(tokenizer).config).eval()
+    model: Any = SummedLogits(tiny.model(tokenizer).config).eval()
     wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True)
     policy: Any = as_policy(wrapper)
     assert isinstance(policy, EnginePolicy)
