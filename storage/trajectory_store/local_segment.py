@@ -63,7 +63,9 @@ FULL_BYTES = 1 << 16
 _ALL = ""
 
 FileState = tuple[int, ...] | None
-"""What a file is, as far as `stat` says; None if it was written too lately to tell."""
+"""What a file is, as far as `stat` says; None if it was written too lately to tell, or `stat` failed."""
+GONE: FileState = (0,)
+"""The state of a file that is not there."""
 
 
 class LocalSegment(Segment):
@@ -242,9 +244,13 @@ class LocalSegment(Segment):
         return not self.gaps
 
     def has_changed(self) -> bool:
-        """Compare the state of files with that in which they were checked."""
+        """Compare the state of files with that in which they were checked.
+
+        A file that is gone was evicted, or merged into another: what is open keeps the values that were compared.
+        """
         now = {name: self._state(name) for name in self.specs}
-        if self._states == now and all(now.values()):
+        here = {name: state for name, state in now.items() if state != GONE}
+        if all(state is not None and self._states.get(name) == state for name, state in here.items()):
             return False
         self.release()
         self._forget_compared()
@@ -621,7 +627,10 @@ def _stat(path: str | Path, *, settled: bool = True) -> FileState:
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return (0,)
+        return GONE
+    except OSError as error:  # not known now: its values are compared again
+        fs.pass_external(error)
+        return None
     if settled and abs(time.time_ns() - found.st_ctime_ns) < FRESH_NS:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

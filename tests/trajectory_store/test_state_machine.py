@@ -257,7 +257,7 @@ class ZarrStoreMachine(StoreMachine):
         rows, data = self.batch(lengths, True)
         store = TrajectoryStore.open(self.path, "a")
         self.keep(store.append(data), rows)
-        store._stream._drop()
+        store._stream._pid = 0  # as after a fork: close() leaves the segment alone
         store.close()
 
 

@@ -559,7 +559,7 @@ def test_damaged_and_missing_objects_are_named(tmp_path):
         with pytest.raises(CorruptionError, match=r"00000001\.zip"):
             store.read(ids, "log_probs")
         assert len(store.read(ids[:5], "log_probs")["log_probs"]) == 5
-        assert len(store) == 15
+        assert len(store) == 10  # the rows that can be read
         store.close()
 
 
@@ -598,7 +598,7 @@ def test_the_order_is_that_of_the_commits_that_are_there(tmp_path):
         store = TrajectoryStore.open(tmp_path / "s")
     with store:
         assert store.ids().tolist() == [*first.tolist(), *second.tolist(), *third.tolist()]
-        assert (len(store), store.watermark) == (5, 5)
+        assert (len(store), store.watermark) == (3, 5)  # two of five rows are damaged
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 0])
