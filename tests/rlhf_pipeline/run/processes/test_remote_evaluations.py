@@ -23,17 +23,20 @@ from tests.rlhf_pipeline.small import collect, learn, weights
 from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
+KILLED = "TEST_KILLED_AT_AN_EVALUATION"
+"""The variable that names the file of who is killed; a captured path would make it another reward function."""
 
-def of(killed: Path | None = None) -> Pipeline:
-    """Evaluated, with the best checkpoint kept; the first process at its 30th reward of evaluations is killed."""
+
+def of() -> Pipeline:
+    """Evaluated, with the best checkpoint kept; the first process at its 30th reward of evaluations may be killed."""
     pipeline = evaluated(learn__keep_checkpoints="1", learn__checkpoint_every="1", collect__reward_concurrency="1")
     calls = 0
 
     def deadly(prompt, completion, answer):
         nonlocal calls
         calls += len(answer) == 3  # held out
-        if killed is not None and calls == 30:
-            with suppress(FileExistsError), killed.open("x"):
+        if KILLED in os.environ and calls == 30:
+            with suppress(FileExistsError), open(os.environ[KILLED], "x"):
                 os.kill(os.getpid(), signal.SIGKILL)
         return token_match(prompt, completion, answer, {})
 
@@ -41,7 +44,9 @@ def of(killed: Path | None = None) -> Pipeline:
 
 
 def take_part(learns: bool, run_dir: Path, killed: Path | None) -> None:
-    (learn if learns else collect)(of(killed), run_dir=run_dir)
+    if killed is not None:
+        os.environ[KILLED] = str(killed)
+    (learn if learns else collect)(of(), run_dir=run_dir)
 
 
 def together(run_dir: Path, killed: Path | None = None) -> list[int | None]:
