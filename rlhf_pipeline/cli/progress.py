@@ -75,7 +75,7 @@ class RunView:
         self._try(lambda: self._out.write(f"{line}\n") if screen is None else screen.say(line))
 
     def close(self) -> None:
-        """End the frame, which remains; what is said next stands below it."""
+        """End the frame, which stays on the screen; the next message is printed below it."""
         if self._screen is not None:
             screen, self._screen = self._screen, None
             self._try(screen.close)

@@ -161,7 +161,7 @@ def _as_printed(number: Numbers, beside: Numbers) -> Any:
 
 
 def _in_full(number: Numbers, beside: Numbers) -> Any:
-    """Return a number in a form in which NumPy compares it as it is, and does not round it to the array's type."""
+    """Return a number in a form that NumPy compares exactly, without rounding it to the type of the array."""
     if _is_python(beside):
         return np.asarray(number).astype(object)
     return np.float64(number) if type(number) is float else number

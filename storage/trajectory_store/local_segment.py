@@ -249,8 +249,6 @@ class LocalSegment(Segment):
         A file that is gone was evicted, or merged into another: what is open keeps the values that were compared.
         """
         now = {name: self._state(name) for name in self.specs}
-        if self._states == now and all(now.values()):
-            return False
         here = {name: state for name, state in now.items() if state != GONE}
         if all(state is not None and self._states.get(name) == state for name, state in here.items()):
             return False

@@ -142,11 +142,11 @@ def test_the_mean_per_prompt_needs_groups(tiny):
     assert alone.tolist() == pytest.approx([1 / 4, 1 / 12])
 
 
-# ------------------------------------------------------------------------------- an objective of one's own
+# ------------------------------------------------------------------------------------- a custom objective
 
 
 def seen_by_an_objective(tiny, *, entropy: bool, **options: Any) -> tuple[PolicyTokens, Any, Any]:
-    """Return what an objective of one's own gets, its policy and its batch."""
+    """Return the arguments of a custom objective, its policy and its batch."""
     seen: list[PolicyTokens] = []
 
     def objective(tokens: PolicyTokens) -> torch.Tensor:

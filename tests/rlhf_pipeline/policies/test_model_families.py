@@ -35,7 +35,7 @@ CLOSE = 2e-5
 """Of float32 log-probs, which reach -20; 5e-6 was measured, and with a sliding window of 5 tokens the same."""
 SAMPLES = 1500
 SIGNIFICANCE = 0.01
-"""The chance that any family fails its chi-square tests by chance; each test gets an equal part of it."""
+"""The probability that a correct family fails any chi-square test, divided equally among the tests."""
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
