@@ -26,6 +26,9 @@ COMMANDS = {
     "bench_learner_h200": ["bench_learner_h200.py", "--tiny", "--sections", "grpo"],
 }
 
+SHORT = ("bench_replay", "bench_learner_h200")
+"""The rest runs at night."""
+
 
 @pytest.fixture
 def sums(monkeypatch):
@@ -35,7 +38,9 @@ def sums(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.nightly]) for name in COMMANDS]
+)
 def test_a_benchmark_prints_its_figures(name, tmp_path):
     """Each prints a table; how fast the machine is does not matter here. Those for a GPU run a tiny model."""
     file, *options = COMMANDS[name]
@@ -260,6 +265,7 @@ def test_a_paired_difference_is_taken_seed_by_seed(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_run_that_is_killed_is_compared_with_the_one_that_is_not(sums, tmp_path, monkeypatch):
     """A model made here takes the place of the chat model; what was run is read back, the kill included."""

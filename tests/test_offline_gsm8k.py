@@ -29,6 +29,7 @@ def experiment(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_correct_solutions_gain_on_incorrect_ones_on_questions_that_were_never_seen(experiment, tmp_path, gsm8k_dir):
     """50 steps on the solutions of 600 questions: elsewhere, too, the margin rises by more than 3 standard errors."""

@@ -20,6 +20,7 @@ def test_a_run_at_a_url_ends_as_if_left_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_network_that_is_gone_for_20_s_ends_no_process():
     """All three wait for it, and the weights are those of an undisturbed run."""
     play("cloud", "--steps", "4", "--cut", "20")

@@ -60,6 +60,7 @@ def weights(run: RunFolder) -> bytes:
     return (run.bring(checkpoint_path(run.checkpoints, run.metrics[-1]["step"])) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monkeypatch):
     """Three nodes: those of a collector and of the learner go and others come, and the network is gone for 20 s.
 

@@ -10,7 +10,7 @@ from tests.crash._play import play
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("effects", [False, True])
+@pytest.mark.parametrize("effects", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_forty_seconds_of_trouble(tmp_path, effects):
     """No prompt lost or repeated, every step once, nothing acknowledged lost, and every command beside it succeeds.
 

@@ -133,6 +133,7 @@ def test_two_processes_learn_like_one(tmp_path, store):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_four_processes_learn_like_one(tmp_path, store):
     """The same losses to 1e-5, and a checkpoint of four goes on in one, two and four."""

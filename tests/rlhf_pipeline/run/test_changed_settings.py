@@ -367,6 +367,7 @@ OBJECTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_refused_field_may_differ_in_a_branch_and_acts(finished, tmp_path, monkeypatch):
     """`--from` takes each, alone: its weights are those of a run whose weights and moments were put in by hand."""
     tried, without = 0, set()

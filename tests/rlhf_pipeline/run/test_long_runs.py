@@ -65,6 +65,7 @@ def test_going_on_costs_the_same(runs):
     assert RunFolder(runs[LONG]).metrics.last_step == LONG + 1
 
 
+@pytest.mark.nightly
 def test_processes_of_a_long_run_start_as_those_of_a_short_one(tmp_path):
     """A learner, which reads ledger and metrics, and a collector, which looks for the next rollout."""
     several = made("long_running", tmp_path / "several", "--collectors", "1")
