@@ -12,9 +12,9 @@ import numpy as np
 
 from rlhf_pipeline.buffer._slot_map import IN_TURN_AT
 from rlhf_pipeline.buffer.trajectory_schema import SLOT, WAITING
-from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import MissingPathError
 from trajectory_store import TrajectoryStore
+from trajectory_store.recorder.standard import LEFT_OUT
 
 _CHUNK = 1024
 _POINTER = "current.json"

@@ -38,7 +38,6 @@ from rlhf_pipeline.data.keys import (
     CREATED_AT,
     KL_COEF,
     KL_PENALTY,
-    LEFT_OUT,
     LOSS_WEIGHT,
     NUM_PROMPT_TOKENS,
     RETURN,
@@ -80,6 +79,7 @@ from trajectory_store import (
     TrajectoryStore,
 )
 from trajectory_store.reads import StoreReads
+from trajectory_store.recorder.standard import LEFT_OUT
 
 Index = int | slice | Sequence[int] | np.ndarray | torch.Tensor | range | tuple[Any, ...]
 

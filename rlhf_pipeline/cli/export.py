@@ -34,6 +34,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add_filter(command)
     add_skip_damaged(command)
+    command.add_argument(
+        "--learnable",
+        action="store_true",
+        help="only rows that may be learned from: no evaluations, replaced rows, or rows without a trusted reward",
+    )
     command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
 
 
@@ -45,7 +50,13 @@ def execute(args: argparse.Namespace) -> int:
     _, store = open_run_or_store(args.path)
     started = time.perf_counter()
     report = export_store(
-        store, args.to, filters=args.filters, columns=args.columns, skip_damaged=args.skip_damaged, on_batch=Ticker()
+        store,
+        args.to,
+        filters=args.filters,
+        columns=args.columns,
+        skip_damaged=args.skip_damaged,
+        learnable=args.learnable,
+        on_batch=Ticker(),
     )
     chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
     say(

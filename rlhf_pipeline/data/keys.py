@@ -71,10 +71,8 @@ distribution that was drawn from."""
 EVALUATION: Final[Key] = "evaluation"
 """True for a trajectory of an evaluation, which is never learned from."""
 WAITING: Final[Key] = "waiting"
-"""-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; -2: it waited and was left
-out of learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""
-LEFT_OUT: Final = -2
-"""Value of `waiting` for a trajectory that waited and was left out of learning."""
+"""-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; `LEFT_OUT` (-2): it waited
+and was excluded from learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""
 FAILED_MEMBERS: Final[Key] = "failed_members"
 """The number of members reported failed, on one row of a waiting group."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from rlhf_pipeline.exchange.atif_documents import READ, atif_documents
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.arrow import arrow_schema, write_parquet
+from trajectory_store.recorder.learnable_rows import learnable_rows
 
 BATCH_ROWS = 512
 Backend = Literal["memmap", "zarr"]
@@ -58,6 +59,7 @@ def export_store(
     batch_rows: int = BATCH_ROWS,
     on_batch: Callable[[int, int], None] | None = None,
     skip_damaged: bool = False,
+    learnable: bool = False,
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
@@ -75,6 +77,8 @@ def export_store(
         batch_rows: trajectories that are in memory at once.
         on_batch: called with the number written and the number to write.
         skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
+        learnable: export the rows that may be learned from alone, for training: see
+            `trajectory_store.recorder.learnable_rows`.
 
     Raises:
         DataError: some trajectories are damaged.
@@ -85,14 +89,17 @@ def export_store(
     """
     target = Path(to).expanduser()
     if target.name.endswith(_ATIF):
-        return _export_atif(store, target, filters, columns, batch_rows, on_batch, skip_damaged=skip_damaged)
+        if columns is not None:
+            raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
+        selection = chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable)
+        return _export_atif(selection, target, batch_rows, on_batch)
     kind = _KINDS.get(target.suffix.lower())
     if kind is None:
         endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
         raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
     beside = schema_beside(target, kind)
     check_absent(target, *([beside] if kind == "jsonl" else []))
-    with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
+    with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
         with appearing_whole(target) as part:
             _WRITERS[kind](part, opened, schema, _parts(ids, batch_rows, on_batch))
@@ -103,22 +110,13 @@ def export_store(
 
 
 def _export_atif(
-    store: str | Path | TrajectoryStore,
+    selection: AbstractContextManager[tuple[TrajectoryStore, Ids, int]],
     target: Path,
-    filters: Sequence[str],
-    columns: Sequence[str] | None,
     batch_rows: int,
     on_batch: Callable[[int, int], None] | None,
-    *,
-    skip_damaged: bool,
 ) -> ExportReport:
-    if columns is not None:
-        raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
     check_absent(target)
-    with (
-        chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out),
-        appearing_whole(target) as part,
-    ):
+    with selection as (opened, ids, left_out), appearing_whole(target) as part:
         documents = (
             document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
         )
@@ -138,9 +136,13 @@ def _export_atif(
 
 @contextmanager
 def chosen(
-    store: str | Path | TrajectoryStore, filters: Sequence[str], *, skip_damaged: bool = False
+    store: str | Path | TrajectoryStore,
+    filters: Sequence[str],
+    *,
+    skip_damaged: bool = False,
+    learnable: bool = False,
 ) -> Iterator[tuple[TrajectoryStore, Ids, int]]:
-    """Give an open store, the ids of the trajectories that meet all conditions, and the number of the others.
+    """Yield an open store, the ids of the trajectories that meet all conditions, and the number of the others.
 
     Damaged ones are an error, or among the others.
     """
@@ -149,12 +151,16 @@ def chosen(
         ids, count = select(store, filters, intact), len(intact) + len(store.damaged())
         if len(intact) and not len(ids):
             raise DefinitionError(f"none of the {count:,} trajectories in {store.path} meets {' and '.join(filters)}.")
+        if learnable:
+            ids = learnable_rows(store, ids, skip_damaged=skip_damaged).row_ids
+            if not len(ids):
+                raise DefinitionError(f"none of the {count:,} trajectories in {store.path} may be learned from.")
         yield store, ids, count - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()
     with (
         TrajectoryStore.open(address, mode="r") as opened,
-        chosen(opened, filters, skip_damaged=skip_damaged) as selection,
+        chosen(opened, filters, skip_damaged=skip_damaged, learnable=learnable) as selection,
     ):
         yield selection
 

@@ -15,13 +15,12 @@ import numpy.typing as npt
 
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import select
-from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, SUPERSEDED, WAITING
 from rlhf_pipeline.config import Replay
-from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
 from trajectory_store import StoreNotFoundError, TrajectoryStore
+from trajectory_store.recorder.learnable_rows import learnable_rows, numbered
 
 Ints = npt.NDArray[np.int64]
 
@@ -191,18 +190,9 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     for condition in filters:
         ids = select(store, [condition], ids)
         counts.append(len(ids))
-    if EVALUATION.name in store.schema:
-        ids = ids[~store.read_scalars(EVALUATION.name, ids)]
-    if SUPERSEDED.name in store.schema:  # rows of files that their tool wrote again
-        ids = ids[~store.read_scalars(SUPERSEDED.name, ids)]
-    if WAITING.name in store.schema:  # rows that waited for their group and were left out of it
-        ids = ids[store.read_scalars(WAITING.name, ids) != LEFT_OUT]
-    graded = np.isfinite(store.read_scalars("task_reward", ids))
-    num_ungraded = int(len(ids) - np.count_nonzero(graded))
-    ids = ids[graded]
-    named, groups = _numbered(store, "trajectory_id", ids), _numbered(store, "group_id", ids)
-    newest = _newest(named, groups)
-    num_repeated, ids, named, groups = len(ids) - len(newest), ids[newest], named[newest], groups[newest]
+    learnable = learnable_rows(store, ids, skip_damaged=replay.skip_damaged)
+    ids, num_unscored = learnable.row_ids, learnable.num_unscored
+    named, groups = numbered(store, "trajectory_id", ids), numbered(store, "group_id", ids)
     if len(np.unique(named)) < len(named):
         named = np.arange(len(named))  # numbers that start again in each group do not identify trajectories
     _, first, member = np.unique(groups, return_index=True, return_inverse=True)
@@ -210,15 +200,15 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     ids = ids[order]
     tokens = np.asarray(store.lengths("input_ids", ids), np.int64)
     steps = [f"{count:,} after {condition!r}" for condition, count in zip(filters, counts[1:], strict=True)]
-    ungraded = [f"{num_ungraded:,} of those have no reward"] if num_ungraded else []
-    why_empty = f"{store.path} has nothing to learn from: {', '.join([f'{counts[0]:,} stored', *steps, *ungraded])}."
+    unscored = [f"{num_unscored:,} of those have no reward"] if num_unscored else []
+    why_empty = f"{store.path} has nothing to learn from: {', '.join([f'{counts[0]:,} stored', *steps, *unscored])}."
     source = ChosenStore(
         path=str(store.path),
         watermark=watermark,
         num_stored=counts[0] + num_damaged,
         num_chosen=len(ids),
-        num_ungraded=num_ungraded,
-        num_repeated=num_repeated,
+        num_ungraded=num_unscored,
+        num_repeated=learnable.num_replaced,
         num_damaged=num_damaged,
     )
     part = _Part(
@@ -268,31 +258,6 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
             "made with another tokenizer. Import it with the policy's (--tokenizer FOLDER), or use the policy that "
             "it was made for (--set policy.path=FOLDER)."
         )
-
-
-def _numbered(store: TrajectoryStore, column: str, ids: Ints) -> Ints:
-    """Return a column of ids; each row without one (below 0) gets a number of its own above the others."""
-    if column not in store.schema:
-        return np.arange(len(ids))
-    values = np.array(store.read_scalars(column, ids), np.int64)
-    without = np.flatnonzero(values < 0)
-    values[without] = max(int(values.max(initial=-1)), -1) + 1 + np.arange(len(without))
-    return values
-
-
-def _newest(trajectories: Ints, groups: Ints) -> Ints:
-    """Return the rows to keep, ascending: if a trajectory was stored again, as after an eviction, its newest row.
-
-    >>> _newest(np.array([0, 1, 0, 0]), np.array([5, 5, 5, 6])).tolist()
-    [1, 2, 3]
-    """
-    if not len(trajectories):
-        return np.empty(0, np.int64)
-    _, group = np.unique(groups, return_inverse=True)
-    _, trajectory = np.unique(trajectories, return_inverse=True)
-    pair = group.astype(np.int64) * (int(trajectory.max()) + 1) + trajectory
-    _, from_the_end = np.unique(pair[::-1], return_index=True)
-    return np.sort(len(pair) - 1 - from_the_end)
 
 
 def _shifts(ids: Sequence[Ints]) -> list[int]:

@@ -19,7 +19,6 @@ from rlhf_pipeline.data.keys import (
     CREATED_AT,
     DEGENERATE,
     FAILED_MEMBERS,
-    LEFT_OUT,
     PRIORITY,
     RETURN,
     REWARD,
@@ -36,6 +35,7 @@ from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advant
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.groups import Closed, Graded, GroupQueue, GroupRules, Ints, Member, shaped, with_penalty
 from trajectory_store import TrajectoryStore
+from trajectory_store.recorder.standard import LEFT_OUT
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
 """Columns from which the rounding error of a return follows."""

@@ -215,7 +215,7 @@ def test_stored_rows_are_served(tmp_path: Path, recorder: TrajectoryRecorder):
     assert found["logprobs"][1] == [-1.0, 0.0, -2.0]
     assert found["env_mask"][1] == [1, 0, 1]
     assert trl.stored_reward(completions=[], stored_reward=found["stored_reward"]) == [1.0, 0.0, 1.0]
-    with pytest.raises(BatchError, match="no graded rows of the prompt 'q'"):
+    with pytest.raises(BatchError, match="no rows of the prompt 'q' that may be learned from"):
         serve(["q"], None)
 
 

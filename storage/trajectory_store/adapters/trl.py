@@ -15,6 +15,7 @@ import numpy as np
 
 from trajectory_store import extras
 from trajectory_store.errors import BatchError, SchemaError
+from trajectory_store.recorder.learnable_rows import learnable_rows
 from trajectory_store.recorder.raw_rollout import text_of, weighted
 from trajectory_store.store import TrajectoryStore
 
@@ -236,19 +237,18 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
 
         GRPOTrainer(..., rollout_func=stored_rollouts("runs/old/store"), reward_funcs=stored_reward)
 
-    The members of a stored group of the same prompt are served in turn, group after group, over and over.
+    The members of a stored group of the same prompt are served in turn, group after group, over and over; which rows
+    may be learned from, `trajectory_store.recorder.learnable_rows` decides.
 
     Raises (the function that is returned):
-        BatchError: the store holds no rows of a prompt.
+        BatchError: the store holds no rows of a prompt that may be learned from.
     """
     with TrajectoryStore.open(store, mode="r") as opened:
         names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "prompt", "group_id"]
-        ids = opened.intact()
-        rows = opened.read(ids, names)
+        rows = opened.read(learnable_rows(opened).row_ids, names)
     turns: dict[str, list[int]] = defaultdict(list)
     for place in np.argsort(rows["group_id"], kind="stable").tolist():
-        if np.isfinite(rows["task_reward"][place]):
-            turns[rows["prompt"][place]].append(place)
+        turns[rows["prompt"][place]].append(place)
     served: dict[str, int] = defaultdict(int)
 
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
         for prompt in prompts:
             key = text_of(prompt)
             if key not in turns:
-                raise BatchError(f"{store} holds no graded rows of the prompt {key[:60]!r}.")
+                raise BatchError(f"{store} holds no rows of the prompt {key[:60]!r} that may be learned from.")
             place = turns[key][served[key] % len(turns[key])]
             served[key] += 1
             start = int(rows["num_prompt_tokens"][place])

@@ -21,7 +21,7 @@ import numpy as np
 from trajectory_store import extras
 from trajectory_store.adapters import recorder_here, store_here
 from trajectory_store.errors import BatchError
-from trajectory_store.recorder import TrajectoryRecorder
+from trajectory_store.recorder import TrajectoryRecorder, learnable_rows
 from trajectory_store.store import TrajectoryStore
 
 FIELDS = ["uid", "prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "reward_model"]
@@ -118,13 +118,10 @@ def serving(base: Any, queue: Any, store: str, fields_of: Any) -> Any:
     """
     with TrajectoryStore.open(store, mode="r") as opened:
         names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "group_id"]
-        stored = opened.read(opened.intact(), names)
-    graded = np.flatnonzero(np.isfinite(stored["task_reward"]))
-    groups = [
-        graded[stored["group_id"][graded] == group] for group in dict.fromkeys(stored["group_id"][graded].tolist())
-    ]
+        stored = opened.read(learnable_rows(opened).row_ids, names)
+    groups = [np.flatnonzero(stored["group_id"] == group) for group in dict.fromkeys(stored["group_id"].tolist())]
     if not groups:
-        raise BatchError(f"{store} holds no graded rows to serve.")
+        raise BatchError(f"{store} holds no rows that may be learned from.")
 
     class Serving(base):
         served = 0

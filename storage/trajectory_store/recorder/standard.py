@@ -23,6 +23,9 @@ POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
 WAITING = Column("waiting", "int64", mutable=True, fill=-1)
 """Column with the state of a row that waits or waited for its group; see `rlhf_pipeline.data.keys.WAITING`."""
 
+LEFT_OUT: Final = -2
+"""Value of `waiting` for a row that waited and was excluded from learning."""
+
 FAILED_MEMBERS = Column("failed_members", "int32", mutable=True, fill=0)
 """Column of the number of members reported failed, on one row of each waiting group."""
 

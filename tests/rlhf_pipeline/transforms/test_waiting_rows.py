@@ -18,13 +18,13 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.keys import LEFT_OUT
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.waiting_rows import RowUpdate
 from tests.rlhf_pipeline.small import Clock
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
+from trajectory_store.recorder.standard import LEFT_OUT
 
 
 @pytest.fixture
