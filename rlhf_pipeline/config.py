@@ -304,10 +304,10 @@ class Collect(Settings):
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
     def _rules(self) -> list[tuple[bool, str]]:
-        known = self.engine in ("slots", "vllm") or _is_address(self.engine)
+        is_engine = self.engine in ("slots", "vllm") or _is_address(self.engine)
         wrong = f"engine is {self.engine!r}; it must be slots, vllm, or an address like http://127.0.0.1:8000."
         return [
-            (known, wrong),
+            (is_engine, wrong),
             (
                 not self.is_truncated or self.engine == "slots",
                 f"top_k, top_p and min_p need engine=slots, and engine is {self.engine}: vLLM does not tell the mass "
@@ -586,11 +586,11 @@ class Evaluate(Settings):
 
     def sampling(self, collect: Collect) -> Collect:
         """Return how its completions are sampled: as those that are learned from, where it does not say."""
-        given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens")}
-        given = {name: value for name, value in given.items() if value is not None}
+        overrides = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens")}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
         if not self.temperature:
-            given |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return replace(collect, group_size=self.group_size, dynamic=1, dynamic_by=None, **given)
+            overrides |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return replace(collect, group_size=self.group_size, dynamic=1, dynamic_by=None, **overrides)
 
     def _rules(self) -> list[tuple[bool, str]]:
         k = passes_of(self.best)
@@ -606,7 +606,7 @@ class Evaluate(Settings):
 def _asking_nothing(evaluate: Any) -> Any:
     """Return evaluations that ask nothing where they have no prompts, for an environment that does all the asking."""
     if isinstance(evaluate, Mapping):
-        return {name: _asking_nothing(one) for name, one in cast("Mapping[str, Any]", evaluate).items()}
+        return {name: _asking_nothing(part) for name, part in cast("Mapping[str, Any]", evaluate).items()}
     if isinstance(evaluate, Evaluate) and isinstance(evaluate.prompts, NoPrompts):
         return replace(evaluate, prompts=EmptyPrompts())
     return evaluate
@@ -621,7 +621,7 @@ def evaluation_sets(evaluate: Evaluate | Mapping[str, Evaluate] | None) -> dict[
 
 def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
     """Return the name of the set that says which weights are the best: the one that names `best`, else the first."""
-    keeping = [name for name, one in sets.items() if one.keep_best]
+    keeping = [name for name, settings in sets.items() if settings.keep_best]
     return next((name for name in keeping if sets[name].best is not None), keeping[0] if keeping else None)
 
 
@@ -1080,9 +1080,9 @@ class Pipeline(Settings):
         """The names of the environment's rewards that are known: it declares them, or `reward` names them."""
         if self.environment is None:
             return ()
-        selected = [one.function for one in rewards_of(self.reward)]
-        named = [function.name for function in selected if isinstance(function, EnvironmentReward)]
-        return tuple(dict.fromkeys([*(rewards_of_environment(maker_of(self.environment)) or ()), *named]))
+        selected = [reward.function for reward in rewards_of(self.reward)]
+        declared = [function.name for function in selected if isinstance(function, EnvironmentReward)]
+        return tuple(dict.fromkeys([*(rewards_of_environment(maker_of(self.environment)) or ()), *declared]))
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -1092,8 +1092,8 @@ class Pipeline(Settings):
     @property
     def reward_names(self) -> tuple[str, ...]:
         """The names of all rewards that are known before anything is sampled; results may have further components."""
-        own = [one.label for one in rewards_of(self.reward)] if has_columns(self.reward) else []
-        return tuple(dict.fromkeys([*own, *self.reward_weights]))
+        labels = [reward.label for reward in rewards_of(self.reward)] if has_columns(self.reward) else []
+        return tuple(dict.fromkeys([*labels, *self.reward_weights]))
 
     @property
     def step_size(self) -> int:
@@ -1112,29 +1112,32 @@ class Pipeline(Settings):
 
     def _named_figures(self) -> Iterator[tuple[bool, str]]:
         """Yield whether each figure that is steered by can exist: results may have components nobody knows of yet."""
-        functions = [one.function for one in rewards_of(self.reward)]
+        functions = [reward.function for reward in rewards_of(self.reward)]
         if any(may_have_parts(function) and function is not environment_reward for function in functions):
             return
         if environment_reward in functions and not self.environment_rewards:
             return
-        asked = {"collect.dynamic_by": self.collect.dynamic_by}
-        asked |= {} if self.curriculum is None else {"prompts.curriculum.by": self.curriculum.by}
-        for name, one in self.evaluations.items():
-            own = one.best in EVALUATION_FIGURES or passes_of(one.best) is not None
-            asked |= {f"evaluate.{name}.best".replace("..", "."): None if own else one.best}
-            asked |= {f"evaluate.{name}.success".replace("..", "."): one.success}
-        for field, given in asked.items():
-            known = (
+        figures = {"collect.dynamic_by": self.collect.dynamic_by}
+        figures |= {} if self.curriculum is None else {"prompts.curriculum.by": self.curriculum.by}
+        for name, evaluation in self.evaluations.items():
+            is_built_in = evaluation.best in EVALUATION_FIGURES or passes_of(evaluation.best) is not None
+            figures |= {f"evaluate.{name}.best".replace("..", "."): None if is_built_in else evaluation.best}
+            figures |= {f"evaluate.{name}.success".replace("..", "."): evaluation.success}
+        for field, figure in figures.items():
+            reward_list = (
                 ", ".join(self.reward_names) or "none, as there is one function; give it a name: Reward(f, name=...)"
             )
-            yield (given is None or given in self.reward_names, f"{field} is {given!r}, and the rewards are: {known}.")
+            yield (
+                figure is None or figure in self.reward_names,
+                f"{field} is {figure!r}, and the rewards are: {reward_list}.",
+            )
 
     def _rules(self) -> list[tuple[bool, str]]:
-        named = [one.function for one in rewards_of(self.reward)]
-        of_environment = [one.name for one in named if isinstance(one, EnvironmentReward)]
+        selected = [reward.function for reward in rewards_of(self.reward)]
+        of_environment = [reward.name for reward in selected if isinstance(reward, EnvironmentReward)]
         maker = None if self.environment is None else maker_of(self.environment)
         declared = None if maker is None or not of_environment else rewards_of_environment(maker)
-        other = [] if declared is None else [name for name in of_environment if name not in declared]
+        undeclared = [] if declared is None else [name for name in of_environment if name not in declared]
         epochs, parts = self.learn.epochs, self.learn.minibatches
         rollout, room = self.collect.rollout_size, self.buffer.max_trajectories
         return [
@@ -1143,7 +1146,7 @@ class Pipeline(Settings):
                 "it needs prompts, for example prompts=CopyDigits(), or replay=Replay() to learn from stores.",
             ),
             (
-                not any(isinstance(one.prompts, NoPrompts) for one in self.evaluations.values()),
+                not any(isinstance(evaluation.prompts, NoPrompts) for evaluation in self.evaluations.values()),
                 "evaluate: it needs prompts that the run does not learn from.",
             ),
             (
@@ -1156,9 +1159,9 @@ class Pipeline(Settings):
                 "environment.",
             ),
             (
-                not other,
-                f"Reward({other[0] if other else ''!r}) is none of the rewards that the environment declares: "
-                f"{', '.join(declared or ())}.",
+                not undeclared,
+                f"Reward({undeclared[0] if undeclared else ''!r}) is none of the rewards that the environment "
+                f"declares: {', '.join(declared or ())}.",
             ),
             (
                 maker is None or not self.collect.retries or not has_effects(maker),
@@ -1174,7 +1177,8 @@ class Pipeline(Settings):
                 for name in self.evaluations
             ),
             (
-                sum(one.best is not None and one.keep_best for one in self.evaluations.values()) <= 1,
+                sum(evaluation.best is not None and evaluation.keep_best for evaluation in self.evaluations.values())
+                <= 1,
                 "several sets of evaluate name the figure `best`, and there is one best checkpoint. Leave it to one.",
             ),
             (

@@ -43,8 +43,8 @@ def _json(config: object, within: tuple[int, ...]) -> Any:
         values = {name: _json(getattr(config, name), within) for name in recorded}
         return {"type": type(config).__name__, **values}
     if isinstance(config, functools.partial):
-        given = cast("functools.partial[object]", config)
-        parts = {"function": given.func, "args": given.args, "keywords": given.keywords}
+        bound = cast("functools.partial[object]", config)
+        parts = {"function": bound.func, "args": bound.args, "keywords": bound.keywords}
         return {"type": "partial", **{name: _json(part, within) for name, part in parts.items()}}
     if callable(config):
         return name_of(config)
@@ -67,17 +67,17 @@ _LONGEST_ATTRIBUTE: Final = 4096
 
 def _object_json(config: object, within: tuple[int, ...]) -> dict[str, Any]:
     """Return the record of an object of any class; its values must not depend on the process."""
-    found: dict[str, Any] = {"type": type(config).__name__}
+    recorded_fields: dict[str, Any] = {"type": type(config).__name__}
     with contextlib.suppress(TypeError, ValueError, BufferError):
-        return found | {"sha256": hashlib.sha256(memoryview(cast(Any, config)).cast("B")).hexdigest()}
+        return recorded_fields | {"sha256": hashlib.sha256(memoryview(cast(Any, config)).cast("B")).hexdigest()}
     attributes: dict[str, object] = {} if id(config) in within else getattr(config, "__dict__", {})
     for name, value in sorted(attributes.items()):
         if not name.startswith("_"):
             recorded = _json(value, (*within, id(config)))
             text = json.dumps(recorded)
             digest = {"type": type(value).__name__, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-            found[name] = recorded if len(text) <= _LONGEST_ATTRIBUTE else digest
-    return found
+            recorded_fields[name] = recorded if len(text) <= _LONGEST_ATTRIBUTE else digest
+    return recorded_fields
 
 
 def name_of(function: object) -> str:
@@ -88,9 +88,9 @@ def name_of(function: object) -> str:
     'rlhf_pipeline:token_match'
     """
     # An object with `__call__` has no name, and its repr contains an address that differs between processes.
-    named: Any = function if hasattr(function, "__qualname__") else type(function)
-    public = named.__module__.startswith("rlhf_pipeline.") and named.__qualname__ in rlhf_pipeline.__all__
-    return f"{'rlhf_pipeline' if public else named.__module__}:{named.__qualname__}"
+    definition: Any = function if hasattr(function, "__qualname__") else type(function)
+    public = definition.__module__.startswith("rlhf_pipeline.") and definition.__qualname__ in rlhf_pipeline.__all__
+    return f"{'rlhf_pipeline' if public else definition.__module__}:{definition.__qualname__}"
 
 
 def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -143,15 +143,15 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
             raise DefinitionError(f"there are {len(config)}, numbered from 0, and '{pairs[0][0]}' is none of them.")
         return cast(T, tuple(override_all(part, some, code) for part, some in zip(config, within, strict=True)))
     if isinstance(config, dict):  # several groups of fields, each by its name
-        named = cast("dict[str, Any]", config)
+        configs = cast("dict[str, Any]", config)
         for path, _ in pairs:
-            if path.partition(".")[0] not in named:
-                raise DefinitionError(f"there is no '{path.partition('.')[0]}'.{did_you_mean(path, named)}")
+            if path.partition(".")[0] not in configs:
+                raise DefinitionError(f"there is no '{path.partition('.')[0]}'.{did_you_mean(path, configs)}")
         inner_of = {
             name: [(path.partition(".")[2], text) for path, text in pairs if path.partition(".")[0] == name]
-            for name in named
+            for name in configs
         }
-        return cast(T, {name: override_all(part, inner_of[name], code) for name, part in named.items()})
+        return cast(T, {name: override_all(part, inner_of[name], code) for name, part in configs.items()})
     names = [item.name for item in dataclasses.fields(cast(Any, config))]
     new: dict[str, Any] = {}
     inner: dict[str, list[tuple[str, str]]] = {}
@@ -182,9 +182,9 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
 
 def _near(config: object, typed: str, names: list[str]) -> str:
     """Return a hint: the field of that name in another group, or the nearest field of this group."""
-    known = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
-    if known:
-        return f" Did you mean {' or '.join(repr(path) for path in known)}?"
+    paths = [path for path, item in paths_of(type(config)) if "." in path and item.name == typed]
+    if paths:
+        return f" Did you mean {' or '.join(repr(path) for path in paths)}?"
     return no_such_field(typed, names)
 
 
@@ -218,11 +218,11 @@ def _parse(text: str, hint: Any, code: Code) -> Any:
         return text
     if origin is dict:
         try:
-            found: Any = json.loads(text)
+            parsed: Any = json.loads(text)
         except ValueError:
-            found = None
-        if isinstance(found, dict):
-            return cast("dict[str, Any]", found)
+            parsed = None
+        if isinstance(parsed, dict):
+            return cast("dict[str, Any]", parsed)
     if hint is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if hint in (int, float):

@@ -83,13 +83,13 @@ def function_in(text: str) -> Callable[..., Any]:
     """Return the function that `FILE.py:NAME` names; the file is run, unless it was before."""
     name, _, function = text.rpartition(":")
     file = Path(name).expanduser()
-    known = _LOADED.get(_module_name(file.resolve()))
-    module = load_module(file) if known is None else known
-    found = getattr(module, function, None)
-    if not callable(found):
-        own = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
-        raise DefinitionError(f"{file} has no function '{function}'.{did_you_mean(function, own)}")
-    return found
+    loaded = _LOADED.get(_module_name(file.resolve()))
+    module = load_module(file) if loaded is None else loaded
+    member = getattr(module, function, None)
+    if not callable(member):
+        function_names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise DefinitionError(f"{file} has no function '{function}'.{did_you_mean(function, function_names)}")
+    return member
 
 
 def builtin_folder() -> Path:
@@ -130,7 +130,7 @@ def definitions_in(file: Path) -> list[Definition]:
     """Return all definitions of one Python file, in source order."""
     module = load_module(file)
     is_builtin = file.resolve().parent == builtin_folder()
-    found = [
+    definitions = [
         Definition(
             name=function.__name__ if is_builtin else f"{file.resolve()}:{function.__name__}",
             function=function.__name__,
@@ -140,7 +140,7 @@ def definitions_in(file: Path) -> list[Definition]:
         for function in vars(module).values()
         if inspect.isfunction(function) and function.__module__ == module.__name__ and _is_definition(function)
     ]
-    return sorted(found, key=lambda item: inspect.unwrap(item.build).__code__.co_firstlineno)
+    return sorted(definitions, key=lambda item: inspect.unwrap(item.build).__code__.co_firstlineno)
 
 
 def load_module(file: Path) -> ModuleType:
@@ -191,8 +191,8 @@ def _module_name(path: Path) -> str:
     """Return `definition_STEM`, with a number if another file of that stem is loaded."""
     base = name = "definition_" + re.sub(r"\W", "_", path.stem)
     for number in range(2, len(_LOADED) + 3):
-        known = _LOADED.get(name)
-        if known is None or known.__file__ == str(path):
+        loaded = _LOADED.get(name)
+        if loaded is None or loaded.__file__ == str(path):
             return name
         name = f"{base}_{number}"
     return name
@@ -202,8 +202,8 @@ def _is_definition(function: Callable[..., Any]) -> bool:
     if function.__name__.startswith("_"):
         return False
     annotation = function.__annotations__.get("return")
-    named = annotation.strip("'\"").rpartition(".")[2] == "Pipeline" if isinstance(annotation, str) else False
-    return (named or annotation is Pipeline) and _takes_nothing(function)
+    by_text = annotation.strip("'\"").rpartition(".")[2] == "Pipeline" if isinstance(annotation, str) else False
+    return (by_text or annotation is Pipeline) and _takes_nothing(function)
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
@@ -214,40 +214,42 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 def _from_file(file: Path, function: str, spec: str) -> Definition:
     if file.is_dir():
         raise DefinitionError(f"{file} is a folder. Name a Python file in it: {file}/FILE.py[:function].")
-    found = definitions_in(file)
+    definitions = definitions_in(file)
     if not function:
-        return _the_only_one(found, file)
-    for definition in found:
+        return _the_only_one(definitions, file)
+    for definition in definitions:
         if definition.function == function:
             return definition
     # A function requested by name needs no annotation; its result is checked.
-    other = getattr(_LOADED[_module_name(file.resolve())], function, None)
-    if inspect.isfunction(other) and _takes_nothing(other):
-        return Definition(name=f"{file.resolve()}:{function}", function=function, file=file, build=other)
-    if inspect.isfunction(other):
+    member = getattr(_LOADED[_module_name(file.resolve())], function, None)
+    if inspect.isfunction(member) and _takes_nothing(member):
+        return Definition(name=f"{file.resolve()}:{function}", function=function, file=file, build=member)
+    if inspect.isfunction(member):
         raise DefinitionError(
-            f"{file}: {function}{inspect.signature(other)} takes arguments; a definition takes none. "
+            f"{file}: {function}{inspect.signature(member)} takes arguments; a definition takes none. "
             "Write a function without arguments that calls it."
         )
-    known = [definition.function for definition in found]
-    hint = did_you_mean(function, known) if known else _HOW_TO_DEFINE
+    names = [definition.function for definition in definitions]
+    hint = did_you_mean(function, names) if names else _HOW_TO_DEFINE
     raise DefinitionError(f"{file} has no function '{function}'.{hint}")
 
 
 _HOW_TO_DEFINE = " A definition looks like `def my_task() -> Pipeline: return Pipeline(...)`."
 
 
-def _the_only_one(found: list[Definition], file: Path) -> Definition:
-    if not found:
+def _the_only_one(definitions: list[Definition], file: Path) -> Definition:
+    if not definitions:
         raise DefinitionError(
             f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE} "
             f"If it is a program of its own, type python {file}"
         )
-    for definition in found:
-        if len(found) == 1 or definition.function == file.stem:
+    for definition in definitions:
+        if len(definitions) == 1 or definition.function == file.stem:
             return definition
-    names = ", ".join(definition.function for definition in found)
-    raise DefinitionError(f"{file} has {len(found)} definitions ({names}). Choose one: {file}:{found[0].function}")
+    names = ", ".join(definition.function for definition in definitions)
+    raise DefinitionError(
+        f"{file} has {len(definitions)} definitions ({names}). Choose one: {file}:{definitions[0].function}"
+    )
 
 
 def _builtin(name: str) -> Definition:
@@ -255,12 +257,12 @@ def _builtin(name: str) -> Definition:
     for file in files:
         if file.stem == name:
             return _the_only_one(definitions_in(file), file)
-    known: set[str] = {file.stem for file in files}
+    built_in: set[str] = {file.stem for file in files}
     for file in files:
         for definition in _definitions_or_none(file):
             if definition.function == name:
                 return definition
-            known.add(definition.function)
+            built_in.add(definition.function)
     for file in builtin_programs():
         if file.stem == name:
             raise DefinitionError(f"'{name}' is a program, not a definition. Run it with: python {file}")
@@ -268,7 +270,7 @@ def _builtin(name: str) -> Definition:
     if beside.is_file():
         raise DefinitionError(f"there is no built-in pipeline '{name}'. For the file here, type ./{beside} .")
     raise DefinitionError(
-        f"there is no pipeline '{name}'.{did_you_mean(name, known)} "
+        f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} "
         "`rlhf-pipeline list` shows them all; your own is FILE.py[:function]."
     )
 
@@ -335,9 +337,9 @@ def _fields_of(class_name: str, tb: TracebackType | None) -> list[str]:
         scopes.insert(0, tb.tb_frame.f_globals)
         tb = tb.tb_next
     for scope in scopes:
-        known = scope.get(class_name)
-        if inspect.isclass(known):
-            return [name for name in inspect.signature(known).parameters if name != "self"]
+        member = scope.get(class_name)
+        if inspect.isclass(member):
+            return [name for name in inspect.signature(member).parameters if name != "self"]
     return []
 
 

@@ -63,13 +63,13 @@ _REFUSED: Final[Mapping[str, str]] = dict.fromkeys(
 """Options of other samplers that are left out on purpose, each with the reason."""
 
 
-def no_such_field(name: str, known: Iterable[str]) -> str:
+def no_such_field(name: str, names: Iterable[str]) -> str:
     """Return what to say of a field that a definition does not have: why it is left out, or the nearest one.
 
     >>> no_such_field("lrr", ["lr", "steps"])
     " Did you mean 'lr'?"
     """
-    return _REFUSED.get(name.rpartition(".")[2]) or did_you_mean(name.partition(".")[0], known)
+    return _REFUSED.get(name.rpartition(".")[2]) or did_you_mean(name.partition(".")[0], names)
 
 
 class PipelineError(Exception):
@@ -149,8 +149,8 @@ class ProcessFailedError(PipelineError, RuntimeError):
 
 def refuse_unknown(
     owner: str,
-    given: Mapping[str, object],
-    known: Iterable[str],
+    arguments: Mapping[str, object],
+    names: Iterable[str],
     reasons: Mapping[str, str],
     harmless: Mapping[str, tuple[object, ...]],
 ) -> None:
@@ -160,12 +160,12 @@ def refuse_unknown(
     Traceback (most recent call last):
     rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
     """
-    for name, value in given.items():
-        if any(value == other for other in harmless.get(name, ())):
+    for name, value in arguments.items():
+        if any(value == default for default in harmless.get(name, ())):
             continue
         if name in reasons:
             raise DefinitionError(f"{owner} takes no {name}: {reasons[name]}")
-        raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, known)}")
+        raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, names)}")
 
 
 def function_name(function: object) -> str:
@@ -201,5 +201,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if not near and len(name) >= 3:
-        near = [known for known in names if known.startswith(name)][:1]
+        near = [candidate for candidate in names if candidate.startswith(name)][:1]
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -51,8 +51,8 @@ class Bounds:
         """Return the bounds in words, such as `above 0 and at most 1`; empty if there are none."""
         if self.min is not None and self.max is not None:
             return f"between {self.min:g} and {self.max:g}"
-        named = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
-        return " and ".join(f"{word} {value:g}" for word, value in named if value is not None)
+        bounds = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
+        return " and ".join(f"{word} {value:g}" for word, value in bounds if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,8 @@ def setting(
         factory: makes the default if it is a group of settings.
     """
     declared = _Declared(help=" ".join(help.split()), bounds=Bounds(min=min, max=max, above=above, below=below))
-    made: dict[str, Any] = {"default_factory": factory} if factory is not None else {"default": default}
-    return dataclasses.field(metadata={_KEY: declared}, **made)
+    defaults: dict[str, Any] = {"default_factory": factory} if factory is not None else {"default": default}
+    return dataclasses.field(metadata={_KEY: declared}, **defaults)
 
 
 class Settings:
@@ -174,8 +174,8 @@ class Setting:
             if not isinstance(value, dict):
                 return _UNFIT
             kind, items = typing.get_args(option)[1], cast("dict[str, Any]", value)
-            found = dict(items) if kind is Any else {name: self._as(kind, item) for name, item in items.items()}
-            return _UNFIT if any(item is _UNFIT for item in found.values()) else found
+            converted = dict(items) if kind is Any else {name: self._as(kind, item) for name, item in items.items()}
+            return _UNFIT if any(item is _UNFIT for item in converted.values()) else converted
         if typing.get_origin(option) is Literal:
             return value if isinstance(value, str) and value in typing.get_args(option) else _UNFIT
         if option is int:
@@ -222,12 +222,12 @@ def paths_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Setting]]:
     """Yield every setting that `--set` reaches, with its path, each group before its fields."""
     for item in settings_of(kind):
         yield f"{prefix}{item.name}", item
-        seen: set[str] = set()
+        listed: set[str] = set()
         for group in item.groups:
             for path, inner in paths_of(group, f"{prefix}{item.name}."):
-                if path not in seen:  # alternative groups share some of their settings
+                if path not in listed:  # alternative groups share some of their settings
                     yield path, inner
-                seen.add(path)
+                listed.add(path)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

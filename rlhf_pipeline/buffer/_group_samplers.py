@@ -39,24 +39,24 @@ class Groups:
 
     def variance(self, values: Floats) -> Floats:
         """Return each group's variance, float64 `[g]`, the mean square deviation of finite values; NaN without any."""
-        given = np.asarray(values, np.float64)[self.order]
-        return self._mean((given - np.repeat(self._mean(given), self.sizes)) ** 2)
+        ordered = np.asarray(values, np.float64)[self.order]
+        return self._mean((ordered - np.repeat(self._mean(ordered), self.sizes)) ** 2)
 
-    def _mean(self, given: Floats) -> Floats:
+    def _mean(self, ordered: Floats) -> Floats:
         if not len(self):
             return np.empty(0)
-        there = np.isfinite(given)
+        finite = np.isfinite(ordered)
         with np.errstate(invalid="ignore"):
-            return np.add.reduceat(np.where(there, given, 0.0), self.starts) / np.add.reduceat(
-                there.astype(np.int64), self.starts
+            return np.add.reduceat(np.where(finite, ordered, 0.0), self.starts) / np.add.reduceat(
+                finite.astype(np.int64), self.starts
             )
 
 
 def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
     """Return the groups whose trajectories in the view are all allowed; a row without a group is its own group."""
-    named = view.column("group_id").astype(np.int64)
-    named = np.where(named < 0, -1 - np.arange(len(named)), named)
-    groups, code = np.unique(named, return_inverse=True)
+    group_ids = view.column("group_id").astype(np.int64)
+    group_ids = np.where(group_ids < 0, -1 - np.arange(len(group_ids)), group_ids)
+    groups, code = np.unique(group_ids, return_inverse=True)
     sizes = np.bincount(code, minlength=len(groups))
     whole = np.bincount(code[allowed], minlength=len(groups)) == sizes
     if group_size is not None:

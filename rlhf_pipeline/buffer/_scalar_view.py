@@ -56,11 +56,11 @@ class ScalarView(TensorDict):
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     def __getitem__(self, index: Any) -> Any:
-        named = isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index))
-        if named and self._home is not None and index not in self.keys(True):
-            found = self.get(index, None)
-            if found is not None:
-                return found
+        is_key = isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index))
+        if is_key and self._home is not None and index not in self.keys(True):
+            leaf = self.get(index, None)
+            if leaf is not None:
+                return leaf
         return super().__getitem__(index)
 
     def _per_token(self, key: Key) -> list[torch.Tensor] | None:
@@ -72,11 +72,11 @@ class ScalarView(TensorDict):
         column = storage.store.schema.find(column_name(whole))
         if whole not in _DERIVED and (column is None or not column.ragged):
             return None
-        found = storage.read(row_ids=ids, keys=[whole]).get(whole, None)
-        if found is None:
+        ragged_rows = storage.read(row_ids=ids, keys=[whole]).get(whole, None)
+        if ragged_rows is None:
             return None
         lengths = storage.store.lengths(column_name(TOKENS) if column is None else column.name, ids)
-        rows = [row[:n] for row, n in zip(found, lengths.tolist(), strict=True)]
+        rows = [row[:n] for row, n in zip(ragged_rows, lengths.tolist(), strict=True)]
         if key == whole:
             return rows
         starts = [int(n) for n in storage.store.read_scalars("num_prompt_tokens", ids)]
@@ -98,8 +98,8 @@ class ScalarView(TensorDict):
     def update_(self, input_dict_or_td: Any, *args: Any, **kwargs: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Set several values of every trajectory, here and in the store."""
         if self._home is not None:
-            wanted = kwargs.get("keys_to_update")
-            self._write(dict(_leaves(input_dict_or_td)), keys=wanted)
+            keys_to_update = kwargs.get("keys_to_update")
+            self._write(dict(_leaves(input_dict_or_td)), keys=keys_to_update)
         home, self._home = self._home, None  # TensorDict may call `set_`
         try:
             super().update_(input_dict_or_td, *args, **kwargs)
@@ -124,10 +124,10 @@ class ScalarView(TensorDict):
         name = column_name(key)
         schema = storage.store.schema
         if key == ROW_ID or name not in schema:
-            known = sorted(c.name for c in schema if not c.ragged)
+            columns = sorted(c.name for c in schema if not c.ragged)
             raise MissingKeyError(
                 f"{key!r} is not a column of the store at {storage.store.path}, so it cannot be set. Columns with one "
-                f"value per trajectory: {', '.join(known)}."
+                f"value per trajectory: {', '.join(columns)}."
             )
         if schema[name].ragged and schema[name].mutable:  # one that is not is refused by the store
             raise DataError(
@@ -157,13 +157,13 @@ def _flat(key: Any) -> Any:
 def _leaves(data: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(data, TensorDictBase):
         return data.items(include_nested=True, leaves_only=True)
-    found: list[tuple[Any, Any]] = []
+    leaves: list[tuple[Any, Any]] = []
     for key, value in data.items():
         if isinstance(value, (Mapping, TensorDictBase)):
-            found += [((key, *(k if isinstance(k, tuple) else (k,))), v) for k, v in _leaves(value)]
+            leaves += [((key, *(k if isinstance(k, tuple) else (k,))), v) for k, v in _leaves(value)]
         else:
-            found.append((key, value))
-    return found
+            leaves.append((key, value))
+    return leaves
 
 
 def _one_each(key: Any, value: Any, n: int) -> np.ndarray:

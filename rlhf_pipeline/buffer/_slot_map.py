@@ -124,16 +124,16 @@ class SlotMap:
         if fresh == 0 and not len(self._waits):
             return
         ids = store.ids()
-        known = len(ids) - fresh
-        in_order = known >= 0 and (known == 0 or ids[known - 1] == self._newest) and self._mark > 0
+        num_mapped = len(ids) - fresh
+        in_order = num_mapped >= 0 and (num_mapped == 0 or ids[num_mapped - 1] == self._newest) and self._mark > 0
         if not in_order:
             # Another writer's earlier commit has appeared, or more rows arrived than the store keeps: start over.
             hidden = mark - len(ids)
-            known = max(self._floor - hidden, 0)
+            num_mapped = max(self._floor - hidden, 0)
             self._size, self._before = 0, 0
             self._count = 0 if self.max_size == UNBOUNDED else max(hidden - self._floor, 0)
             self._waits = self._left = np.empty(0, np.int64)
-        self._take(store, np.asarray(ids[known:]), mark)
+        self._take(store, np.asarray(ids[num_mapped:]), mark)
         self._mark = mark
         self._newest = int(ids[-1]) if len(ids) else -1
         self.drop_evicted(store)

@@ -166,14 +166,14 @@ class TrajectorySampler(Sampler):
         ids = storage.row_ids()
         slots = np.flatnonzero(ids >= 0)
         view = StoreView(storage.store, ids[slots], version=self.version)
-        found = self.select(view, batch_size, seed=self.seed, step=self._draws)
+        selected = self.select(view, batch_size, seed=self.seed, step=self._draws)
         self._draws += 1
-        if not len(found):
+        if not len(selected):
             raise DataError(
                 f"none of the {len(view)} trajectories may be drawn: max_staleness={self.max_staleness}, "
                 f"max_uses={self.max_uses}, version={self.version}. Collect more, or widen the limits."
             )
-        return torch.from_numpy(slots[found]), self.info(view, found)
+        return torch.from_numpy(slots[selected]), self.info(view, selected)
 
     def info(self, view: StoreView, chosen: Ints) -> dict[str, Any]:
         """Return extra entries for TorchRL's batch: importance weights under `_weight`, if there are any."""

@@ -67,16 +67,16 @@ def columns_for(schema: Schema, keys: tuple[Key, ...] | None, *, text: bool) -> 
     if keys is None:
         every = (column for column in schema if column.name not in INTERNAL and (text or not column.is_text))
         return {column.name: (key_of(column.name), True) for column in every}
-    asked = {*keys, *(key_of(key) for key in keys if isinstance(key, str))}
-    found: dict[str, tuple[Key, bool]] = {}
+    requested = {*keys, *(key_of(key) for key in keys if isinstance(key, str))}
+    plan: dict[str, tuple[Key, bool]] = {}
     for key in keys:
         needs = (REWARD_COLUMN,) if key == REWARD and REWARD_COLUMN in schema else _NEEDS.get(key, (key,))
         for need in needs:
             name = column_name(need)
             if name in schema or need == key:
                 name = schema[name].name
-                found[name] = key_of(name), key_of(name) in asked
-    return found
+                plan[name] = key_of(name), key_of(name) in requested
+    return plan
 
 
 def padded_batch(store: StoreReads, ids: np.ndarray, **options: Any) -> TensorDict:
@@ -115,9 +115,9 @@ def padded_columns(
     raw = store.read_padded(ids, list(plan), pad_to_multiple_of=pad_to_multiple_of)
     flat: dict[Key, Any] = {}
     spare: set[Key] = set()
-    for name, (key, asked) in plan.items():
+    for name, (key, requested) in plan.items():
         flat[key] = raw[name]
-        if not asked:
+        if not requested:
             spare.add(key)
     lengths = raw.get("lengths")
     if lengths is not None and TOKENS in flat:
@@ -225,8 +225,8 @@ def derive(
     for values in (log_probs, ref):
         if values is not None:
             line = values.reshape(-1)
-            there = line[places.other]
-            line[places.other] = np.where(np.isnan(there), _FLOAT.type(0.0), there)
+            unsampled = line[places.other]
+            line[places.other] = np.where(np.isnan(unsampled), _FLOAT.type(0.0), unsampled)
     penalty, coef = None, flat.get(KL_COEF)
     rewarded, penalised = keys is None or REWARD in keys, keys is not None and KL_PENALTY in keys
     counts = rewarded and (coef is None or coef.any())
@@ -265,8 +265,8 @@ def _give_turns_theirs(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -
     turn = np.maximum(turn.cumsum(1) - 1, 0)
     rows = (num_turns > 0) & (np.bincount(row, minlength=len(mask)) == num_turns)
     if rows.any():
-        found = np.take_along_axis(flat[TURN_ADVANTAGES], turn, 1)
-        flat[ADVANTAGE] = np.where(rows[:, None] & mask, found, flat[ADVANTAGE])
+        by_token = np.take_along_axis(flat[TURN_ADVANTAGES], turn, 1)
+        flat[ADVANTAGE] = np.where(rows[:, None] & mask, by_token, flat[ADVANTAGE])
 
 
 def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], prompt: Any) -> TokenPlaces:
@@ -278,7 +278,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         prompt: int `[B]`, tokens of each prompt, if known: the mask then need not be searched.
     """
     starts = np.arange(0, mask.size, mask.shape[1]) if mask.size else np.zeros(len(lengths), np.int64)
-    other = head = None
+    unsampled = head = None
     if prompt is not None:
         heads = np.minimum(prompt, lengths)
         ends = heads.cumsum()
@@ -287,9 +287,9 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
         index += np.arange(total)
         # The mask has as many tokens as the responses, and none in a prompt or padding: it is exactly the responses.
         if np.count_nonzero(mask) == int(lengths.sum()) - total and not mask.reshape(-1)[index].any():
-            other, head = index, heads
-    if other is None:
-        other = np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask)
+            unsampled, head = index, heads
+    if unsampled is None:
+        unsampled = np.flatnonzero(attention_mask(mask.shape, lengths) & ~mask)
 
     def at_assistant(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if head is None:
@@ -306,7 +306,7 @@ def padded_places(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], p
     if not mask[np.arange(len(last)), last].all():
         back = mask[:, ::-1].argmax(1)  # the first maximum of the reversed row
         last = np.where(mask.any(1), mask.shape[1] - 1 - back, last)
-    return TokenPlaces(starts, starts + last, other, at_assistant)
+    return TokenPlaces(starts, starts + last, unsampled, at_assistant)
 
 
 def attention_mask(shape: tuple[int, int], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -287,13 +287,13 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """Complete the groups whose last members were just written; return all slots that may be drawn now."""
         if advantage is None or advantage.rows is None:
             return written
-        storage, found = self.trajectories, [written] if written.numel() else []
+        storage, slot_parts = self.trajectories, [written] if written.numel() else []
         for later in advantage.stored_updates(storage.appended):
             with self._replay_lock, self._write_lock:
                 slots = torch.from_numpy(storage.update_waiting(later))
                 self._drawable(slots)
-                found += [slots] if len(slots) else []
-        return torch.cat(found) if found else written
+                slot_parts += [slots] if len(slots) else []
+        return torch.cat(slot_parts) if slot_parts else written
 
     def report_failed(self, group: Hashable, count: int = 1) -> torch.Tensor:
         """Report that trajectories of a group will never arrive, and write the group if that completes it.
@@ -375,8 +375,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         try:
             self.trajectories.prioritize(ids, priority)
         except MissingRowError:  # a ring has evicted some of them
-            there = self.store.holds(ids)
-            self.trajectories.prioritize(ids[there], priority[torch.from_numpy(there)])
+            held = self.store.holds(ids)
+            self.trajectories.prioritize(ids[held], priority[torch.from_numpy(held)])
 
     def refresh(self) -> int:
         """Show rows written by other processes; return the watermark."""
@@ -414,23 +414,23 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """
         store, values = self.store, self.store
         if isinstance(at, Snapshot):
-            wanted, ids, values = at.watermark, store.ids(at), store.as_of(at)
-            if wanted > store.watermark:
+            watermark, ids, values = at.watermark, store.ids(at), store.as_of(at)
+            if watermark > store.watermark:
                 self.refresh()
                 ids = store.ids(at)
         else:
-            wanted = store.watermark if at is None else int(at)
-            if wanted > store.watermark:
+            watermark = store.watermark if at is None else int(at)
+            if watermark > store.watermark:
                 self.refresh()
             ids = store.ids()
-            ids = ids[: max(len(ids) - (store.watermark - wanted), 0)] if wanted <= store.watermark else ids
-        if wanted > store.watermark:
+            ids = ids[: max(len(ids) - (store.watermark - watermark), 0)] if watermark <= store.watermark else ids
+        if watermark > store.watermark:
             raise DataError(
-                f"the store at {store.path} has {store.watermark} trajectories, the step needs {wanted}. Wait for the "
-                "collector, or check that it is the right store."
+                f"the store at {store.path} has {store.watermark} trajectories, the step needs {watermark}. Wait for "
+                "the collector, or check that it is the right store."
             )
         start = max(start, self.trajectories.floor)
-        expected = min(max(wanted - start, 0), self.trajectories.max_size)
+        expected = min(max(watermark - start, 0), self.trajectories.max_size)
         if at is not None and len(ids) < expected:
             raise DataError(
                 f"{expected - len(ids)} of the {expected} trajectories that the step chose from have left the store at "
@@ -532,9 +532,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        held = state.pop("_rng_bytes", None)
-        if held is not None:
-            bits = torch.frombuffer(bytearray(held), dtype=torch.uint8)
+        generator_state = state.pop("_rng_bytes", None)
+        if generator_state is not None:
+            bits = torch.frombuffer(bytearray(generator_state), dtype=torch.uint8)
             state["_rng"] = TensorDict({"rng_state": bits}, device=torch.device("cpu"))
         super().__setstate__(state)
         if self.initialized:
@@ -568,10 +568,10 @@ def _needs_steps(transform: Transform) -> bool:
 
 
 def _count(ids: Ints, uses: Any) -> Ints:
-    named, times = np.unique(np.asarray(uses, dtype=np.int64).reshape(-1), return_counts=True)
+    used_ids, times = np.unique(np.asarray(uses, dtype=np.int64).reshape(-1), return_counts=True)
     out = np.zeros(len(ids), np.int64)
-    if len(named):
-        at = np.searchsorted(named, ids).clip(max=len(named) - 1)
-        hit = named[at] == ids
+    if len(used_ids):
+        at = np.searchsorted(used_ids, ids).clip(max=len(used_ids) - 1)
+        hit = used_ids[at] == ids
         out[hit] = times[at[hit]]
     return out

@@ -41,10 +41,10 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
     ...     select(store, ["reward>0.5", "num_tokens == 1"]).tolist()
     [2]
     """
-    found = np.asarray(store.ids() if ids is None else ids)
+    selected = np.asarray(store.ids() if ids is None else ids)
     for condition in conditions:
-        found = store.where(condition, found, names=NAMES)
-    return found
+        selected = store.where(condition, selected, names=NAMES)
+    return selected
 
 
 def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.NDArray[np.bool_]:
@@ -54,7 +54,7 @@ def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.ND
 
 def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
     """Return how many tokens of each trajectory the policy produced, [N]; without a mask, all after the prompt."""
-    found = [np.zeros(0, np.int64)]
+    counts = [np.zeros(0, np.int64)]
     for first in range(0, len(ids), _BLOCK_ROWS):  # a mask is as long as the tokens
         rows = ids[first : first + _BLOCK_ROWS]
         rest = store.lengths("input_ids", rows) if "input_ids" in store.schema else np.zeros(len(rows), np.int64)
@@ -62,10 +62,10 @@ def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
             rest = rest - store.read_scalars("num_prompt_tokens", rows)
         if "assistant_mask" in store.schema:
             mask = store.read_ragged("assistant_mask", rows)
-            own = np.diff(np.concatenate([[0], np.cumsum(mask.values)])[mask.offsets])
-            rest = np.where(own > 0, own, rest)  # a mask that was left out reads as False
-        found.append(rest)
-    return np.concatenate(found)
+            masked_tokens = np.diff(np.concatenate([[0], np.cumsum(mask.values)])[mask.offsets])
+            rest = np.where(masked_tokens > 0, masked_tokens, rest)  # a mask that was left out reads as False
+        counts.append(rest)
+    return np.concatenate(counts)
 
 
 DERIVED: Final[Mapping[str, Callable[[TrajectoryStore, Ids], Ids]]] = {

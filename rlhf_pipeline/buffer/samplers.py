@@ -186,8 +186,8 @@ class AnchoredSampler(TrajectorySampler):
         # An update later the newest rollout is a version older: nothing but the version tells where in the turn we are.
         version = int(view.column("policy_version").max()) if view.version is None else view.version
         part = self._newest if version % self.steps_per_rollout == 0 else self.replay
-        found = part.eligible(view)
-        return part._choose(view, found, most, rng) if len(found) else found
+        eligible = part.eligible(view)
+        return part._choose(view, eligible, most, rng) if len(eligible) else eligible
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -229,14 +229,14 @@ class FunctionSampler(TrajectorySampler):
             self._choose(StoreView(store, store.ids(), version=2), np.arange(8), 4, step_generator(0, 1))
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
-        found = np.asarray(self.function(view, allowed.copy(), most, rng))
-        right = found.ndim == 1 and (found.dtype.kind in "iu" or not found.size) and len(found) <= most
-        if not right or len(np.unique(found)) < len(found) or not np.isin(found, allowed).all():
+        chosen = np.asarray(self.function(view, allowed.copy(), most, rng))
+        right = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size) and len(chosen) <= most
+        if not right or len(np.unique(chosen)) < len(chosen) or not np.isin(chosen, allowed).all():
             raise DefinitionError(
-                f"sample.strategy {function_name(self.function)} returned {found.dtype} {list(found.shape)}; it must "
+                f"sample.strategy {function_name(self.function)} returned {chosen.dtype} {list(chosen.shape)}; it must "
                 f"return at most {most} of the {len(allowed)} allowed positions, each once."
             )
-        return found.astype(np.int64)
+        return chosen.astype(np.int64)
 
 
 def _small_store(path: str) -> TrajectoryStore:
@@ -332,8 +332,8 @@ def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments
     if isinstance(strategy, TrajectorySampler):
         return strategy
     entry = strategy_of(strategy)
-    known = (*_LIMITS, *entry.settings, *entry.more)
+    options = (*_LIMITS, *entry.settings, *entry.more)
     for name in arguments:
-        if name not in known:
-            raise DefinitionError(f"the strategy {strategy!r} takes no {name!r}.{did_you_mean(name, known)}")
+        if name not in options:
+            raise DefinitionError(f"the strategy {strategy!r} takes no {name!r}.{did_you_mean(name, options)}")
     return entry.make(**arguments)

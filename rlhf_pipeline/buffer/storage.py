@@ -229,14 +229,14 @@ class TrajectoryStorage(Storage):
         try:
             return self._update_waiting(later)
         except MissingRowError:  # a ring has dropped some of them
-            there = self.store.holds(later.rows)
+            stored = self.store.holds(later.rows)
             columns = {
-                name: [value for value, keep in zip(values, there, strict=True) if keep]
+                name: [value for value, keep in zip(values, stored, strict=True) if keep]
                 if isinstance(values, list)
-                else values[there]
+                else values[stored]
                 for name, values in later.columns.items()
             }
-            return self._update_waiting(later._replace(rows=later.rows[there], columns=columns))
+            return self._update_waiting(later._replace(rows=later.rows[stored], columns=columns))
 
     def _update_waiting(self, later: RowUpdate) -> np.ndarray:
         rows, columns = later.rows, dict(later.columns)
@@ -396,19 +396,19 @@ class TrajectoryStorage(Storage):
         index = _plain(index)
         try:
             with self._lock:
-                found = self._slots.rows[index].reshape(-1)
+                row_ids = self._slots.rows[index].reshape(-1)
         except IndexError:
             self.refresh()  # the process that chose the indices may have seen newer rows
             rows = self._slots.rows
             try:
-                found = rows[index].reshape(-1)
+                row_ids = rows[index].reshape(-1)
             except IndexError as error:
                 raise IndexError(
                     f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})"
                 ) from None
-        if found.size and int(found.min()) < 0:
-            raise IndexError(f"{int((found < 0).sum())} of the slots asked for were never written")
-        return found
+        if row_ids.size and int(row_ids.min()) < 0:
+            raise IndexError(f"{int((row_ids < 0).sum())} of the slots asked for were never written")
+        return row_ids
 
     def mapped_rows(self) -> np.ndarray:
         """Return the row ids of all slots, from the oldest on: in a full ring, the slot that is written next."""
@@ -631,10 +631,10 @@ def _open(
         return TrajectoryStore.open(path, mode=mode, durability=durability, add_columns=extra)  # another process did
 
 
-def _check_columns(store: TrajectoryStore, wanted: Iterable[Column]) -> None:
+def _check_columns(store: TrajectoryStore, columns: Iterable[Column]) -> None:
     if "input_ids" not in store.schema:
         raise DefinitionError(f"the store at {store.path} has no column 'input_ids'; it holds {store.schema.names}")
-    missing = [c.name for c in wanted if c.name not in store.schema]
+    missing = [c.name for c in columns if c.name not in store.schema]
     if missing:
         raise DefinitionError(
             f"the store at {store.path} exists already and has no column {', '.join(missing)}; choose another folder"
@@ -684,13 +684,18 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
     """Check lengths and positions that the store cannot check, because no column holds them unchanged."""
     for key in (ADVANTAGE, REWARD, KL_PENALTY):
         value = columns.get(key)
-        found = value.lengths if isinstance(value, Flat) else None
-        if found is None or found is lengths or torch.equal(found, lengths) or bool((found == 1).all()):
+        column_lengths = value.lengths if isinstance(value, Flat) else None
+        if (
+            column_lengths is None
+            or column_lengths is lengths
+            or torch.equal(column_lengths, lengths)
+            or bool((column_lengths == 1).all())
+        ):
             continue
-        row = int((found != lengths).nonzero()[0])
+        row = int((column_lengths != lengths).nonzero()[0])
         raise DataError(
-            f"{key!r} of trajectory {row} has {int(found[row])} values for {int(lengths[row])} tokens; it must be one "
-            "per trajectory or one per token"
+            f"{key!r} of trajectory {row} has {int(column_lengths[row])} values for {int(lengths[row])} tokens; it "
+            "must be one per trajectory or one per token"
         )
     prompt = columns.get(NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat) and prompt.values.numel() == columns.n:
@@ -758,15 +763,16 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
                 "it with schema=trajectory_schema(token_rewards=True)"
             )
     if isinstance(task, Flat):
-        given = task.values.detach().double().reshape(-1)
-        other = (total - given).abs() > segment_sum(rounding, lengths) + 4 * eps * given.abs()
-        other |= total.isnan() != given.isnan()
-        if bool(other.any()):
-            row = int(other.nonzero()[0])
+        stored_reward = task.values.detach().double().reshape(-1)
+        differs = (total - stored_reward).abs() > segment_sum(rounding, lengths) + 4 * eps * stored_reward.abs()
+        differs |= total.isnan() != stored_reward.isnan()
+        if bool(differs.any()):
+            row = int(differs.nonzero()[0])
             raise DataError(
-                f"{TASK_REWARD!r} of trajectory {row} is {given[row].item():g} and the rewards under {REWARD!r} add up "
-                f"to {total[row].item():g} without the KL penalty; the store would keep the first and read it back as "
-                "the second. Leave one out, or store rewards per token: schema=trajectory_schema(token_rewards=True)"
+                f"{TASK_REWARD!r} of trajectory {row} is {stored_reward[row].item():g} and the rewards under "
+                f"{REWARD!r} sum to {total[row].item():g} without the KL penalty; the store would keep the first and "
+                "read it back as the second. Omit one, or store rewards per token: "
+                "schema=trajectory_schema(token_rewards=True)"
             )
         return
     columns[TASK_REWARD] = Flat(total.float())
@@ -820,9 +826,9 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
     like = alike.get(id(value.lengths))
     if like is not None:
         return like[1].beside(array)
-    made = RaggedArray(array, value.lengths.numpy())
-    alike[id(value.lengths)] = value.lengths, made
-    return made
+    ragged = RaggedArray(array, value.lengths.numpy())
+    alike[id(value.lengths)] = value.lengths, ragged
+    return ragged
 
 
 _reported: set[Key] = set()
@@ -836,7 +842,7 @@ def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
         per_token = isinstance(value, Flat) and (value.lengths is not None or value.values.ndim > 1)
         kind = "str" if isinstance(value, Text) else str(value.values.dtype).removeprefix("torch.")
         column = f"[Column({column_name(key)!r}, {kind!r}, ragged=True)]" if per_token else f"{{{key!r}: {kind!r}}}"
-        if any(known.name == key for known in PROVENANCE):
+        if any(column.name == key for column in PROVENANCE):
             column = "rlhf_pipeline.buffer.trajectory_schema.PROVENANCE"
         _log.warning(
             "not stored, as the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",

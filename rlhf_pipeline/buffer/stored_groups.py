@@ -90,10 +90,10 @@ class StoredGroups:
             block = self._blocks[-1]
             room = _BLOCK_ROWS - int(block[1])
             if block[0] + block[1] == start and room > 0:
-                taken, groups = groups[:room], groups[room:]
-                block[1] += len(taken)
-                block[2], block[3] = min(block[2], taken.min()), max(block[3], taken.max())
-                start += len(taken)
+                block_groups, groups = groups[:room], groups[room:]
+                block[1] += len(block_groups)
+                block[2], block[3] = min(block[2], block_groups.min()), max(block[3], block_groups.max())
+                start += len(block_groups)
         for at in range(0, len(groups), _BLOCK_ROWS):
             some = groups[at : at + _BLOCK_ROWS]
             added.append((start + at, len(some), int(some.min()), int(some.max())))

@@ -33,7 +33,7 @@ def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray
     return rows.values, rows.offsets
 
 
-def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
+def search(store: Any, name: str, text: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
     """Find a text in a text column, newest rows first, about 4 MB at a time.
 
     ASCII letters of either case are equal.
@@ -41,13 +41,13 @@ def search(store: Any, name: str, wanted: str, ids: Ids) -> Iterator[tuple[Ids, 
     Args:
         store: an open store.
         name: a text column.
-        wanted: the text; not empty.
+        text: the text; not empty.
         ids: the rows to search, in the order of arrival, [N].
 
     Yields:
         Places in `ids` that have the text, ascending, and the place down to which was searched.
     """
-    needle = wanted.encode()
+    needle = text.encode()
     end, rows = len(ids), 1024
     while end:
         first = max(end - rows, 0)

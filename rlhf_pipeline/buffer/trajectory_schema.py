@@ -91,8 +91,8 @@ def reward_names(schema: Schema) -> list[str]:
     ['format']
     """
     prefix = reward_column("")
-    given = [column for column in schema if column.name.startswith(prefix) and column.dtype == "float32"]
-    return [column.name.removeprefix(prefix) for column in given if column.axis is None]
+    columns = [column for column in schema if column.name.startswith(prefix) and column.dtype == "float32"]
+    return [column.name.removeprefix(prefix) for column in columns if column.axis is None]
 
 
 def trajectory_schema(extra: Mapping[Key, str] | Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:

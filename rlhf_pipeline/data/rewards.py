@@ -48,8 +48,10 @@ def answer_texts(answer: JsonValue) -> list[str]:
     >>> answer_texts(18), answer_texts(["Paris", None, 3]), answer_texts(None)
     (['18'], ['Paris', '3'], [''])
     """
-    given = [str(one) for one in (answer if isinstance(answer, list) else [answer]) if one is not None]
-    return given or [""]
+    answers = [
+        str(reference) for reference in (answer if isinstance(answer, list) else [answer]) if reference is not None
+    ]
+    return answers or [""]
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
@@ -83,10 +85,10 @@ def final_number(text: str) -> str | None:
     True
     """
     _, marker, tail = text.rpartition("####")
-    found = _NUMBER.findall(tail)
-    if not found:
+    numbers = _NUMBER.findall(tail)
+    if not numbers:
         return None
-    number = (found[0] if marker else found[-1]).replace(",", "")
+    number = (numbers[0] if marker else numbers[-1]).replace(",", "")
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
@@ -96,8 +98,8 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
     >>> final_number_match("", "A: 18", "16 - 3 - 4 = 9 ... #### 18", {})
     1.0
     """
-    given = final_number(completion)
-    return float(given is not None and given in map(final_number, answer_texts(answer)))
+    number = final_number(completion)
+    return float(number is not None and number in map(final_number, answer_texts(answer)))
 
 
 def exact_match(completion: str, answer: JsonValue) -> float:
@@ -106,7 +108,7 @@ def exact_match(completion: str, answer: JsonValue) -> float:
     >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris"), exact_match("Paris", ["Lutetia", "Paris"])
     (1.0, 0.0, 1.0)
     """
-    return float(completion.strip() in [one.strip() for one in answer_texts(answer)])
+    return float(completion.strip() in [reference.strip() for reference in answer_texts(answer)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,11 +209,11 @@ def math_verify_match(completion: str, answer: JsonValue) -> float | None:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
         raise DefinitionError('math_verify_match needs math-verify: pip install "rlhf-pipeline[math]"') from error
-    golds = [gold for one in answer_texts(answer) if (gold := parse(one, parsing_timeout=None))]
+    golds = [gold for reference in answer_texts(answer) if (gold := parse(reference, parsing_timeout=None))]
     if not golds:
         return None
-    given = parse(completion, parsing_timeout=None)
-    return float(any(verify(gold, given, timeout_seconds=None) for gold in golds))
+    parsed = parse(completion, parsing_timeout=None)
+    return float(any(verify(gold, parsed, timeout_seconds=None) for gold in golds))
 
 
 def describe_error(error: BaseException) -> str:
@@ -298,8 +300,8 @@ class Reward:
             return function.name
         while hasattr(function, "func"):  # functools.partial
             function = function.func
-        own = as_column(getattr(function, "__name__", type(function).__name__))
-        return own if own is not None and own != "lambda" else "function"
+        function_label = as_column(getattr(function, "__name__", type(function).__name__))
+        return function_label if function_label is not None and function_label != "lambda" else "function"
 
     @property
     def column(self) -> str:
@@ -313,21 +315,21 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     >>> [one.label for one in rewards_of([exact_match, Reward(exact_match, name="other"), exact_match])]
     ['exact_match', 'other', 'exact_match_2']
     """
-    given: Any = reward
-    many: Sequence[Any] = given if isinstance(given, (list, tuple)) else (given,)
-    found = [one if isinstance(one, Reward) else Reward(one) for one in many]
-    taken = [one.name for one in found if one.name is not None]
-    if len(set(taken)) < len(taken):
-        raise DefinitionError(f"two rewards have one name: {', '.join(taken)}. Give each Reward(..., name=) its own.")
-    named: list[Reward] = []
-    for one in found:
-        label, number = one.label, 1
-        while one.name is None and label in taken:
+    specified: Any = reward
+    many: Sequence[Any] = specified if isinstance(specified, (list, tuple)) else (specified,)
+    rewards = [entry if isinstance(entry, Reward) else Reward(entry) for entry in many]
+    labels = [entry.name for entry in rewards if entry.name is not None]
+    if len(set(labels)) < len(labels):
+        raise DefinitionError(f"two rewards have one name: {', '.join(labels)}. Give each Reward(..., name=) its own.")
+    labelled: list[Reward] = []
+    for entry in rewards:
+        label, number = entry.label, 1
+        while entry.name is None and label in labels:
             number += 1
-            label = f"{one.label}_{number}"
-        taken.append(label)
-        named.append(replace(one, name=label))
-    return tuple(named)
+            label = f"{entry.label}_{number}"
+        labels.append(label)
+        labelled.append(replace(entry, name=label))
+    return tuple(labelled)
 
 
 def weighted_sum(rewards: Sequence[Reward], values: Sequence[float | None]) -> float | None:
@@ -336,8 +338,8 @@ def weighted_sum(rewards: Sequence[Reward], values: Sequence[float | None]) -> f
     >>> weighted_sum(rewards_of([Reward("reached", weight=0.5), Reward("nearer", weight=2.0)]), [1.0, None])
     0.5
     """
-    given = [one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None]
-    return sum(given) if given else None
+    terms = [reward.weight * value for reward, value in zip(rewards, values, strict=True) if value is not None]
+    return sum(terms) if terms else None
 
 
 def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
@@ -352,11 +354,11 @@ def of_turn(rewards: Sequence[Reward], gains: Mapping[str, float]) -> float:
     every = sum(gains.values())
     values = [
         every
-        if one.function is environment_reward
-        else gains.get(one.function.name, 0.0)
-        if isinstance(one.function, EnvironmentReward)
+        if reward.function is environment_reward
+        else gains.get(reward.function.name, 0.0)
+        if isinstance(reward.function, EnvironmentReward)
         else None
-        for one in rewards
+        for reward in rewards
     ]
     return weighted_sum(rewards, values) or 0.0
 
@@ -373,15 +375,15 @@ def reward_weights(
     >>> reward_weights([environment_reward, Reward(exact_match, weight=0.5)], ("reached", "nearer"))
     {'reached': 1.0, 'nearer': 1.0, 'exact_match': 0.5}
     """
-    found: dict[str, float] = {}
-    for one in rewards_of(reward):
-        names = [*filter(None, map(as_column, of_environment))] if one.function is environment_reward else []
-        for name in names or ([one.label] if has_columns(reward) else []):
-            found[name] = found.get(name, 0.0) + one.weight
-    return found
+    weights: dict[str, float] = {}
+    for part in rewards_of(reward):
+        names = [*filter(None, map(as_column, of_environment))] if part.function is environment_reward else []
+        for name in names or ([part.label] if has_columns(reward) else []):
+            weights[name] = weights.get(name, 0.0) + part.weight
+    return weights
 
 
-def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
+def part_name(rewards: Sequence[Reward], reward: Reward, part: str) -> str | None:
     """Return the name under which a component of a reward's result is stored, like a reward of weight 0.
 
     Its own, if the definition has one reward, or it is an environment's; else with the reward's name before it. None
@@ -391,17 +393,17 @@ def part_name(rewards: Sequence[Reward], one: Reward, part: str) -> str | None:
     >>> part_name(alone, alone[0], "format"), part_name(both, both[1], "format"), part_name(alone, alone[0], "score")
     ('format', 'token_match_format', None)
     """
-    own = as_column(part)
-    if part in TOTALS or own is None:
+    column = as_column(part)
+    if part in TOTALS or column is None:
         return None
-    name = own if len(rewards) == 1 or one.function is environment_reward else f"{one.label}_{own}"
-    return None if name in [other.label for other in rewards] else name
+    name = column if len(rewards) == 1 or reward.function is environment_reward else f"{reward.label}_{column}"
+    return None if name in [sibling.label for sibling in rewards] else name
 
 
 def may_have_parts(function: object) -> bool:
     """Return whether a function's results may have components: those of this package are plain numbers."""
-    named: Any = function if hasattr(function, "__module__") else type(function)
-    return function is environment_reward or not str(named.__module__).startswith("rlhf_pipeline.")
+    definition: Any = function if hasattr(function, "__module__") else type(function)
+    return function is environment_reward or not str(definition.__module__).startswith("rlhf_pipeline.")
 
 
 TOTALS: Final = ("score", "reward", "rewards")

@@ -88,8 +88,8 @@ class FileKeys:
         """
         if number not in self._groups:
             prompt = (record.prompt_ids or record.prompt) if record.one_prompt else ""
-            named = (self._source, unit, record.evaluation, record.group, prompt)
-            self._groups[number] = digest(*(named if record.across_files else ("first", unit, key)))
+            parts = (self._source, unit, record.evaluation, record.group, prompt)
+            self._groups[number] = digest(*(parts if record.across_files else ("first", unit, key)))
         return self._groups[number]
 
 

@@ -175,8 +175,8 @@ def _without_spread(values: torch.Tensor, index: torch.Tensor, groups: int, reso
         groups: their number.
         resolution: a range of at most this part of the largest absolute value is rounding.
     """
-    there = values.isfinite()
-    values, index = values[there], index[there]
+    finite = values.isfinite()
+    values, index = values[finite], index[finite]
     low_G = values.new_full((groups,), float("inf")).scatter_reduce(0, index, values, "amin")
     high_G = values.new_full((groups,), float("-inf")).scatter_reduce(0, index, values, "amax")
     return high_G - low_G <= resolution * torch.maximum(high_G.abs(), low_G.abs())
@@ -292,35 +292,35 @@ def group_advantage(
     return GroupAdvantage(advantages_N.masked_fill(degenerate_N, 0.0).to(dtype), degenerate_N.clone())
 
 
-def _grpo(found: Returns) -> torch.Tensor:
-    return found.centred / found.std.clamp_min(STD_FLOOR)[found.groups]
+def _grpo(returns: Returns) -> torch.Tensor:
+    return returns.centred / returns.std.clamp_min(STD_FLOOR)[returns.groups]
 
 
-def _mean(found: Returns) -> torch.Tensor:
-    return found.centred
+def _mean(returns: Returns) -> torch.Tensor:
+    return returns.centred
 
 
-def _rloo(found: Returns) -> torch.Tensor:
-    size_G = found.size
-    return found.centred * size_G[found.groups] / (size_G - 1).clamp_min(1)[found.groups]
+def _rloo(returns: Returns) -> torch.Tensor:
+    size_G = returns.size
+    return returns.centred * size_G[returns.groups] / (size_G - 1).clamp_min(1)[returns.groups]
 
 
-def _reinforce_pp(found: Returns) -> torch.Tensor:
-    batch_N = found.values - found.values.mean()
+def _reinforce_pp(returns: Returns) -> torch.Tensor:
+    batch_N = returns.values - returns.values.mean()
     return batch_N / _batch_std(batch_N).clamp_min(STD_FLOOR)
 
 
-def _reinforce_pp_baseline(found: Returns) -> torch.Tensor:
-    kept_N = found.centred.masked_fill(found.degenerate, 0.0)
+def _reinforce_pp_baseline(returns: Returns) -> torch.Tensor:
+    kept_N = returns.centred.masked_fill(returns.degenerate, 0.0)
     return kept_N / _batch_std(kept_N).clamp_min(STD_FLOOR)
 
 
-def _grpo_batch(found: Returns) -> torch.Tensor:
-    return found.centred / _batch_std(found.values - found.values.mean()).clamp_min(STD_FLOOR)
+def _grpo_batch(returns: Returns) -> torch.Tensor:
+    return returns.centred / _batch_std(returns.values - returns.values.mean()).clamp_min(STD_FLOOR)
 
 
-def _opo(found: Returns) -> torch.Tensor:
-    return found.values - _length_baseline(found.values, found.groups, len(found.size), found.lengths)
+def _opo(returns: Returns) -> torch.Tensor:
+    return returns.values - _length_baseline(returns.values, returns.groups, len(returns.size), returns.lengths)
 
 
 def _moments(
@@ -335,12 +335,12 @@ def _moments(
     return centred_N, torch.where(_without_spread(reward, index, groups, resolution), 0.0, std_G)
 
 
-def _gdpo(found: Returns) -> torch.Tensor:
-    total_N, groups, at_N = torch.zeros_like(found.values), len(found.size), found.groups
-    for reward_N, weight in zip(found.named.rewards.unbind(1), found.named.weights, strict=True):
-        centred_N, std_G = _moments(reward_N, at_N, groups, found.resolution)
+def _gdpo(returns: Returns) -> torch.Tensor:
+    total_N, groups, at_N = torch.zeros_like(returns.values), len(returns.size), returns.groups
+    for reward_N, weight in zip(returns.named.rewards.unbind(1), returns.named.weights, strict=True):
+        centred_N, std_G = _moments(reward_N, at_N, groups, returns.resolution)
         total_N += weight * torch.where(std_G > 0, 1.0, 0.0)[at_N] * centred_N / (std_G + STD_FLOOR)[at_N]
-    total_N = total_N.masked_fill(found.degenerate, 0.0)
+    total_N = total_N.masked_fill(returns.degenerate, 0.0)
     batch_N = total_N - total_N.mean()
     return batch_N / (_batch_std(batch_N) + STD_FLOOR)
 
@@ -378,16 +378,16 @@ def checked_estimator(
     if isinstance(estimator, str):
         return estimator
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
-    named = None
+    components = None
     if rewards:
         shifted = torch.stack([returns.double().roll(number) for number in range(len(rewards))], 1)
-        named = NamedRewards(shifted, tuple(rewards), tuple(rewards.values()))
+        components = NamedRewards(shifted, tuple(rewards), tuple(rewards.values()))
     contract = (
         "It takes returns [N], groups [N] and lengths [N] or None, perhaps rewards [N, R], names and weights by name, "
         "and returns advantages [N]."
     )
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
-        group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=named)
+        group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=components)
     return estimator
 
 
@@ -408,19 +408,19 @@ def _asks_for(estimator: EstimatorFunction) -> tuple[str, ...]:
 def _of_function(estimator: EstimatorFunction, returns: Returns) -> torch.Tensor:
     """Return a user's advantages in float64; refuse another shape or values that are not finite."""
     name, r, lengths = function_name(estimator), returns.values, returns.lengths
-    named = returns.named._replace(rewards=returns.named.rewards.clone())
-    found: object = estimator(
+    components = returns.named._replace(rewards=returns.named.rewards.clone())
+    advantages: object = estimator(
         r.clone(),
         returns.groups.clone(),
         None if lengths is None else lengths.clone(),
-        **{field: getattr(named, field) for field in _asks_for(estimator)},
+        **{field: getattr(components, field) for field in _asks_for(estimator)},
     )
-    if not isinstance(found, torch.Tensor) or found.shape != r.shape:
-        seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise DefinitionError(f"estimator {name} returned {seen}; it must return a tensor [{r.numel()}].")
-    if not bool(torch.isfinite(found).all()):
+    if not isinstance(advantages, torch.Tensor) or advantages.shape != r.shape:
+        shape = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
+        raise DefinitionError(f"estimator {name} returned {shape}; it must return a tensor [{r.numel()}].")
+    if not bool(torch.isfinite(advantages).all()):
         raise DefinitionError(f"estimator {name} returned an advantage that is not finite.")
-    return found.detach().double()
+    return advantages.detach().double()
 
 
 def _numbers(group_ids: torch.Tensor) -> torch.Tensor:
@@ -434,9 +434,9 @@ def _numbers(group_ids: torch.Tensor) -> torch.Tensor:
 def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths: torch.Tensor | None) -> torch.Tensor:
     """Return the length-weighted mean return of each member's group; the plain mean if all lengths are 0."""
     if lengths is None or lengths.shape != r.shape:
-        seen = "None" if lengths is None else str(list(lengths.shape))
+        shape = "None" if lengths is None else str(list(lengths.shape))
         raise DefinitionError(
-            f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {seen}."
+            f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {shape}."
         )
     weight_N = lengths.double()
     total_G = indexed_sum(weight_N, index, groups)
@@ -524,9 +524,9 @@ def turn_advantage(
     earned[owner, number] = rewards.double()
     counts = earned.isfinite().cumprod(1).bool()  # until it failed
     places = _numbers(group_ids)[:, None] * most + torch.arange(most, device=rewards.device)
-    own = group_advantage(earned[counts], places[counts], "grpo", resolution=resolution)
+    by_turn = group_advantage(earned[counts], places[counts], "grpo", resolution=resolution)
     values, varied = torch.zeros_like(earned), torch.zeros_like(counts)
-    values[counts], varied[counts] = own.advantages, ~own.degenerate
+    values[counts], varied[counts] = by_turn.advantages, ~by_turn.degenerate
     for turn in range(most - 2, -1, -1):
         values[:, turn] += discount * values[:, turn + 1]
         varied[:, turn] |= varied[:, turn + 1]

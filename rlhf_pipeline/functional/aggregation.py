@@ -33,8 +33,8 @@ def canonical_aggregation(mode: str) -> str:
     """
     name = _ALIASES.get(mode, mode)
     if name not in AGGREGATIONS:
-        known = [*AGGREGATIONS, *_ALIASES]
-        raise DefinitionError(f"unknown aggregation {mode!r}.{did_you_mean(mode, known)}")
+        modes = [*AGGREGATIONS, *_ALIASES]
+        raise DefinitionError(f"unknown aggregation {mode!r}.{did_you_mean(mode, modes)}")
     return name
 
 

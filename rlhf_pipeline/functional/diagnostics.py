@@ -113,9 +113,9 @@ def training_flops(
     >>> training_flops(torch.tensor([3, 1]), torch.tensor([3, 1]), trained=8, head=2, layers=1, width=2)
     360.0
     """
-    own, passed = (6, 4) if backward else (2, 2)
+    flops_trained, flops_frozen = (6, 4) if backward else (2, 2)
     n = lengths.double()
-    trunk = float(own * trained + passed * frozen) * n.sum()
-    top = float((own if head_is_trained else passed) * head) * scored.double().sum()
+    trunk = float(flops_trained * trained + flops_frozen * frozen) * n.sum()
+    top = float((flops_trained if head_is_trained else flops_frozen) * head) * scored.double().sum()
     attention = float((6 if backward else 2) * layers * width) * n.square().sum()
     return float(trunk + top + attention)

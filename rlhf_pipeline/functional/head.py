@@ -517,8 +517,8 @@ def _gradients(
     if total is None or not total.requires_grad:
         return None, None
     inputs = [log_probs] if entropy is None else [log_probs, entropy]
-    found = torch.autograd.grad(total, inputs, allow_unused=True)
-    return found[0], found[1] if len(found) > 1 else None
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+    return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
 def _leaf(values: torch.Tensor) -> torch.Tensor:
@@ -570,14 +570,14 @@ class _FusedTokenLoss(torch.autograd.Function):
                     head.log_softmax_(x_CV, targets_C, log_probs[part], entropy_C)
                 else:
                     head.softmax_minus_onehot_(x_CV, targets_C, log_probs[part])
-                log_probs_C, given = _leaf(log_probs[part]), _leaf(entropy_C) if entropy_gradient else None
+                log_probs_C, entropy_leaf = _leaf(log_probs[part]), _leaf(entropy_C) if entropy_gradient else None
                 with torch.set_grad_enabled(any(needs)):
-                    sums = [term.sum() for term in objective(log_probs_C, given, *(row[part] for row in rows))]
+                    sums = [term.sum() for term in objective(log_probs_C, entropy_leaf, *(row[part] for row in rows))]
                 for total, value in zip(losses, sums, strict=True):
                     total += value.detach()
                 if not any(needs):
                     continue
-                grad_C, grad_entropy_C = _gradients(sums, log_probs_C, given)
+                grad_C, grad_entropy_C = _gradients(sums, log_probs_C, entropy_leaf)
                 zeros = torch.zeros_like(entropy_C)
                 grad_C = zeros if grad_C is None else grad_C.to(x_CV.dtype)
                 if keep_log:
@@ -617,11 +617,11 @@ class _FusedTokenLoss(torch.autograd.Function):
         hidden, weight, bias, targets, log_probs, entropy, *rows = ctx.saved_tensors
         del collected
         with torch.autocast(hidden.device.type, enabled=False):
-            lp, given = _leaf(log_probs), _leaf(entropy) if entropy_gradient else None
+            lp, entropy_leaf = _leaf(log_probs), _leaf(entropy) if entropy_gradient else None
             with torch.enable_grad():
-                sums = [term.sum() for term in ctx.objective(lp, given, *rows)]
+                sums = [term.sum() for term in ctx.objective(lp, entropy_leaf, *rows)]
                 scaled = [s * g for s, g in zip(sums, term_grads, strict=True) if g is not None]
-            g, e = _gradients(scaled, lp, given)
+            g, e = _gradients(scaled, lp, entropy_leaf)
             out = head_backward(
                 hidden,
                 Head(weight, bias, temperature, soft_cap),

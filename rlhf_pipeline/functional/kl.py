@@ -78,7 +78,7 @@ def kl_k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
 
 def kl_loss(
     log_probs: torch.Tensor,
-    other: torch.Tensor,
+    reference: torch.Tensor,
     estimator: KLEstimator = "k3+",
     *,
     behaviour: torch.Tensor | None = None,
@@ -98,19 +98,19 @@ def kl_loss(
     >>> kl_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, float("nan")]), "k2")
     tensor([0.1250, 0.0000])
     """
-    known = torch.isfinite(other)
-    other = torch.where(known, other, log_probs.detach())
+    has_reference = torch.isfinite(reference)
+    reference = torch.where(has_reference, reference, log_probs.detach())
     weight = None if behaviour is None else clamped_log_ratio(log_probs, behaviour).exp()
     if estimator == "k3":
-        value = kl_k3(log_probs, other)
+        value = kl_k3(log_probs, reference)
     else:
-        value = kl_k2(log_probs, other)
+        value = kl_k2(log_probs, reference)
         if estimator == "k3+":
-            value = value + (kl_k3(log_probs, other) - value).detach()
+            value = value + (kl_k3(log_probs, reference) - value).detach()
         weight = None if weight is None else weight.detach()
     if weight is not None:
         value = value * weight
-    return torch.where(known, value, torch.zeros_like(value))
+    return torch.where(has_reference, value, torch.zeros_like(value))
 
 
 def kl_figures(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> dict[str, float]:

@@ -186,14 +186,14 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
 
 def _found_by(function: ObjectiveFunction, tokens: PolicyTokens) -> Found:
     """Return what a user's objective found, in the form of the built-in ones; refuse another shape."""
-    given: object = function(tokens)
-    loss = given.loss if isinstance(given, pl.TokenLoss) else given
+    returned: object = function(tokens)
+    loss = returned.loss if isinstance(returned, pl.TokenLoss) else returned
     if not isinstance(loss, torch.Tensor) or loss.shape != tokens.log_probs.shape:
-        seen = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        wanted = list(tokens.log_probs.shape)
-        raise DefinitionError(f"loss.objective {function_name(function)} returned {seen}; it must return {wanted}.")
-    if isinstance(given, pl.TokenLoss):
-        return given, tokens.log_ratio
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        expected = list(tokens.log_probs.shape)
+        raise DefinitionError(f"loss.objective {function_name(function)} returned {shape}; it must return {expected}.")
+    if isinstance(returned, pl.TokenLoss):
+        return returned, tokens.log_ratio
     never = torch.zeros_like(loss, dtype=torch.bool)
     return pl.TokenLoss(loss, never, never), tokens.log_ratio
 

@@ -38,9 +38,9 @@ def check_arguments(s: Any, *, token_level: bool) -> None:
         ("icepop_level", s.icepop_level, get_args(MaskLevel)),
         ("padding_side", s.padding_side, ("left", "right")),
     ]
-    for name, value, known in choices:
-        if value not in known:
-            raise DefinitionError(f"unknown {name} {value!r}.{did_you_mean(str(value), known)}")
+    for name, value, choice_names in choices:
+        if value not in choice_names:
+            raise DefinitionError(f"unknown {name} {value!r}.{did_you_mean(str(value), choice_names)}")
     if s.aggregation != "none":
         canonical_aggregation(s.aggregation)
     _check_as_declared(s)

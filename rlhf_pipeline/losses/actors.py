@@ -53,9 +53,9 @@ class Actor(Protocol):
         ...
 
 
-def _temperature(actor: Any, given: float | None) -> float:
+def _temperature(actor: Any, fixed: float | None) -> float:
     """Return the temperature of scoring; a greedy policy (0) is scored at 1."""
-    value = getattr(actor, "temperature", None) if given is None else given
+    value = getattr(actor, "temperature", None) if fixed is None else fixed
     return float(value) if isinstance(value, int | float) and value > 0 else 1.0
 
 
@@ -72,9 +72,9 @@ class _Policy:
             batch = _where(self.actor, batch)
             states = self.actor.hidden_states(batch.tokens, batch.attention)
             column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-            seen = torch.where(batch.attention, column, torch.zeros_like(column)).cummax(1).values
+            last_attended = torch.where(batch.attention, column, torch.zeros_like(column)).cummax(1).values
             row, at = batch.mask.nonzero(as_tuple=True)
-            hidden = states[row, seen[row, at - 1]]
+            hidden = states[row, last_attended[row, at - 1]]
         bias, cap = getattr(self.actor, "head_bias", None), getattr(self.actor, "head_soft_cap", None)
         return HeadRows(hidden, Head(self.actor.head_weight, bias, _temperature(self.actor, self.temperature), cap))
 
@@ -150,10 +150,10 @@ class _Logits:
         was_training = self.actor.training
         self.actor.eval()
         with torch.no_grad():
-            one, other = self._logits(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1].float()
+            original, altered = self._logits(ids, torch.ones_like(ids, dtype=torch.bool))[:, :-1].float()
         self.actor.train(was_training)
-        allowed = rounding(next(self.actor.parameters()), fine=1e-5, coarse=1e-2) * one.abs().max()
-        if not bool(((one - other).abs() <= allowed).all()):
+        allowed = rounding(next(self.actor.parameters()), fine=1e-5, coarse=1e-2) * original.abs().max()
+        if not bool(((original - altered).abs() <= allowed).all()):
             raise DefinitionError(
                 f"{type(self.actor).__name__} is not causal: the last token changes the logits of those before it. "
                 "Pass a decoder, or set config.is_decoder = True where the model has that field."
@@ -169,10 +169,10 @@ def _where(actor: Any, batch: LossBatch) -> LossBatch:
 def _takes(actor: Any, argument: str) -> bool:
     """Return whether an actor's forward has an argument of this name, or takes any keyword."""
     try:
-        known = inspect.signature(actor.forward if isinstance(actor, nn.Module) else actor).parameters
+        parameters = inspect.signature(actor.forward if isinstance(actor, nn.Module) else actor).parameters
     except (TypeError, ValueError):
         return True
-    return argument in known or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 class _Distribution:
@@ -195,10 +195,10 @@ class _Distribution:
         else:
             dist = self.actor.get_dist(td, **self.options)
         log_probs = _fitting(dist.log_prob(batch.tokens), batch, "log-probs")
-        found = None
+        entropies = None
         if entropy:
-            found = _fitting(self._entropy(dist), batch, "entropies")[batch.mask]
-        return Scores(log_probs[batch.mask].float(), found)
+            entropies = _fitting(self._entropy(dist), batch, "entropies")[batch.mask]
+        return Scores(log_probs[batch.mask].float(), entropies)
 
     def _entropy(self, dist: Any) -> torch.Tensor:
         """Return the exact entropy, or a Monte-Carlo estimate from `samples_mc_entropy` samples."""
@@ -238,11 +238,11 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
     if hasattr(actor, "get_dist"):
         return _Distribution(actor, strategy, samples)
     if callable(actor):
-        found = _Logits(actor, temperature)
+        adapted = _Logits(actor, temperature)
         if isinstance(actor, nn.Module) and hasattr(actor, "get_output_embeddings") and hasattr(actor, "config"):
             refuse_other_directions(actor)
-            found.check_causal()
-        return found
+            adapted.check_causal()
+        return adapted
     raise DefinitionError(
         f"actor_network is a {type(actor).__name__}; GRPOLoss needs hidden_states and head_weight (CausalLMPolicy), "
         "a transformers model, log_probs(...), get_dist(...), or a module that returns logits."
@@ -251,8 +251,8 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
 
 def _fast_policy(actor: Any, temperature: float | None) -> Any | None:
     """Return a policy that gives the actor's hidden states and head, or None if the actor must be called itself."""
-    known, policy = actor_of(actor)
-    if known:
+    is_policy, policy = actor_of(actor)
+    if is_policy:
         return policy
     if hasattr(actor, "hidden_states") and hasattr(actor, "head_weight"):
         plain = not isinstance(actor, TokenPolicy) or methods_are_of(actor, "rlhf_pipeline", _SCORES)

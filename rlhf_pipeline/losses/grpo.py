@@ -334,8 +334,8 @@ class GRPOLoss(LossModule):
         padding_side: Literal["left", "right"] = "right",
         **unknown: Any,
     ) -> None:
-        known = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
-        refuse_unknown("GRPOLoss", unknown, known, REFUSED, HARMLESS)
+        arguments = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
+        refuse_unknown("GRPOLoss", unknown, arguments, REFUSED, HARMLESS)
         super().__init__()
         self.actor_network = actor_network
         self.clip_epsilon_low, self.clip_epsilon_high = pl.clip_bounds(clip_epsilon, objective)
@@ -412,10 +412,10 @@ class GRPOLoss(LossModule):
 
     def _set_in_keys(self) -> None:
         k = self.tensor_keys
-        found = [*(getattr(self.actor_network, "in_keys", None) or ())]
-        found += [k.action, k.sample_log_prob, k.advantage, k.ref_log_probs]
-        found += [k.assistant_mask, k.attention_mask]
-        self._in_keys = list(dict.fromkeys(found))
+        in_keys = [*(getattr(self.actor_network, "in_keys", None) or ())]
+        in_keys += [k.action, k.sample_log_prob, k.advantage, k.ref_log_probs]
+        in_keys += [k.assistant_mask, k.attention_mask]
+        self._in_keys = list(dict.fromkeys(in_keys))
 
     @property
     def out_keys(self) -> Any:
@@ -469,8 +469,8 @@ class GRPOLoss(LossModule):
         """
         scored = []
         for batch in batches:
-            found = self._actor().rows(batch, entropy=self.top_entropy_quantile < 1)
-            scored.append(self._choice_figures(self._gather(batch, found[0].device), found))
+            scored_rows = self._actor().rows(batch, entropy=self.top_entropy_quantile < 1)
+            scored.append(self._choice_figures(self._gather(batch, scored_rows[0].device), scored_rows))
         figures, masks = download(scored), [batch.mask.cpu() for batch in batches]
         counts = torch.cat([mask.sum(1) for mask in masks])
         order = torch.arange(len(counts)) if rows is None else torch.cat(list(rows))
@@ -483,8 +483,8 @@ class GRPOLoss(LossModule):
             share = self.clip_cov
             keep &= clip_cov_mask(log_probs, advantage, clipped > 0, share=share, low=low, high=high, seed=seed)
         flat = torch.empty_like(keep).index_put((back,), keep)
-        kept = flat.split([int(mask.sum()) for mask in masks])
-        return [mask.masked_scatter(mask, part) for mask, part in zip(masks, kept, strict=True)]
+        chosen = flat.split([int(mask.sum()) for mask in masks])
+        return [mask.masked_scatter(mask, part) for mask, part in zip(masks, chosen, strict=True)]
 
     @torch.no_grad()
     def token_figures(self, batch: LossBatch) -> torch.Tensor:
@@ -496,23 +496,25 @@ class GRPOLoss(LossModule):
         Raises:
             DefinitionError: the actor gives no entropy.
         """
-        found = self._actor().rows(batch, entropy=True)
-        log_probs, entropy = self._scores(found, self._gather(batch, found[0].device))
+        scored_rows = self._actor().rows(batch, entropy=True)
+        log_probs, entropy = self._scores(scored_rows, self._gather(batch, scored_rows[0].device))
         if entropy is None:
             raise DefinitionError("learn.keep_token_figures needs an actor that gives entropies. Set it to false.")
         mask, values = batch.mask.cpu(), torch.stack([log_probs, entropy]).float().cpu()
         return torch.full((2, *mask.shape), torch.nan).masked_scatter(mask.expand(2, *mask.shape), values)
 
-    def _scores(self, found: HeadRows | Scores, rows: TokenRows) -> Scores:
+    def _scores(self, scored_rows: HeadRows | Scores, rows: TokenRows) -> Scores:
         """Return log-probs and entropies, from the head if they are not there yet."""
-        if isinstance(found, Scores):
-            return found
-        scores = token_log_probs(found.hidden, found.head, rows.token, chunk_size=self.chunk_size, return_entropy=True)
+        if isinstance(scored_rows, Scores):
+            return scored_rows
+        scores = token_log_probs(
+            scored_rows.hidden, scored_rows.head, rows.token, chunk_size=self.chunk_size, return_entropy=True
+        )
         return Scores(*scores)
 
-    def _choice_figures(self, rows: TokenRows, found: HeadRows | Scores) -> torch.Tensor:
+    def _choice_figures(self, rows: TokenRows, scored_rows: HeadRows | Scores) -> torch.Tensor:
         """Return log-prob, advantage, whether the clip is taken, and entropy of each token, float64 [4, N]."""
-        log_probs, entropy = self._scores(found, rows)
+        log_probs, entropy = self._scores(scored_rows, rows)
         entropy = torch.zeros_like(log_probs) if entropy is None else entropy
         clipped = torch.zeros_like(log_probs)
         if self.clip_cov is not None:
@@ -534,13 +536,13 @@ class GRPOLoss(LossModule):
     def _actor(self) -> Actor:
         """Return how to score with the actor, determined once per actor."""
         if self._adapter is None or self._adapter[0] is not self.actor_network:
-            found = adapt_actor(
+            actor = adapt_actor(
                 self.actor_network,
                 temperature=self.temperature,
                 strategy=self.masking_strategy,
                 samples=self.samples_mc_entropy,
             )
-            self._adapter = (self.actor_network, found)
+            self._adapter = (self.actor_network, actor)
         return self._adapter[1]
 
     def forward(self, tensordict: TensorDictBase | LossBatch) -> GRPOLossOutput:
@@ -569,16 +571,16 @@ class GRPOLoss(LossModule):
                 "Put RetrieveLogProb on the write path, or leave the coefficient out."
             )
         if self.chooses_tokens and batch.keep is None:
-            (kept,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))
-            batch = replace(batch, keep=kept.to(batch.mask.device))
-        found = self._actor().rows(batch, entropy=self.entropy_bonus or self._objective.needs_entropy)
-        rows = self._gather(batch, found[0].device)
+            (chosen,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))
+            batch = replace(batch, keep=chosen.to(batch.mask.device))
+        scored_rows = self._actor().rows(batch, entropy=self.entropy_bonus or self._objective.needs_entropy)
+        rows = self._gather(batch, scored_rows[0].device)
         names = self._term_names()
-        if isinstance(found, HeadRows) and self._is_token_level() and self.head != "recompute":
+        if isinstance(scored_rows, HeadRows) and self._is_token_level() and self.head != "recompute":
             constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
             out = fused_token_loss(  # with the gradient computed in the forward pass
-                found.hidden,
-                found.head,
+                scored_rows.hidden,
+                scored_rows.head,
                 rows.token,
                 self._weighted_terms,
                 constants if rows.ref is None else [*constants, rows.ref],
@@ -588,7 +590,7 @@ class GRPOLoss(LossModule):
             )
             losses, log_probs, entropy = dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
         else:
-            log_probs, entropy = self._scores(found, rows)
+            log_probs, entropy = self._scores(scored_rows, rows)
             losses = self._losses(batch, rows, names, log_probs, entropy)
         fields: dict[str, Any] = {**losses, **self._diagnostics(rows, log_probs, entropy)}
         return self.output_type(**fields)
@@ -650,12 +652,12 @@ class GRPOLoss(LossModule):
             )
             weight_N = weight_B[row_N]
         proximal_N = behaviour_N if batch.proximal is None else batch.proximal[at].to(dtype)
-        held = [row_N, column_N, batch.tokens[at], batch.advantage[at].to(dtype), behaviour_N, proximal_N, weight_N]
+        columns = [row_N, column_N, batch.tokens[at], batch.advantage[at].to(dtype), behaviour_N, proximal_N, weight_N]
         if batch.keep is not None:
-            held.append(weight_N * batch.keep[at])
+            columns.append(weight_N * batch.keep[at])
         if batch.ref is not None:
-            held.append(batch.ref[at].to(dtype))
-        row_N, column_N, token_N, advantage_N, behaviour_N, proximal_N, weight_N, *more = upload(held, device)
+            columns.append(batch.ref[at].to(dtype))
+        row_N, column_N, token_N, advantage_N, behaviour_N, proximal_N, weight_N, *more = upload(columns, device)
         policy_weight_N = weight_N if batch.keep is None else more.pop(0)
         if self.tis_cap is not None:
             bounds = self.tis_cap, self.tis_floor
@@ -685,9 +687,9 @@ class GRPOLoss(LossModule):
             sequences=sequences,
         )
 
-    def _kl(self, log_probs: torch.Tensor, other: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    def _kl(self, log_probs: torch.Tensor, reference: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
         sampler = behaviour if self.kl_importance_weight else None
-        return kl_loss(log_probs, other, self.kl_estimator, behaviour=sampler)
+        return kl_loss(log_probs, reference, self.kl_estimator, behaviour=sampler)
 
     def _tokens(
         self,
@@ -737,12 +739,12 @@ class GRPOLoss(LossModule):
         Unless the objective is one of sequences, any part of the tokens may be passed, for example a chunk. A token
         that the policy bans (log-prob -inf) has no policy loss and no KL.
         """
-        known = torch.isfinite(log_probs.detach())
-        log_probs = torch.where(known, log_probs, proximal)
-        policy_weight = torch.where(known, policy_weight, 0.0)
-        kl_weight = torch.where(known, weight, 0.0)
+        has_log_prob = torch.isfinite(log_probs.detach())
+        log_probs = torch.where(has_log_prob, log_probs, proximal)
+        policy_weight = torch.where(has_log_prob, policy_weight, 0.0)
+        kl_weight = torch.where(has_log_prob, weight, 0.0)
         if index is not None:
-            index = torch.where(known, index, sequences)  # of a sequence of its own
+            index = torch.where(has_log_prob, index, sequences)  # of a sequence of its own
         loss, _ = self._objective.loss(
             self._tokens(log_probs, advantage, proximal, behaviour, entropy, index, sequences + 1)
         )
@@ -786,7 +788,7 @@ class GRPOLoss(LossModule):
         low, high = row_mean(loss.clipped_low, known_N), row_mean(loss.clipped_high, known_N)
         tokens = weight_sums(log_ratio_N, known_N)
         sequences = sequence_weight_sums(lp_N - rows.proximal, rows.index, rows.sequences, known_N)
-        found = {
+        figures = {
             "clip_fraction": low + high,
             "clip_fraction_low": low,
             "clip_fraction_high": high,
@@ -802,6 +804,6 @@ class GRPOLoss(LossModule):
         }
         if rows.ref is not None:
             known_N = known_N & torch.isfinite(rows.ref)
-            found["kl_to_ref"] = row_mean(kl_loss(lp_N, rows.ref, self.kl_estimator), known_N)
-            found["num_ref_tokens"] = known_N.sum().double()
-        return found
+            figures["kl_to_ref"] = row_mean(kl_loss(lp_N, rows.ref, self.kl_estimator), known_N)
+            figures["num_ref_tokens"] = known_N.sum().double()
+        return figures

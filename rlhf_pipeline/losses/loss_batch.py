@@ -60,8 +60,8 @@ class LossBatch:
         """Return the batch on a device; the batch itself if it is there already."""
         if self.tokens.device == device:
             return self
-        held = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
-        moved = dict(zip(held, upload([getattr(self, name) for name in held], device), strict=True))
+        present = [field.name for field in fields(self)[:-1] if getattr(self, field.name) is not None]
+        moved = dict(zip(present, upload([getattr(self, name) for name in present], device), strict=True))
         return replace(self, **moved, source=None if self.source is None else self.source.to(device))
 
 
@@ -100,8 +100,10 @@ class _Reader:
     def need(self, key: NestedKey, advice: str) -> torch.Tensor:
         value = self.get(key)
         if value is None:
-            found = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
-            raise MissingKeyError(f"the batch has no {key!r}. {advice} It has: {', '.join(found[:12]) or 'nothing'}.")
+            batch_keys = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
+            raise MissingKeyError(
+                f"the batch has no {key!r}. {advice} It has: {', '.join(batch_keys[:12]) or 'nothing'}."
+            )
         return value
 
     def per_token(self, value: torch.Tensor | None, key: NestedKey, like: torch.Tensor) -> Any:

@@ -54,18 +54,18 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
     for ids in stored.blocks():
         check_rows(stored.store, ids)
         part = slice(at, at := at + len(ids))
-        found, errors = grade_again(grader, stored, ids)
-        again[part], old = found, before[part]
-        wrong = np.flatnonzero(~np.isnan(old) & ~np.isclose(found, old, rtol=TOLERANCE, atol=TOLERANCE))
+        grades, errors = grade_again(grader, stored, ids)
+        again[part], old = grades, before[part]
+        wrong = np.flatnonzero(~np.isnan(old) & ~np.isclose(grades, old, rtol=TOLERANCE, atol=TOLERANCE))
         different += len(wrong)
         for place in wrong[: _EXAMPLES - len(examples)].tolist():
-            rewards = {"stored": finite(old[place]), "now": finite(found[place])}
+            rewards = {"stored": finite(old[place]), "now": finite(grades[place])}
             examples.append({"id": int(ids[place]), **rewards, "error": errors.get(place)})
     failed = np.isnan(before)
     curve = _curve(view, np.where(failed, np.nan, again))
     return {
         "agrees": not different and not curve["rollouts_different"],
-        "function": ", ".join(name_of(one.function) for one in grader.rewards),
+        "function": ", ".join(name_of(reward.function) for reward in grader.rewards),
         "trajectories": int((~failed).sum()),
         "different": different,
         "failed_before": int((failed & np.isfinite(again)).sum()),
@@ -88,11 +88,11 @@ def grade_again(grader: Grader, stored: Stored, ids: Ids) -> tuple[Floats, dict[
     prompts, completions = stored.texts("prompt", ids), stored.texts("completion", ids)
     reasons, contexts = stored.texts("finish_reason", ids), stored.contexts(ids)
     rows = stored.sampled(ids) if grader.bound.takes("token_ids", "completion_ids") else [([], [])] * len(ids)
-    known: dict[tuple[int, str], Prompt] = {}
+    prompts_by_text: dict[tuple[int, str], Prompt] = {}
     sampled = [
         Sampled(
-            prompt=known.get((id(context), prompts[i]))
-            or known.setdefault(
+            prompt=prompts_by_text.get((id(context), prompts[i]))
+            or prompts_by_text.setdefault(
                 (id(context), prompts[i]),
                 _prompt(prompts[i], context),
             ),
@@ -118,11 +118,11 @@ def _contexts(stored: Stored) -> Iterator[Context]:
 
 def _prompt(text: str, context: Context) -> Prompt:
     """Return a prompt as reward functions saw it."""
-    given = {"answer": context.answer, "meta": context.prompt_meta}
+    fields = {"answer": context.answer, "meta": context.prompt_meta}
     if context.messages is not None:
         with contextlib.suppress(DataError):  # a row of another tool may hold messages that no run would sample from
-            return Prompt(text=text, messages=tuple(context.messages), **given)
-    return Prompt(text=text, **given)
+            return Prompt(text=text, messages=tuple(context.messages), **fields)
+    return Prompt(text=text, **fields)
 
 
 def _curve(view: View, again: Floats) -> dict[str, Any]:
@@ -132,14 +132,19 @@ def _curve(view: View, again: Floats) -> dict[str, Any]:
         view: the run or store.
         again: the rewards now, [N]; NaN where there was, or is, none.
     """
-    found = {"rollouts": 0, "rollouts_different": 0, "rollouts_partial": 0, "first_rollouts_different": list[Answer]()}
+    figures = {
+        "rollouts": 0,
+        "rollouts_different": 0,
+        "rollouts_partial": 0,
+        "first_rollouts_different": list[Answer](),
+    }
     collect = view.run.config.pipeline.get("collect", {}) if view.run is not None else {}
     groups, prompts, group_size = (
         view.stored.scalars("group_id"),
         *map(collect.get, ("prompts_per_rollout", "group_size")),
     )
     if groups is None or not prompts or not group_size or not len(groups):
-        return found
+        return figures
     numbers, place, counts = np.unique(groups // prompts, return_inverse=True, return_counts=True)
     graded = np.isfinite(again)
     with np.errstate(invalid="ignore"):
@@ -150,12 +155,12 @@ def _curve(view: View, again: Floats) -> dict[str, Any]:
             continue
         at = min(int(np.searchsorted(numbers, rollout)), len(numbers) - 1)
         if numbers[at] != rollout or counts[at] < prompts * group_size:
-            found["rollouts_partial"] += 1
+            figures["rollouts_partial"] += 1
             continue
-        found["rollouts"] += 1
+        figures["rollouts"] += 1
         if not abs(means[at] - recorded) <= TOLERANCE * max(1.0, abs(recorded)):
-            found["rollouts_different"] += 1
-            if len(found["first_rollouts_different"]) < _EXAMPLES:
+            figures["rollouts_different"] += 1
+            if len(figures["first_rollouts_different"]) < _EXAMPLES:
                 example = {"step": row["step"], "rollout": rollout, "recorded": recorded, "now": finite(means[at])}
-                found["first_rollouts_different"].append(example)
-    return found
+                figures["first_rollouts_different"].append(example)
+    return figures

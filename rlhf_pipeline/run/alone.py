@@ -16,16 +16,16 @@ from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import MadeHere
 
 
-def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
+def collect_and_learn(job: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
     """Do the work of `run` for a definition that samples."""
-    started, folder, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
-    models = checked_models(asked, folder, on_event)
+    started, folder, pipeline = time.perf_counter(), RunFolder(job.run_dir), job.pipeline
+    models = checked_models(job, folder, on_event)
     with (
-        asked.begun(folder, on_event) as heartbeat,
-        chosen_engine(pipeline, models.policy, run=folder, device=asked.device) as hand_over,
-        build_parts(pipeline, models, run=folder, seed=asked.seed, hand_over=hand_over) as parts,
+        job.begun(folder, on_event) as heartbeat,
+        chosen_engine(pipeline, models.policy, run=folder, device=job.device) as hand_over,
+        build_parts(pipeline, models, run=folder, seed=job.seed, hand_over=hand_over) as parts,
         open_evaluator(
-            pipeline, models.policy, run=folder, seed=asked.seed, on_event=on_event, hand_over=hand_over
+            pipeline, models.policy, run=folder, seed=job.seed, on_event=on_event, hand_over=hand_over
         ) as evaluator,
         stop_on_signals(parent) as stop,
     ):
@@ -33,7 +33,7 @@ def collect_and_learn(asked: Run, *, parent: int | None, on_event: EventHandler)
             tell(on_event, notice)
         source = MadeHere(pipeline, parts, on_event)
         loop = Loop(
-            asked,
+            job,
             folder,
             parts.learner,
             source,

@@ -41,8 +41,8 @@ def bound_to_stored(pipeline: Pipeline, stored: Iterable[str]) -> BoundRewards:
 
 def prompt_sources(pipeline: Pipeline) -> list[tuple[str, PromptSource]]:
     """Return what a definition samples from, by the field that names it; a replay samples held-out prompts alone."""
-    found = [] if pipeline.replay is not None else [("prompts", pipeline.prompts)]
-    return found + [(prompts_field(name), one.prompts) for name, one in pipeline.evaluations.items()]
+    sources = [] if pipeline.replay is not None else [("prompts", pipeline.prompts)]
+    return sources + [(prompts_field(name), evaluation.prompts) for name, evaluation in pipeline.evaluations.items()]
 
 
 def prompts_field(name: str) -> str:

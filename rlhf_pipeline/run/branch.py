@@ -20,29 +20,29 @@ _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.
 def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
     """Return the run and the checkpoint that `RUN` or `RUN@STEP` names, by default the newest whole one."""
     place, at, number = text.rpartition("@")
-    asked = int(number) if at and number.isdecimal() else None
-    run = RunFolder.open(address_of(place if asked is not None else text))
-    return run, checkpoint_of(run, asked, form="--from {run}@{step}")
+    step = int(number) if at and number.isdecimal() else None
+    run = RunFolder.open(address_of(place if step is not None else text))
+    return run, checkpoint_of(run, step, form="--from {run}@{step}")
 
 
-def checkpoint_of(run: RunFolder, asked: int | None, *, form: str) -> Path:
+def checkpoint_of(run: RunFolder, requested: int | None, *, form: str) -> Path:
     """Return the checkpoint of a step, by default the newest."""
     saved = {step_of(path): path for path in run.saved()}
     if not saved:
         raise MissingPathError(f"the run {run.address} has no checkpoint yet: there is nothing to begin with.")
-    step = max(saved) if asked is None else asked
+    step = max(saved) if requested is None else requested
     if step not in saved:
-        there = ", ".join(map(str, sorted(saved)))
+        steps = ", ".join(map(str, sorted(saved)))
         raise MissingPathError(
-            f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {there} "
+            f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {steps} "
             f"(learn.keep_checkpoints). Name one: {form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
     problem = folder_problem(path)
     if problem is not None:
         others = sorted(set(saved) - {step})
-        other = f" Name another: {form.format(run=typed(run.address), step=others[-1])}" if others else ""
-        raise DataError(f"the checkpoint {path} is damaged: {problem}.{other}")
+        hint = f" Name another: {form.format(run=typed(run.address), step=others[-1])}" if others else ""
+        raise DataError(f"the checkpoint {path} is damaged: {problem}.{hint}")
     return path
 
 

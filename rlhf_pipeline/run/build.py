@@ -182,24 +182,24 @@ def _policy(pipeline: Pipeline, seed: int, device: str) -> TokenPolicy:
         tokenizer.response_template = config.response_template
         _set_template(tokenizer, config.chat_template)
         return TokenPolicy(model, tokenizer, **sampling).to(device)
-    named = config.dtype
-    if named == "auto":
-        named = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    dtype = getattr(torch, named)
+    dtype_name = config.dtype
+    if dtype_name == "auto":
+        dtype_name = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    dtype = getattr(torch, dtype_name)
     policy = TokenPolicy.from_pretrained(config.path, device=device, dtype=dtype, **sampling)
     _set_template(policy.tokenizer, config.chat_template)
     return policy
 
 
-def _set_template(tokenizer: Any, given: str | None) -> None:
+def _set_template(tokenizer: Any, template: str | None) -> None:
     """Give a tokenizer the chat template of a definition; its checkpoints have it, too."""
-    if given is None:
+    if template is None:
         return
     if tokenizer is None:
         raise DefinitionError(
             "policy.chat_template needs a tokenizer, and the model's folder has none. Put its tokenizer there."
         )
-    tokenizer.chat_template = template_text(given)
+    tokenizer.chat_template = template_text(template)
 
 
 def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:

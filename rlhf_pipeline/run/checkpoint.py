@@ -150,9 +150,9 @@ class CheckpointWriter:
 
 def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:
     """Drop all checkpoints but the newest `keep` up to a step, and those of other steps that are kept `besides`."""
-    kept = [path for path in list_checkpoints(folder) if step_of(path) <= step][-keep:]
+    newest = [path for path in list_checkpoints(folder) if step_of(path) <= step][-keep:]
     for other in list_checkpoints(folder):
-        if other not in kept and (
+        if other not in newest and (
             step_of(other) not in besides or step_of(other) > step
         ):  # too old, or of a later step and skipped when the run was resumed
             remove_folder(other)
@@ -241,7 +241,7 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
 
 def _instead(path: Path) -> str:
     """Say what to do without a checkpoint."""
-    older = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
+    older = [sibling.name for sibling in list_checkpoints(path.parent) if sibling.name < path.name]
     if older:
         return f"The one before it is {older[-1]}; --resume goes on from the newest that is whole."
     return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."

@@ -99,8 +99,8 @@ def is_allowed(field: str) -> bool:
     >>> is_allowed("learn.lr"), is_allowed("evaluate.every"), is_allowed("collect.group_size")
     (True, True, False)
     """
-    known = field in _SILENT or field in _WITH_CONSEQUENCE or field in _SCHEDULE or field in _LEARNING
-    return known or field.split(".")[0] == "evaluate"
+    is_listed = field in _SILENT or field in _WITH_CONSEQUENCE or field in _SCHEDULE or field in _LEARNING
+    return is_listed or field.split(".")[0] == "evaluate"
 
 
 def carries_over(field: str) -> bool:
@@ -173,8 +173,8 @@ def changes(recorded: Mapping[str, Any], pipeline: Pipeline) -> list[Change]:
 
 def _learn(recorded: Mapping[str, Any]) -> Learn:
     """Return the recorded optimizer settings that this version knows."""
-    known = {item.name for item in dataclasses.fields(Learn)}
-    return Learn(**{name: value for name, value in recorded.items() if name in known})
+    field_names = {item.name for item in dataclasses.fields(Learn)}
+    return Learn(**{name: value for name, value in recorded.items() if name in field_names})
 
 
 def _differences(prefix: str, old: Any, config: Any) -> Iterator[Change]:

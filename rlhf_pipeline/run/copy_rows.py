@@ -85,25 +85,27 @@ class GatherCounts:
 def gather_schema(choice: Choice) -> Schema:
     """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin."""
     columns = {column.name: column for column in trajectory_schema()}
-    given: dict[str, str] = {}
-    own = INTERNAL | {column.name for column in (*_OWN, USES)}
+    first_stores: dict[str, str] = {}
+    computed = INTERNAL | {column.name for column in (*_OWN, USES)}
     with open_sources([source.path for source in choice.sources]) as stores:
         for store in stores:
             for column in store.schema:
                 name = column.name
-                if name in own:
+                if name in computed:
                     continue
-                known, path = columns.get(name, column), str(store.path)
-                if name in given and (known.dtype, known.axis) != (column.dtype, column.axis):
+                expected, path = columns.get(name, column), str(store.path)
+                if name in first_stores and (expected.dtype, expected.axis) != (column.dtype, column.axis):
                     raise DataError(
-                        f"the column '{name}' is {_kind(known)} in {given[name]} and {_kind(column)} in {path}. Learn "
-                        "from one of them, or export one and import it again."
+                        f"the column '{name}' is {_kind(expected)} in {first_stores[name]} and {_kind(column)} in "
+                        f"{path}. Learn from one of them, or export one and import it again."
                     )
-                if known.axis != column.axis:
-                    raise DataError(f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(known)}.")
-                if name not in given and (name not in columns or known.dtype != column.dtype):
-                    columns[name] = _optional(column, mutable=known.mutable)
-                given.setdefault(name, path)
+                if expected.axis != column.axis:
+                    raise DataError(
+                        f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(expected)}."
+                    )
+                if name not in first_stores and (name not in columns or expected.dtype != column.dtype):
+                    columns[name] = _optional(column, mutable=expected.mutable)
+                first_stores.setdefault(name, path)
     return Schema([*columns.values(), *_OWN])
 
 
@@ -172,7 +174,7 @@ class Gatherer:
         # A group found to have no spread stays so, whatever the differences of its returns.
         flat = torch.from_numpy(self.target.read_scalars("degenerate", ids).astype(bool))
         rounding = torch.where(flat, math.inf, 0.0)
-        found = group_advantage(
+        normalised = group_advantage(
             returns,
             groups,
             self.pipeline.write.estimator,
@@ -180,7 +182,7 @@ class Gatherer:
             rounding=rounding,
             named=self._named({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
         )
-        new = {"advantage": found.advantages.numpy(), "degenerate": found.degenerate.numpy()}
+        new = {"advantage": normalised.advantages.numpy(), "degenerate": normalised.degenerate.numpy()}
         if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
             self.target.update(ids, **new)
 
@@ -257,8 +259,8 @@ class Gatherer:
             COMPUTED.name: np.zeros(n),
         }
         everywhere = np.ones(n, bool)
-        for name, given in fixed.items():
-            batch.put(schema[name], given, everywhere)
+        for name, constant in fixed.items():
+            batch.put(schema[name], constant, everywhere)
         keep = self._complete(batch, schema)
         return batch if keep.all() else batch.rows(keep, schema)
 
@@ -298,12 +300,12 @@ class Gatherer:
     def _scores(self, batch: Batch, mask: Bools, rows: Bools, lengths: Ints) -> npt.NDArray[np.float32]:
         """Return log-probs of the initial policy, which is also the reference; NaN for other tokens than these."""
         tokens = Flat(torch.from_numpy(batch.values["input_ids"].astype(np.int64)), torch.from_numpy(lengths))
-        wanted = torch.from_numpy(mask & np.repeat(rows, lengths))
-        if not bool(wanted.any()):
+        to_score = torch.from_numpy(mask & np.repeat(rows, lengths))
+        if not bool(to_score.any()):
             return np.full(len(mask), np.nan, np.float32)
         with torch.no_grad():
-            found = score(self.policy, tokens, wanted, token_budget=_SCORING_BUDGET)
-        return found.numpy()
+            scores = score(self.policy, tokens, to_score, token_budget=_SCORING_BUDGET)
+        return scores.numpy()
 
     def _grade(self, batch: Batch, schema: Schema, mask: Bools, whole: Bools, codes: npt.NDArray[Any]) -> None:
         """Compute returns and advantages of these groups."""
@@ -328,7 +330,7 @@ class Gatherer:
         if estimator_of(how.estimator).by_turn:
             each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), counts.cumsum()[:-1])
             rewards = [each[row].tolist() for row in at.tolist()]
-        found = graded_groups(
+        graded = graded_groups(
             scores,
             torch.from_numpy(codes[at].astype(np.int64)),
             how.estimator,
@@ -340,13 +342,13 @@ class Gatherer:
         if name in schema:
             turns = np.array(values[name])
             turns[np.repeat(whole, counts)] = (
-                np.repeat(found.advantages, counts[at]) if found.turns is None else torch.cat(found.turns)
+                np.repeat(graded.advantages, counts[at]) if graded.turns is None else torch.cat(graded.turns)
             )
             batch.put(schema[name], turns, whole)
         for name, new in (
-            ("advantage", found.advantages.numpy()),
+            ("advantage", graded.advantages.numpy()),
             ("return", scores.returns.numpy()),
-            ("degenerate", found.degenerate.numpy()),
+            ("degenerate", graded.degenerate.numpy()),
             *([("kl_coef", np.full(len(at), coef))] if coef > 0 else []),
         ):
             whole_column = np.array(values[name])
@@ -359,14 +361,14 @@ class Gatherer:
             return None
         lengths = batch.lengths[_axis(self.target.schema)]
         rewards = np.array(batch.values[REWARD_COLUMN], np.float32)
-        given = ~_any(~np.isfinite(rewards), lengths)
-        if not given.any():
+        complete = ~_any(~np.isfinite(rewards), lengths)
+        if not complete.any():
             return None
         place = np.where(mask, np.arange(len(mask)), -1)
         ends = np.cumsum(lengths)
         last = np.maximum.reduceat(place, (ends - lengths)[lengths > 0])
-        missing = ~given[lengths > 0] & (last >= 0)
-        rewards[np.repeat(~given, lengths)] = 0.0
+        missing = ~complete[lengths > 0] & (last >= 0)
+        rewards[np.repeat(~complete, lengths)] = 0.0
         rewards[last[missing]] = batch.values["task_reward"][lengths > 0][missing]
         return Flat(torch.from_numpy(rewards), torch.from_numpy(lengths))
 

@@ -63,9 +63,9 @@ def _counts(path: str) -> bool:
 
 def _settings(pipeline: Pipeline, evaluate: Evaluate) -> Iterator[tuple[str, Any]]:
     """Yield every field of a definition with its value, and `evaluate` of one set."""
-    own = {"collect": evaluate.sampling(pipeline.collect), "evaluate": evaluate}
+    evaluation_settings = {"collect": evaluate.sampling(pipeline.collect), "evaluate": evaluate}
     for item in dataclasses.fields(pipeline):
-        yield from _leaves(to_json(own.get(item.name, getattr(pipeline, item.name))), item.name)
+        yield from _leaves(to_json(evaluation_settings.get(item.name, getattr(pipeline, item.name))), item.name)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -79,10 +79,10 @@ class Room:
         by_budget = self.left < self.free
         if hours >= _DAY_H and (by_budget or self.free >= _LEAST_FREE):
             return None
-        said = f"{self.left / 1e9:.1f} GB {'of buffer.max_bytes are left' if by_budget else 'are free'}"
+        space = f"{self.left / 1e9:.1f} GB {'of buffer.max_bytes are left' if by_budget else 'are free'}"
         if hours >= _DAY_H:
-            return said
-        return f"{said}, at the present rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour) for {hours:.0f} h"
+            return space
+        return f"{space}, at the present rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour) for {hours:.0f} h"
 
 
 class DiskWatch:

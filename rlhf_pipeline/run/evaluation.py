@@ -85,8 +85,8 @@ def _num_prompts(evaluate: Evaluate, source: PromptSource) -> int:
     """Return how many prompts are evaluated: `num_prompts`, or all of a source that has fewer."""
     whole: Any = getattr(source, "all_prompts", None)
     size: Any = getattr(source, "__len__", None)
-    known = size() if size is not None else len(whole()) if whole is not None else evaluate.num_prompts
-    return min(evaluate.num_prompts, known)
+    available = size() if size is not None else len(whole()) if whole is not None else evaluate.num_prompts
+    return min(evaluate.num_prompts, available)
 
 
 def evaluation_storage(run: RunFolder, pipeline: Pipeline, name: str) -> TrajectoryStorage:
@@ -121,12 +121,12 @@ def open_evaluator(
         yield None
         return
     bound = bound_rewards(pipeline)
-    with ExitStack() as held:
+    with ExitStack() as resources:
         sets: list[EvaluationSet] = []
         collectors: list[Collector] = []
         for name, evaluate in pipeline.evaluations.items():
             prompts = FirstPrompts.of(pipeline, evaluate, policy, on_event)
-            storage = held.enter_context(closing(evaluation_storage(run, pipeline, name)))
+            storage = resources.enter_context(closing(evaluation_storage(run, pipeline, name)))
             config = dataclasses.replace(evaluate.sampling(pipeline.collect), prompts_per_rollout=prompts.count)
             sets.append(EvaluationSet(name, evaluate, storage.store, size=config.rollout_size))
             collectors.append(
@@ -172,8 +172,8 @@ class EvaluationSet:
         before, self._num_rows = self._num_rows, len(self.store)
         if before == self._num_rows:  # asked at every step: not to read the rows of all evaluations each time
             return []
-        found = stored_evaluations(self.store, self.evaluate, size=self.size, besides=self.values)
-        return [(step, self.note(step, one)) for one in found for step in (one.pop("step"),)]
+        stored = stored_evaluations(self.store, self.evaluate, size=self.size, besides=self.values)
+        return [(step, self.note(step, figures)) for figures in stored for step in (figures.pop("step"),)]
 
     def note(self, step: int, figures: Figures) -> Figures:
         """Note the figures of a step, and return them."""
@@ -182,8 +182,8 @@ class EvaluationSet:
 
     def best(self, step: int) -> int | None:
         """Return the best evaluated step up to this one, of equal ones the earliest."""
-        known = [(-value, at) for at, value in self.values.items() if at <= step and value is not None]
-        return min(known)[1] if known else None
+        ranked = [(-value, at) for at, value in self.values.items() if at <= step and value is not None]
+        return min(ranked)[1] if ranked else None
 
 
 class Evaluations(ABC):
@@ -192,12 +192,12 @@ class Evaluations(ABC):
     def __init__(self, sets: Sequence[EvaluationSet], on_event: EventHandler) -> None:
         self.sets = sets
         self._on_event = on_event
-        named = {one.name: one for one in sets}
-        decides = deciding_set({name: one.evaluate for name, one in named.items()})
-        self._deciding = None if decides is None else named[decides]
+        by_name = {entry.name: entry for entry in sets}
+        decides = deciding_set({name: entry.evaluate for name, entry in by_name.items()})
+        self._deciding = None if decides is None else by_name[decides]
         """The set by which the best weights are chosen; None if none are kept."""
-        for one in sets:
-            one.new()
+        for entry in sets:
+            entry.new()
 
     @property
     def store(self) -> TrajectoryStore:
@@ -206,11 +206,11 @@ class Evaluations(ABC):
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated on any set."""
-        return any(one.is_due(step) for one in self.sets)
+        return any(entry.is_due(step) for entry in self.sets)
 
     def has(self, step: int) -> bool:
         """Return whether every evaluation that is due at a step is stored, as far as was looked."""
-        return all(step in one.values for one in self.sets if one.is_due(step))
+        return all(step in entry.values for entry in self.sets if entry.is_due(step))
 
     @abstractmethod
     def after(self, step: int, stop: StopRequest) -> Figures:
@@ -227,20 +227,20 @@ class Evaluations(ABC):
 
     def flush(self) -> None:
         """Wait until every row is on the disk."""
-        for one in self.sets:
-            one.store.flush()
+        for entry in self.sets:
+            entry.store.flush()
 
-    def _tell(self, one: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
+    def _tell(self, entry: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
         """Report an evaluation; it may be the best of those up to the newest step."""
-        best = one is self._deciding and one.best(newest) == step
-        self._on_event(EvaluationDone(name=one.name, step=step, best=best, figures=figures))
-        for field, name in (("success", one.evaluate.success), ("best", one.evaluate.best)):
+        best = entry is self._deciding and entry.best(newest) == step
+        self._on_event(EvaluationDone(name=entry.name, step=step, best=best, figures=figures))
+        for field, name in (("success", entry.evaluate.success), ("best", entry.evaluate.best)):
             is_figure = name in EVALUATION_FIGURES or f"evaluation/{name}" in figures
             if name is None or is_figure or f"evaluation/reward/{name}" in figures:
                 continue
-            path = f"evaluate.{f'{one.name}.' if one.name else ''}{field}"
-            known = names_in(one.store)
-            if not known and figures.get("evaluation/reward") is not None:
+            path = f"evaluate.{f'{entry.name}.' if entry.name else ''}{field}"
+            reward_names = names_in(entry.store)
+            if not reward_names and figures.get("evaluation/reward") is not None:
                 raise DefinitionError(
                     f"{path} is {name!r}, and the evaluation of step {step} has no named reward and no component. Name "
                     f"the function, Reward(f, name={name!r}), or continue without it: --resume --set {path}=none"
@@ -248,7 +248,7 @@ class Evaluations(ABC):
             tell(
                 self._on_event,
                 f"{path} is {name!r}, and no completion of the evaluation of step {step} has a reward or component of "
-                f"that name; there are: {', '.join(known) or 'none'}.{did_you_mean(name, known)}",
+                f"that name; there are: {', '.join(reward_names) or 'none'}.{did_you_mean(name, reward_names)}",
             )
 
 
@@ -265,18 +265,18 @@ class Evaluator(Evaluations):
 
     def stored(self) -> Container[int]:
         """Return the steps all of whose evaluations are stored by now, by any process."""
-        for one, collector in zip(self.sets, self._collectors, strict=True):
+        for entry, collector in zip(self.sets, self._collectors, strict=True):
             collector.buffer.refresh()
-            one.new()
-        return {step for one in self.sets for step in one.values if self.has(step)}
+            entry.new()
+        return {step for entry in self.sets for step in entry.values if self.has(step)}
 
     def evaluate(
         self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None, due: bool = False
     ) -> Figures:
         """Evaluate the policy's weights, or read what was stored of them; with `due`, on the sets that are due."""
-        found: Figures = {}
-        for one, collector in zip(self.sets, self._collectors, strict=True):
-            if due and not one.is_due(step):
+        all_figures: Figures = {}
+        for entry, collector in zip(self.sets, self._collectors, strict=True):
+            if due and not entry.is_due(step):
                 continue
             done = collector.collect(
                 step,
@@ -287,8 +287,8 @@ class Evaluator(Evaluations):
             )
             size = collector.config.prompts_per_rollout
             rows = collector.stored.rows(step * size, (step + 1) * size - 1)
-            figures = one.note(step, evaluation_figures(one.store, rows, one.evaluate))
+            figures = entry.note(step, evaluation_figures(entry.store, rows, entry.evaluate))
             figures["evaluation/seconds"] = done.seconds
-            self._tell(one, step, figures, newest=step if digests is None else max(one.values))
-            found |= of_set(one.name, figures)
-        return found
+            self._tell(entry, step, figures, newest=step if digests is None else max(entry.values))
+            all_figures |= of_set(entry.name, figures)
+        return all_figures

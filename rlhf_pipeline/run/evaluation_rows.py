@@ -81,10 +81,10 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
     graded = np.isfinite(rewards)
-    named = {name: store.read_scalars(reward_column(name), rows).astype(np.float64) for name in names_in(store)}
+    by_reward = {name: store.read_scalars(reward_column(name), rows).astype(np.float64) for name in names_in(store)}
     success, success_at = _field(evaluate, "success", None), float(_field(evaluate, "success_at", 1.0))
     # What does not apply to a completion, such as a component of an answer that cannot be read, is not right.
-    values = rewards if success is None else named.get(success, np.full(len(rows), np.nan))
+    values = rewards if success is None else by_reward.get(success, np.full(len(rows), np.nan))
     counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
     right = np.bincount(prompt[graded], values[graded] >= success_at, minlength=len(counts)).astype(np.int64)
     lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
@@ -92,19 +92,19 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
     most = int(np.bincount(prompt).max())
     means = _means(rewards, prompt)
     mean, low, high = mean_interval(means) if len(means) else (None, None, None)
-    known = success is None or success in named
+    has_success = success is None or success in by_reward
     best = passes_of(_field(evaluate, "best", None)) or 1
     sizes = sorted({*(2**i for i in range(most.bit_length())), most, min(best, most)})
-    passes = {k: pass_at_k(counts, right, k) if known else None for k in sizes}
+    passes = {k: pass_at_k(counts, right, k) if has_success else None for k in sizes}
     return {
         "evaluation/reward": mean,
         "evaluation/reward_low": low,
         "evaluation/reward_high": high,
         **{f"evaluation/pass@{k}": value for k, value in passes.items()},
         **{
-            f"evaluation/reward/{name}": float(found.mean())
-            for name, of_one in named.items()
-            if len(found := _means(np.where(graded, of_one, np.nan), prompt))
+            f"evaluation/reward/{name}": float(means.mean())
+            for name, of_one in by_reward.items()
+            if len(means := _means(np.where(graded, of_one, np.nan), prompt))
         },
         "evaluation/completion_length": float(lengths.mean()),
         "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
@@ -114,9 +114,9 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
 
 def _means(values: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     """Return the mean value of each prompt's completions, without those that have none, float64 [k]."""
-    given = np.isfinite(values)
-    counts = np.bincount(prompt[given])
-    sums = np.bincount(prompt[given], values[given])
+    finite = np.isfinite(values)
+    counts = np.bincount(prompt[finite])
+    sums = np.bincount(prompt[finite], values[finite])
     return sums[counts > 0] / counts[counts > 0]
 
 
@@ -176,9 +176,9 @@ def stored_evaluations(
 ) -> list[dict[str, Any]]:
     """Return the step and the figures of each evaluation in a store, by step."""
     ids, steps = store.ids(), store.read_scalars("policy_version")
-    found = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
+    stored_steps = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
     return [
         {"step": step, **evaluation_figures(store, ids[steps == step], evaluate)}
-        for step, count in found
+        for step, count in stored_steps
         if count >= size and step not in besides
     ]

@@ -103,9 +103,9 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
     for name, (size, checksum) in sorted(files.items()):
         file = folder / name
         try:
-            found = file.stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes, and had {size:,}"
+            current = file.stat().st_size
+            if current != size:
+                return f"{name} has {current:,} bytes, and had {size:,}"
             if checksums and _crc32c(file) != checksum:
                 return f"{name} has other bytes than were written (its CRC32C differs)"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -234,8 +234,8 @@ class RunFolder:
 
     def lines_of(self, step: int) -> dict[str, int]:
         """Return the checksums of a step's lines of ledger and metrics, by file; none of a step that was not taken."""
-        found = {file.name: self.rows(file).checksum_of(step) for file in (self.ledger_file, self.metrics_file)}
-        return {name: checksum for name, checksum in found.items() if checksum is not None}
+        checksums = {file.name: self.rows(file).checksum_of(step) for file in (self.ledger_file, self.metrics_file)}
+        return {name: checksum for name, checksum in checksums.items() if checksum is not None}
 
     def lines_problem(self, step: int, noted: Mapping[str, int]) -> str | None:
         """Say which lines of a step are not those that a checkpoint of it has noted, or return None.
@@ -303,7 +303,7 @@ class RunFolder:
         """Return the first and the last mean task reward among the first and the last steps."""
         ends = (self.metrics[:_LOOKED_AT], reversed(self.metrics[-_LOOKED_AT:]))
         rewards = ((row.get("task_reward") for row in rows) for rows in ends)
-        first, last = (next((float(reward) for reward in found if reward is not None), None) for found in rewards)
+        first, last = (next((float(reward) for reward in column if reward is not None), None) for column in rewards)
         return first, last
 
     # Its state
@@ -415,7 +415,11 @@ class RunFolder:
         if self.is_free:
             return
         others = (address_of(f"{self.address}-{number}") for number in itertools.count(2))
-        free = next(other for other in others if not (other.exists() if isinstance(other, Path) else is_run(other)))
+        free = next(
+            candidate
+            for candidate in others
+            if not (candidate.exists() if isinstance(candidate, Path) else is_run(candidate))
+        )
         free = f"{option} {typed(free)}"
         if self.is_recorded:
             _, reward = self.first_and_last_reward()
@@ -463,29 +467,33 @@ class RunFolder:
             return
         before = self._recorded()
         by_content = before.get("inputs", {}) if inputs else {}
-        found = [
+        differences = [
             change
             for change in changes(before["pipeline"], pipeline)
             if not (is_allowed(change.field) or change.field in by_content)
         ]
-        changed, options = list(map(str, found)), ""
+        changed, options = list(map(str, differences)), ""
         for path, text in overrides:
-            if any(f"{change.field}.".startswith(f"{path}.") for change in found):
+            if any(f"{change.field}.".startswith(f"{path}.") for change in differences):
                 options += f" --set {typed(f'{path}={text}')}"
         if before["seed"] != seed:
             changed.append(f"seed was {before['seed']!r}, is {seed!r}")
             options += f" --seed {seed}"
         if changed:
-            otherwise = self._with_its_weights(options) if all(carries_over(change.field) for change in found) else None
+            otherwise = (
+                self._with_its_weights(options) if all(carries_over(change.field) for change in differences) else None
+            )
             raise RunMismatchError(
                 f"{self.address} was started with another definition: {'; '.join(changed)}. Go on with the recorded "
                 f"one, or {otherwise or 'start a new run with --out OTHER_FOLDER.'}"
             )
         if inputs:
-            own = Path(getattr(pipeline.policy, "path", "")).parent == self.checkpoints  # its weights have moved on
+            from_checkpoint = (
+                Path(getattr(pipeline.policy, "path", "")).parent == self.checkpoints
+            )  # its weights have moved on
             check_inputs(
                 self.address,
-                by_content if not own else by_content | {"policy.path": {}},
+                by_content if not from_checkpoint else by_content | {"policy.path": {}},
                 pipeline,
                 definition=before["pipeline"],
                 otherwise=self._with_its_weights(options),
@@ -514,9 +522,9 @@ class RunFolder:
         yield from changed_prompts(files, pipeline)
         if device is None:
             return
-        step, found = self._next_step(), changes(before["pipeline"], pipeline)
-        now = describe_inputs(pipeline) if any(change.field in files for change in found) else {}
-        for change in found:
+        step, differences = self._next_step(), changes(before["pipeline"], pipeline)
+        now = describe_inputs(pipeline) if any(change.field in files for change in differences) else {}
+        for change in differences:
             if change.field in now and now[change.field] == files.get(change.field):
                 continue  # the same file at another place
             if (notice := notice_of(change, before["pipeline"], pipeline, step)) is not None:
@@ -554,7 +562,7 @@ class RunFolder:
         """
         saved = [step_of(path) for path in self.saved()]
         newest = max(saved, default=0)
-        taken = max(len(self.ledger), len(self.metrics))
+        num_steps = max(len(self.ledger), len(self.metrics))
         for rows in (self.ledger, self.metrics):
             if rows.last_step < newest:
                 yield f"{rows.path.name} ends with step {rows.last_step}, and there is a checkpoint of step {newest}"
@@ -562,18 +570,20 @@ class RunFolder:
                 yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
             elif rows.is_moved:
                 yield f"the last line of {rows.path.name} is not as it was written, or not where"
-        if taken and not saved:
-            yield f"there is no checkpoint, and {taken} steps were taken"
-        if taken or newest or (saved and self.config.begun_from is None):  # a branch has a checkpoint before a store
+        if num_steps and not saved:
+            yield f"there is no checkpoint, and {num_steps} steps were taken"
+        if (
+            num_steps or newest or (saved and self.config.begun_from is None)
+        ):  # a branch has a checkpoint before a store
             row = self.ledger.of_step(newest)
             stored = (
                 (self.gathered() or {"trajectories": 0})["trajectories"] if row is None else row.get("watermark", 0)
             )
             yield from self._missing_rows(filenames.STORE, stored, "trajectories")
-        if (taken or saved) and self.is_of_several:
+        if (num_steps or saved) and self.is_of_several:
             begun = -(-newest // _steps_per_rollout(self.config.pipeline))
             yield from self._missing_rows(self.rollouts.name, begun, "rollouts")
-        if (taken or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
+        if (num_steps or saved) and self.config.pipeline.get("replay") is not None and not self.has_chosen:
             yield f"there is no {self.choice_file.name}, which says what it learns from"
         if len(self.ledger) and "rollout" in self.ledger[-1] and not self.is_of_several and not self.has_chosen:
             yield f"there is no {self.rollouts.name}, where its collectors counted"
@@ -602,8 +612,8 @@ class RunFolder:
         new = [change.to_json() for change in changes(before["pipeline"], pipeline)]
         history = [*before.get("changes", []), {"from_step": self.metrics.last_step + 1, "fields": new}]
         return any(
-            acts_differently(definition_at(pipeline, history, taken), pipeline, taken)
-            for taken in range(step, self.metrics.last_step + 1)
+            acts_differently(definition_at(pipeline, history, number), pipeline, number)
+            for number in range(step, self.metrics.last_step + 1)
         )
 
     def record(
@@ -621,21 +631,21 @@ class RunFolder:
             DefinitionError: the definition cannot be recorded.
         """
         again = self.is_recorded
-        kept = self._recorded() if again else {}
+        recorded = self._recorded() if again else {}
         content = {"format": FORMAT, "definition": setup.definition, "overrides": setup.overrides, "seed": setup.seed}
-        by_text = again and _IDENTITY not in kept
+        by_text = again and _IDENTITY not in recorded
         content |= {} if by_text else {_IDENTITY: 2}
         inputs = describe_inputs(setup.pipeline) | describe_code(setup.pipeline, by_text=by_text)
         content |= {"device": setup.device, "inputs": inputs, "versions": _versions()}
-        content |= {"machine": {**kept.get("machine", {}), **_machine()}, "place": place(self.address)}
-        begun = begun_from or kept.get("begun_from")
+        content |= {"machine": {**recorded.get("machine", {}), **_machine()}, "place": place(self.address)}
+        begun = begun_from or recorded.get("begun_from")
         content |= {"begun_from": begun} if begun else {}
         first = self._next_step() if from_step is None else from_step
         # A run that has gone back to an earlier checkpoint takes those steps with its later settings.
-        history = [{**change, "from_step": min(change["from_step"], first)} for change in kept.get("changes", [])]
+        history = [{**change, "from_step": min(change["from_step"], first)} for change in recorded.get("changes", [])]
         if again:
-            code = changed_code(kept.get("inputs", {}), setup.pipeline, by_text=by_text)
-            new = [change.to_json() for change in (*changes(kept["pipeline"], setup.pipeline), *code)]
+            code = changed_code(recorded.get("inputs", {}), setup.pipeline, by_text=by_text)
+            new = [change.to_json() for change in (*changes(recorded["pipeline"], setup.pipeline), *code)]
             history += [{"from_step": first, "fields": new}] if new else []
         content |= {"changes": history} if history else {}
         try:
@@ -933,11 +943,11 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
     raise not_found(folder, "run or store")
 
 
-def not_found(path: Address, wanted: str = "run") -> MissingPathError:
+def not_found(path: Address, kind: str = "run") -> MissingPathError:
     """Return an error that names the runs that exist."""
     if not isinstance(path, Path):
         return MissingPathError(
-            f"there is no {wanted} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
+            f"there is no {kind} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
         )
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
     runs += [at / filenames.STORE for at in (path, path.parent) if is_store(at / filenames.STORE)]
@@ -947,12 +957,12 @@ def not_found(path: Address, wanted: str = "run") -> MissingPathError:
         near = did_you_mean(str(path), [str(run) for run in runs if run != path])
         hint = near.replace("Known:", "Runs here:") if len(runs) <= 8 else near.split(" Known:")[0]
     what = "is not one" if path.exists() else "does not exist"
-    return MissingPathError(f"there is no {wanted} at {path}: the folder {what}.{hint}")
+    return MissingPathError(f"there is no {kind} at {path}: the folder {what}.{hint}")
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    found = [RunFolder(config.parent) for config in folder.glob(f"*/{filenames.CONFIG}")]
-    return [run.path for run in found if run.metrics_file.is_file()]
+    runs = [RunFolder(config.parent) for config in folder.glob(f"*/{filenames.CONFIG}")]
+    return [run.path for run in runs if run.metrics_file.is_file()]
 
 
 __all__ = [

@@ -43,19 +43,19 @@ Inputs = dict[str, dict[str, Any]]
 def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
     """Copy the definition's source and the prompt files into a run's folder; return the copies that are new."""
     source, _, _ = definition.rpartition(":")
-    found = [(Path(source), root / filenames.SOURCE / Path(source).name)] if source.endswith(".py") else []
+    copies = [(Path(source), root / filenames.SOURCE / Path(source).name)] if source.endswith(".py") else []
     for field, path in _all_prompt_paths(pipeline):
         if Path(path).is_file() and Path(path).stat().st_size <= LARGEST_PROMPTS:
-            found.append((Path(path), kept_prompts(root, field, path)))
+            copies.append((Path(path), kept_prompts(root, field, path)))
     if (template := template_file(pipeline.policy.chat_template)) is not None:
-        found.append((template, root / filenames.INPUTS / "policy.chat_template" / template.name))
-    kept = []
-    for file, target in found:
+        copies.append((template, root / filenames.INPUTS / "policy.chat_template" / template.name))
+    targets = []
+    for file, target in copies:
         if file.is_file() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, file.read_bytes())
-            kept.append(target)
-    return kept
+            targets.append(target)
+    return targets
 
 
 def kept_prompts(root: Path, field: str, path: str) -> Path:
@@ -65,8 +65,8 @@ def kept_prompts(root: Path, field: str, path: str) -> Path:
 
 def place(run: Path | str) -> dict[str, str]:
     """Return what tells a run that was started here from one that was copied here: machine, user and path."""
-    known = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
-    name = known.read_text(encoding="utf-8", errors="replace").strip() if known else ""
+    identity_file = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
+    name = identity_file.read_text(encoding="utf-8", errors="replace").strip() if identity_file else ""
     machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
     return {"machine": machine, "path": os.path.abspath(run) if isinstance(run, Path) else run}
 
@@ -82,15 +82,15 @@ def describe_inputs(pipeline: Pipeline) -> Inputs:
     >>> describe_inputs(Pipeline(name="a", policy=TinyPolicy(), prompts=CopyDigits(), reward=token_match))
     {}
     """
-    found = _contents([*_all_prompt_paths(pipeline), *_template_path(pipeline)])
+    inputs = _contents([*_all_prompt_paths(pipeline), *_template_path(pipeline)])
     if isinstance(pipeline.policy, PretrainedPolicy):
         model = Path(pipeline.policy.path).expanduser()
         if model.exists():
-            found["policy.path"] = model_files(model)
+            inputs["policy.path"] = model_files(model)
     if pipeline.replay is not None:
         # Where the stores were. The choice from them is in `gather.json`; they may grow or disappear afterwards.
-        found["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
-    return found
+        inputs["replay.stores"] = {path: str(Path(path).expanduser().resolve()) for path in pipeline.replay.stores}
+    return inputs
 
 
 def prompt_contents(source: Any, field: str) -> Inputs:
@@ -136,8 +136,8 @@ def check_inputs(
         otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)
-    named = [*_prompt_paths(pipeline.prompts, "prompts"), *_template_path(pipeline)]
-    paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(named)}
+    input_paths = [*_prompt_paths(pipeline.prompts, "prompts"), *_template_path(pipeline)]
+    paths = {"policy.path": getattr(pipeline.policy, "path", ""), **dict(input_paths)}
     for field, before in recorded.items():
         if not before or field not in paths or field not in now or now[field] == before:
             continue
@@ -146,21 +146,21 @@ def check_inputs(
         instead = None if field == "policy.path" else otherwise
         was = _recorded_path(definition or {}, field)
         if was not in (None, paths[field]):
-            said = f"{field} was {was}, is {paths[field]}, whose content is another: {what}. Name the recorded one"
+            problem = f"{field} was {was}, is {paths[field]}, whose content is another: {what}. Name the recorded one"
         else:
-            said = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back"
+            problem = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back"
         raise RunMismatchError(
-            f"{said} to go on with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
+            f"{problem} to go on with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
 
 
 def _recorded_path(definition: Mapping[str, Any], field: str) -> str | None:
     """Return the path that a recorded definition has in a field, or None."""
     try:
-        found = field_of(definition, field)
+        recorded = field_of(definition, field)
     except KeyError:
         return None
-    return found if isinstance(found, str) else None
+    return recorded if isinstance(recorded, str) else None
 
 
 def _prompt_paths(source: Any, field: str) -> Iterator[tuple[str, str]]:
@@ -185,8 +185,8 @@ def _all_prompt_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
 
 
 def _held_out_paths(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
-    for name, one in pipeline.evaluations.items():
-        yield from _prompt_paths(one.prompts, f"evaluate.{name}.prompts" if name else "evaluate.prompts")
+    for name, evaluation in pipeline.evaluations.items():
+        yield from _prompt_paths(evaluation.prompts, f"evaluate.{name}.prompts" if name else "evaluate.prompts")
 
 
 def _contents(paths: Iterable[tuple[str, str]]) -> Inputs:
@@ -223,10 +223,10 @@ def model_files(folder: Path) -> dict[str, Any]:
     """Return the record of a model folder or GGUF file; see `describe_inputs`."""
     if folder.is_file():
         return {folder.name: f"{folder.stat().st_size}:{_ends(folder)}"}
-    found = {name: _digest_of(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
+    digests = {name: _digest_of(folder / name) for name in _TEXT_FILES if (folder / name).is_file()}
     for pattern in _WEIGHTS:
-        found |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}
-    return found
+        digests |= {file.name: f"{file.stat().st_size}:{_ends(file)}" for file in sorted(folder.glob(pattern))}
+    return digests
 
 
 def _digest_of(file: Path) -> str:

@@ -57,8 +57,8 @@ class Ledger:
         as_old = before is not None and before.get("ages", row.get("ages")) == row.get("ages", before.get("ages"))
         if before is not None and as_old and before["row_ids"] == row["row_ids"]:
             return True
-        named = None if before is None else before.get("trajectory_ids")
-        as_old &= named is not None and named == row.get("trajectory_ids")
+        recorded_ids = None if before is None else before.get("trajectory_ids")
+        as_old &= recorded_ids is not None and recorded_ids == row.get("trajectory_ids")
         if before is not None and not as_old:
             differs(before)
         # Later rows were planned from this one.

@@ -25,7 +25,7 @@ SAMPLE: Final = ("prompt", "completion", "task_reward", "advantage")
 
 
 def with_logger(
-    asked: Setup, run: RunFolder, on_event: EventHandler, samples: Samples = lambda step, most: []
+    setup: Setup, run: RunFolder, on_event: EventHandler, samples: Samples = lambda step, most: []
 ) -> EventHandler:
     """Return an event handler that also sends the metrics of each step to a logger.
 
@@ -38,14 +38,14 @@ def with_logger(
     >>> with_logger(Setup(pipeline=asked), RunFolder("run"), print) is print
     True
     """
-    learn, kind = asked.pipeline.learn, asked.pipeline.learn.logger
+    learn, kind = setup.pipeline.learn, setup.pipeline.learn.logger
     if kind is None:
         return on_event
     logger = _make(learn, kind, run)
     last_logged = run.rows(run.metrics_file).last_step
     if kind == "wandb" or not last_logged:  # the others take hyperparameters once
-        fields = {path: _plain(value) for path, value in flat_fields(to_json(asked.pipeline))}
-        logger.log_hparams({**fields, "seed": asked.seed, "device": asked.device})
+        fields = {path: _plain(value) for path, value in flat_fields(to_json(setup.pipeline))}
+        logger.log_hparams({**fields, "seed": setup.seed, "device": setup.device})
 
     def handle(event: Event) -> None:
         on_event(event)
@@ -69,14 +69,14 @@ def _make(learn: Learn, kind: str, run: RunFolder) -> Any:
     from torchrl.record.loggers import get_logger
 
     project = {} if learn.logger_project is None else {"project": learn.logger_project}
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind == "wandb":
-        given["wandb_kwargs"] = {"id": _wandb_id(run), **project, "tags": list(learn.logger_tags) or None}
+        options["wandb_kwargs"] = {"id": _wandb_id(run), **project, "tags": list(learn.logger_tags) or None}
     elif kind == "trackio":
-        given["trackio_kwargs"] = project
+        options["trackio_kwargs"] = project
     name = run.path.name if learn.logger_name is None else learn.logger_name
     try:
-        return get_logger(kind, str(run.logger_files), name, **given)  # pyright: ignore[reportArgumentType]
+        return get_logger(kind, str(run.logger_files), name, **options)  # pyright: ignore[reportArgumentType]
     except ImportError as error:
         raise _not_installed(kind, str(error)) from error
 

@@ -123,7 +123,7 @@ class Loop:
 
     def __init__(
         self,
-        asked: Setup,
+        setup: Setup,
         run: RunFolder,
         learner: Learner,
         source: Source,
@@ -141,24 +141,26 @@ class Loop:
         self.total_steps = self.learn.steps if source.last is None else min(self.learn.steps, source.last)
         """The last step of the run."""
         self.stop = stop
-        self.on_event = with_logger(asked, run, on_event, self._samples)
+        self.on_event = with_logger(setup, run, on_event, self._samples)
         self.after = after
         self.evaluator = evaluator
         self.progress = Progress()
         self.metrics = run.metrics
         self.metrics.refresh()
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
-        allowed = asked.pipeline.buffer.max_bytes
-        self._disk = None if run.place.is_remote else DiskWatch(run.path, allowed, lambda said: tell(on_event, said))
+        allowed = setup.pipeline.buffer.max_bytes
+        self._disk = (
+            None if run.place.is_remote else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning))
+        )
         self._repeated = Repeated()
-        self._evicts_nothing = asked.pipeline.buffer.max_trajectories is None
+        self._evicts_nothing = setup.pipeline.buffer.max_trajectories is None
         self._samples_all_again = (
             source.samples_again
-            and asked.pipeline.sample.strategy == "fresh"
-            and asked.pipeline.max_staleness < self.learn.steps_per_rollout
+            and setup.pipeline.sample.strategy == "fresh"
+            and setup.pipeline.max_staleness < self.learn.steps_per_rollout
         )
         """Whether a resumed run needs no trajectory from before its checkpoint, if the next step begins a rollout."""
-        self._unrecorded: Setup | None = asked
+        self._unrecorded: Setup | None = setup
         self._writer = CheckpointWriter(run.checkpoints, learner, say=lambda notice: tell(on_event, notice))
         self._begun: int | None = None
         """The step of the newest checkpoint, finished or not, which is not saved again."""
@@ -269,9 +271,9 @@ class Loop:
         if planned is None:
             return []
         rows = np.asarray(planned["row_ids"][:most], np.int64)
-        found = store.read(rows, [name for name in SAMPLE if name in store.schema])
-        columns = [found.get(name, [""] * len(rows)) for name in SAMPLE]
-        return [[one if isinstance(one, str) else float(one) for one in row] for row in zip(*columns, strict=True)]
+        sampled = store.read(rows, [name for name in SAMPLE if name in store.schema])
+        columns = [sampled.get(name, [""] * len(rows)) for name in SAMPLE]
+        return [[cell if isinstance(cell, str) else float(cell) for cell in row] for row in zip(*columns, strict=True)]
 
     def _ended(self) -> Reason | None:
         learn, progress = self.learn, self.progress
@@ -298,9 +300,9 @@ class Loop:
         if self._unrecorded is not None:
             self._settle(self._unrecorded, number)
         for notice in learner.take_notices():
-            said = self._repeated.said(notice)
-            if said is not None:
-                tell(self.on_event, said)
+            summary = self._repeated.said(notice)
+            if summary is not None:
+                tell(self.on_event, summary)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
         row |= self.folder.place.traffic(learner.buffer.store)
         row |= self._evaluate(number)
@@ -318,11 +320,11 @@ class Loop:
             self.folder.flush()
             raise
 
-    def _settle(self, asked: Setup, step: int) -> None:
+    def _settle(self, setup: Setup, step: int) -> None:
         """Record the settings of this process once its first step is taken, before that step's line is written."""
-        if self.folder.changed_from(asked.pipeline, step):
+        if self.folder.changed_from(setup.pipeline, step):
             self.metrics.drop_from(step)  # figures of steps that were taken with other settings
-        self.folder.record(asked, from_step=step)
+        self.folder.record(setup, from_step=step)
         self._unrecorded = None
 
     def _evaluate(self, step: int) -> Mapping[str, float | int | None]:

@@ -34,19 +34,19 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
             f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
             f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     try:
-        with tempfile.NamedTemporaryFile(prefix=".rlhf-pipeline-", dir=there) as file:
-            held = not locks or _keeps_others_out(Path(file.name))
+        with tempfile.NamedTemporaryFile(prefix=".rlhf-pipeline-", dir=existing) as file:
+            can_lock = not locks or _keeps_others_out(Path(file.name))
     except OSError as error:
         raise RunStorageError(
-            f"{out} cannot be {'written' if there == out else 'made'}: {there}: {error.strerror}. "
+            f"{out} cannot be {'written' if existing == out else 'made'}: {existing}: {error.strerror}. "
             f"Choose a folder that can be written: {option} OTHER_FOLDER"
         ) from error
-    if not held:
+    if not can_lock:
         raise RunStorageError(
-            f"{there} cannot lock a file so that another process sees it, and a run is written by one process alone. "
-            f"Choose a local disk: {option} OTHER_FOLDER"
+            f"{existing} cannot lock a file so that another process sees it, and a run is written by one process "
+            f"alone. Choose a local disk: {option} OTHER_FOLDER"
         )
 
 
@@ -90,11 +90,11 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     evaluate, field = pipeline.evaluations[name], prompts_field(name)
     evaluate.sampling(pipeline.collect)  # refuses what the engine cannot do
     check_columns(bound_rewards(pipeline), field, evaluate.prompts)
-    both = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
-    if not apart or both[0] is None or both[1] is None:
+    readers = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
+    if not apart or readers[0] is None or readers[1] is None:
         return  # one of them makes its prompts, or does not tell them
-    learned = {prompt.text for prompt in both[0]()}
-    shared = [prompt.text for prompt in both[1]() if prompt.text in learned]
+    learned = {prompt.text for prompt in readers[0]()}
+    shared = [prompt.text for prompt in readers[1]() if prompt.text in learned]
     if shared:
         raise DefinitionError(
             f"{field} has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "

@@ -88,14 +88,14 @@ def fitting(
     prompts = source.all_prompts()
     most = _most(source, policy, prefill)
     gone = _too_long(prompts, source, policy, most, on_event)
-    kept = tuple(position for position in range(len(prompts)) if position not in gone)
-    if not kept:
+    positions = tuple(position for position in range(len(prompts)) if position not in gone)
+    if not positions:
         raise DataError(
             f"all {len(prompts):,} prompts of {source.path or 'rows'} are too long: more than "
             f"{most:,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
             "context."
         )
-    return ChosenPrompts(source=source, positions=kept)
+    return ChosenPrompts(source=source, positions=positions)
 
 
 def skipped_notices(source: PromptSource, policy: TokenPolicy, prefill: str = "") -> Iterator[str]:
@@ -106,9 +106,9 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy, prefill: str = ""
             if "too_long" in part.skip:
                 left = fitting(part, policy, prefill=prefill)
                 counts["too_long"] = total - len(left) if isinstance(left, ChosenPrompts) else 0
-            named = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
+            rules = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
-            yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {named}."
+            yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {rules}."
 
 
 def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
@@ -172,19 +172,19 @@ def _too_long(
     if file is not None and file.is_file():
         with suppress(OSError, ValueError):
             return {doubtful[at]: num for at, num in json.loads(file.read_text(encoding="utf-8"))}
-    found, said = TooLong(), time.monotonic()
+    too_long, last_notice = TooLong(), time.monotonic()
     for done, position in enumerate(doubtful):
         num = _num_tokens(policy.tokenizer, prompts[position], source, enough=most + 1)
         if num > most:
-            found[position] = num
-        if time.monotonic() - said > _SECONDS_A_NOTICE:
-            said = time.monotonic()
+            too_long[position] = num
+        if time.monotonic() - last_notice > _SECONDS_A_NOTICE:
+            last_notice = time.monotonic()
             what = f"checking the length of prompts: {done + 1:,} of {len(doubtful):,}"
             on_event(Notice(message=what, level="progress"))
     if file is not None:
         places = {position: at for at, position in enumerate(doubtful)}
-        _remember(file, json.dumps([(places[position], num) for position, num in found.items()]))
-    return found
+        _remember(file, json.dumps([(places[position], num) for position, num in too_long.items()]))
+    return too_long
 
 
 def _size(prompt: Prompt) -> int:
@@ -239,6 +239,6 @@ def _remember(file: Path, text: str) -> None:
     """Write the file whole or not at all; where it cannot be written, the next start checks again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-            made.write(text)
-        Path(made.name).replace(file)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
+            temporary.write(text)
+        Path(temporary.name).replace(file)

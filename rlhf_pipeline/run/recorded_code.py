@@ -165,10 +165,10 @@ def _records(
         by_text: see `describe_code`.
     """
     rewards = rewards_of(pipeline.reward)
-    versions = {place: one.version for place, one in enumerate(rewards) if one.version is not None}
+    versions = {place: reward.version for place, reward in enumerate(rewards) if reward.version is not None}
     sources = (lambda source: [source]) if by_text else (lambda source: [*_sources_of(source)])
     code: dict[str, list[Any]] = {
-        "reward": [one.function for one in rewards],
+        "reward": [reward.function for reward in rewards],
         "prompts": sources(pipeline.prompts),
         "environment": [*code_of(pipeline.environment)],
         "evaluate.prompts": [part for source in evaluated for part in sources(source)],
@@ -201,25 +201,25 @@ def _text_record(part: Any) -> dict[str, Any] | None:
     """Return the hash of code's source text; None for code of this package, or without text."""
     while isinstance(part, functools.partial):
         part = cast("functools.partial[object]", part).func
-    named: Any = part if hasattr(part, "__qualname__") else type(part)
-    if named.__module__.split(".")[0] == __name__.split(".")[0]:
+    definition: Any = part if hasattr(part, "__qualname__") else type(part)
+    if definition.__module__.split(".")[0] == __name__.split(".")[0]:
         return None
     try:
-        text = inspect.getsource(named) + "".join(_texts_named_by(named))
+        text = inspect.getsource(definition) + "".join(_texts_named_by(definition))
     except (OSError, TypeError, KeyError):
         return None
     return {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _texts_named_by(named: Any) -> Iterator[str]:
+def _texts_named_by(definition: Any) -> Iterator[str]:
     """Yield the code of the module's functions, classes and values that a function or class names, recursively."""
     parts: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[named.__module__])).body:
+    for node in ast.parse(inspect.getsource(sys.modules[definition.__module__])).body:
         bound = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
         for name in [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else bound:
             parts[name] = parts.get(name, "") + ast.unparse(node)
-    parts.pop(named.__qualname__, None)
-    words = inspect.getsource(named)
+    parts.pop(definition.__qualname__, None)
+    words = inspect.getsource(definition)
     while texts := {name: parts.pop(name) for name in sorted(parts.keys() & set(re.findall(r"\w+", words)))}:
         words = "\n".join(texts.values())
         yield words

@@ -69,10 +69,10 @@ def served_rows(run: RunFolder, store: TrajectoryStore, step: int, *, max_stalen
     every, since = store.ids(), _oldest(run, step, max_staleness)
     rows = every[max(len(every) - (store.watermark - since), 0) :]
     segments, first, counts = np.unique(rows >> ORDINAL_SHIFT, return_index=True, return_counts=True)
-    found = zip(segments.tolist(), first.tolist(), counts.tolist(), strict=True)
+    spans = zip(segments.tolist(), first.tolist(), counts.tolist(), strict=True)
     return {
         str(segment): (int(rows[at]), int(rows[rows >> ORDINAL_SHIFT == segment].max()), count)
-        for segment, at, count in found
+        for segment, at, count in spans
     }
 
 
@@ -88,12 +88,12 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
     """
     every = store.ids()
     for segment, (first, last, count) in before.items():
-        there = int(np.count_nonzero((every >= first) & (every <= last)))
-        if there < count:
+        readable = int(np.count_nonzero((every >= first) & (every <= last)))
+        if readable < count:
             problems = store.verify(np.asarray([first, last])).problems
-            why = problems[0] if problems else f"segment {int(segment)} has {there:,} of them"
+            why = problems[0] if problems else f"segment {int(segment)} has {readable:,} of them"
             raise CorruptionError(
-                f"{store.path}: {count - there:,} trajectories of {first} to {last} cannot be read: {why}."
+                f"{store.path}: {count - readable:,} trajectories of {first} to {last} cannot be read: {why}."
             )
 
 

@@ -24,7 +24,7 @@ from rlhf_pipeline.run.sources import ledger_to_follow, stored_source
 from rlhf_pipeline.run.temperatures import check_known, replayed_at
 
 
-def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunFinished:
+def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFinished:
     """Learn from the stores that a definition names, to its end or until a signal.
 
     First the chosen trajectories are copied into the run's own store; those that lack log-probs or an advantage go
@@ -32,18 +32,18 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
     the seed and the step. A resumed run continues gathering where it stopped, or continues from the newest checkpoint.
     The choice of the first start is kept, even if stores have grown since.
     """
-    started, folder, pipeline, seed = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline, asked.seed
-    policy = build_policy(pipeline, seed=seed, device=asked.device)
+    started, folder, pipeline, seed = time.perf_counter(), RunFolder(job.run_dir), job.pipeline, job.seed
+    policy = build_policy(pipeline, seed=seed, device=job.device)
     policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
     if Choice.load(folder) is None:
-        check_known(pipeline, asked.overrides, choice)
+        check_known(pipeline, job.overrides, choice)
     heat = replayed_at(folder, choice)
     if heat is not None and heat != (policy.temperature or 1.0):
         policy.temperature = heat
     schema = None if folder.gathered() is not None else gather_schema(choice)
-    with asked.begun(folder, on_event) as heartbeat:
+    with job.begun(folder, on_event) as heartbeat:
         if policy.temperature != pipeline.collect.temperature:
             tell(
                 on_event,
@@ -67,7 +67,7 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
                 source = stored_source(pipeline, replay, learner, folder)
                 with open_evaluator(pipeline, policy, run=folder, seed=seed, on_event=on_event) as evaluator:
                     loop = Loop(
-                        asked,
+                        job,
                         folder,
                         learner,
                         source,
@@ -81,7 +81,7 @@ def replay_stores(asked: Run, replay: Replay, *, on_event: EventHandler) -> RunF
                     finished = loop.finished(loop.run(), len(storage.store))
             else:
                 finished = RunFinished(
-                    run_dir=asked.run_dir,
+                    run_dir=job.run_dir,
                     reason="interrupted",
                     steps=0,
                     seconds=time.perf_counter() - started,
@@ -111,7 +111,7 @@ def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
 
 def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
     num = len(choice.sources)
-    said = [f"gathered {counts.trajectories:,} trajectories of {num} store{'s' if num > 1 else ''}"]
+    sentences = [f"gathered {counts.trajectories:,} trajectories of {num} store{'s' if num > 1 else ''}"]
     ungraded = sum(source.num_ungraded for source in choice.sources)
     damaged = sum(source.num_damaged for source in choice.sources)
     repeated = sum(source.num_repeated for source in choice.sources)
@@ -125,5 +125,5 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
         (repeated, "are stored again later and were left out"),
     ):
         if figure:
-            said.append(f"{figure:,} {what}")
-    return "; ".join(said)
+            sentences.append(f"{figure:,} {what}")
+    return "; ".join(sentences)

@@ -93,11 +93,11 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     """Find the checkpoint to start from, and check that everything needed is recorded."""
     run = RunFolder(run_dir)
     ledger, metrics = run.ledger, run.metrics
-    taken = min(ledger.last_step, metrics.last_step)
-    if not 1 <= from_step <= taken:
+    num_steps_taken = min(ledger.last_step, metrics.last_step)
+    if not 1 <= from_step <= num_steps_taken:
         raise DataError(
-            f"{run_dir} has no step {from_step} to replay: its ledger and metrics have steps 1 to {taken}."
-            if taken
+            f"{run_dir} has no step {from_step} to replay: its ledger and metrics have steps 1 to {num_steps_taken}."
+            if num_steps_taken
             else f"{run_dir} has no steps to replay: its ledger or its metrics are empty."
         )
     checkpoints = [(step_of(path), path) for path in run.saved()]
@@ -108,14 +108,14 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
             f"{run_dir} has no checkpoint to replay step {from_step} from: "
             + (
                 f"the oldest is of step {oldest}, so the first step that can be replayed is {oldest + 1}. "
-                if oldest is not None and oldest < taken
+                if oldest is not None and oldest < num_steps_taken
                 else "none is left of an earlier step. "
             )
             + "To be able to replay any step, start the run with --set learn.keep_checkpoints=1000000."
         )
     start, checkpoint = before[-1]
     run.bring(checkpoint)
-    last = taken if num_steps is None else min(from_step + num_steps - 1, taken)
+    last = num_steps_taken if num_steps is None else min(from_step + num_steps - 1, num_steps_taken)
     lacking = [
         step for step in range(start + 1, last + 1) if ledger.place_of(step) is None or metrics.place_of(step) is None
     ]
@@ -124,20 +124,20 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
     return RerunPlan(run=run, checkpoint=checkpoint, start=start, first=from_step, last=last)
 
 
-def rerun(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
+def rerun(current: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterator[RepeatedSteps]:
     """Take the steps again and yield those from `plan.first` on; nothing in the run folder changes.
 
     Each is taken with the settings that the run had at that step.
 
     Args:
-        asked: the definition now, with the recorded overrides.
+        current: the definition now, with the recorded overrides.
         plan: the steps.
         seed: of the run.
         device: where the steps are taken.
     """
     exact = torch.device(device).type == "cpu"
     run, history = plan.run, plan.run.history
-    with closing(TrajectoryStorage(run.store_path, mode="r", backend=asked.buffer.backend)) as storage:
+    with closing(TrajectoryStorage(run.store_path, mode="r", backend=current.buffer.backend)) as storage:
         heat = sampled_at([(storage.store, None)])
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
 
@@ -146,12 +146,12 @@ def rerun(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterat
             policy.temperature = heat or policy.temperature
             return build_learner(defined, policy, buffer, ledger=None, seed=seed, may_be_empty=True)
 
-        pipeline = definition_at(asked, history, plan.start + 1)
+        pipeline = definition_at(current, history, plan.start + 1)
         learner = learner_of(pipeline)
         load_checkpoint(plan.checkpoint, learner)
         batches = _batches(pipeline, storage.store, seed)
         for step in range(plan.start + 1, plan.last + 1):
-            if (defined := definition_at(asked, history, step)) != pipeline:
+            if (defined := definition_at(current, history, step)) != pipeline:
                 pipeline, before, learner = defined, learner, learner_of(defined)
                 _go_on(before, learner)
             row, line = run.ledger.known(step), run.metrics.known(step)
@@ -162,7 +162,7 @@ def rerun(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterat
                     drawn, _ = batches.rows(step)
                     if drawn.tolist() != rows.tolist():
                         problem = f"{len(drawn)} other trajectories would be drawn now"
-                found = learner.step(
+                figures = learner.step(
                     step,
                     row_ids=rows,
                     ages=np.asarray(row["ages"], dtype=np.int64),
@@ -179,9 +179,9 @@ def rerun(asked: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iterat
                     num_trajectories=len(rows),
                     batch_problem=problem,
                     recorded=line.get("loss"),
-                    computed=_recorded_form(found["loss"]),
+                    computed=_recorded_form(figures["loss"]),
                     recorded_norm=line.get("grad_norm"),
-                    computed_norm=_recorded_form(found["grad_norm"]),
+                    computed_norm=_recorded_form(figures["grad_norm"]),
                     # Several processes sum their gradients in another order.
                     exact=exact and line.get("processes", 1) == 1,
                 )

@@ -141,14 +141,14 @@ class StepRows(Sequence[Row]):
             return self._end
         if step == self.last_step:
             return self._last_start
-        low, before, bound, after, found, halves = 0, self._first, self._end, self.last_step, self._end, False
+        low, before, bound, after, line_start, halves = 0, self._first, self._end, self.last_step, self._end, False
         while low < bound:  # the line starts at `found`, or in low..bound, and `low` is where a line starts
             # Lines are of about one length: the first guess is a few lines before, and those are read one by one.
             share = 0.5 if halves else min(max((step - before - _NEAR / 2) / max(after - before, 1), 0.0), 1.0)
             middle, halves = low + int((bound - low) * share), not halves
             file.seek(max(middle - 1, 0))
             start = middle + len(file.readline()) - 1 if middle else 0
-            line = file.readline() if start < found else b""
+            line = file.readline() if start < line_start else b""
             at = _step_of(line) if line else after
             if line and 0 <= step - at < _NEAR:
                 for _ in range(step - at):
@@ -160,8 +160,8 @@ class StepRows(Sequence[Row]):
             if line and at < step:
                 low, before = start + len(line), at + 1
             else:
-                bound, after, found = middle, at, min(start, found)
-        return found
+                bound, after, line_start = middle, at, min(start, line_start)
+        return line_start
 
     def problems(self) -> Iterator[str]:
         """Yield the problems: every line is read and compared with its checksum."""
@@ -238,15 +238,15 @@ class StepRows(Sequence[Row]):
 
     def _picked(self, places: Iterable[int]) -> list[Row]:
         """Return the rows at some places, each looked for."""
-        found: list[Row] = []
+        picked: list[Row] = []
         with _opened(self.path) as file:
             for place in places:
                 start = self._start_of(self._first + place, file)
                 file.seek(start)
                 line = file.readline()
                 self._check(line, place, start)
-                found.append(self._row(line))
-        return found
+                picked.append(self._row(line))
+        return picked
 
     def _check(self, line: bytes, place: int, start: int) -> None:
         if not (line and _step_of(line) == place + self._first and _holds(line, start)):
@@ -291,10 +291,10 @@ class NewRows:
         self.rows.refresh()
         if self.rows.last_step == self._last and self.rows._last_line == before:
             return []
-        kept = self._last
-        while kept in self._seen and self.rows.checksum_of(kept) != self._seen[kept]:
-            kept -= 1
-        return [self.rows._row(line) for line in self._take(kept + 1)]
+        unchanged = self._last
+        while unchanged in self._seen and self.rows.checksum_of(unchanged) != self._seen[unchanged]:
+            unchanged -= 1
+        return [self.rows._row(line) for line in self._take(unchanged + 1)]
 
     def _take(self, step: int) -> Iterator[bytes]:
         last = self.rows.last_step
@@ -325,9 +325,9 @@ def _holds(line: bytes, start: int, *, sealed: bool = False) -> bool:
 
 
 def _step_of(line: bytes) -> int:
-    found = _STEP.match(line)
-    if found is not None:
-        return int(found[1])
+    match = _STEP.match(line)
+    if match is not None:
+        return int(match[1])
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -55,13 +55,13 @@ class Run(Setup):
 
     def check(self) -> list[PipelineError | StoreError]:
         """Return everything that is wrong, as far as that shows without torch, and change nothing."""
-        found: dict[str, PipelineError | StoreError] = {}
+        problems: dict[str, PipelineError | StoreError] = {}
         for holds in self._checks():
             try:
                 holds()
             except (PipelineError, StoreError) as error:
-                found.setdefault(str(error), error)
-        return list(found.values())
+                problems.setdefault(str(error), error)
+        return list(problems.values())
 
     def checked(self) -> Run:
         """Return this run if nothing is wrong with it."""

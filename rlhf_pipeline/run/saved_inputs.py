@@ -19,14 +19,14 @@ Overrides = tuple[tuple[str, str], ...]
 
 def definition_of(
     run: RunFolder,
-    named: str | None = None,
+    definition: str | None = None,
     *,
     trust: bool,
     moved: str = "name its new place: --definition FILE.py[:function]",
 ) -> definitions.Definition:
     """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder."""
-    if named:
-        return definitions.find(named)
+    if definition:
+        return definitions.find(definition)
     spec = run.config.definition
     source, _, function = spec.rpartition(":")
     foreign = not trust and run.config.place != place(run.address)
@@ -39,18 +39,18 @@ def definition_of(
     if not source.endswith(".py"):
         return definitions.find(spec)
     copy = run.bring(run.path / filenames.SOURCE / Path(source).name)
-    there = next((file for file in (Path(source), copy) if file.is_file()), None)
-    if there is None:
+    source_file = next((file for file in (Path(source), copy) if file.is_file()), None)
+    if source_file is None:
         raise MissingPathError(
             f"the definition that {run.address} was started with is gone: there is no file {source}, and no copy at "
             f"{copy}. If the file has moved, {moved}"
         )
     if foreign:
         raise DefinitionError(
-            f"{run.address} was not started here, and its definition is code of its own: {typed(there)}. Read it, then "
-            "add --trust to execute it. Or name a definition of yours on the command line."
+            f"{run.address} was not started here, and its definition is code of its own: {typed(source_file)}. Read "
+            "it, then add --trust to execute it. Or name a definition of yours on the command line."
         )
-    return definitions.find(f"{there}:{function}")
+    return definitions.find(f"{source_file}:{function}")
 
 
 def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
@@ -59,14 +59,14 @@ def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     The prompts come from the run's copies. The model's folder is replaced by the newest checkpoint, which has its
     architecture and its tokenizer, where nothing else needs the first weights: without a reference model and LoRA.
     """
-    found = dict(overrides)
+    settings = dict(overrides)
     policy = run.config.pipeline.get("policy")
     for field in run.inputs:
         path = field_of(run.config.pipeline, field) if field.endswith("prompts.path") or ".sources." in field else ""
         if path and not Path(path).exists():
             copy = run.bring(kept_prompts(run.path, field, path))
             if copy.is_file():
-                found[field] = str(copy)
+                settings[field] = str(copy)
     path = policy.get("path") if isinstance(policy, dict) else None
     if isinstance(path, str) and "policy.path" in run.inputs and not Path(path).expanduser().exists():
         saved = run.saved()
@@ -76,8 +76,8 @@ def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
             and not policy.get("lora_rank")
             and not _needs_the_first_weights(run.config.pipeline)
         ):
-            found["policy.path"] = str(run.bring(saved[-1]))
-    return tuple(found.items())
+            settings["policy.path"] = str(run.bring(saved[-1]))
+    return tuple(settings.items())
 
 
 def _needs_the_first_weights(pipeline: Mapping[str, Any]) -> bool:

@@ -86,7 +86,7 @@ class MadeHere(_Collected):
         weights = [] if followed is None or rollout is None else followed.weights(index)
         return StepBatch(
             task_reward=rollout.task_reward if rollout else None,
-            about=_about(index, rollout) | {f"source_weight/{source}": one for source, one in enumerate(weights)},
+            about=_about(index, rollout) | {f"source_weight/{source}": weight for source, weight in enumerate(weights)},
             ledger_fields={"source_weights": weights} if weights else None,
         )
 
@@ -201,8 +201,8 @@ class Arrivals(_Collected):
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
         row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
-        said = self._waiting.get(index) or self._rollouts.known(index)
-        lost = said.num_trajectories - len(row_ids)
+        stored = self._waiting.get(index) or self._rollouts.known(index)
+        lost = stored.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
             tell(
                 self._on_event,
@@ -210,7 +210,7 @@ class Arrivals(_Collected):
                 "power loss can take what buffer.durability=process has not synced. The others are learned from.",
             )
         graded = np.isfinite(store.read_scalars("task_reward", row_ids))
-        return said, row_ids[graded], int((~graded).sum())
+        return stored, row_ids[graded], int((~graded).sum())
 
     def _usable(self, rollout: int, row_ids: Ints, num_failed: int, step: int) -> ChosenRows:
         """Return the trajectories that `step` learns from; report how many are too old."""
@@ -218,14 +218,14 @@ class Arrivals(_Collected):
             return self._drawn(rollout, step)
         row_ids = row_ids[self._parts.learner.part(len(row_ids), step)]
         versions = self._versions(row_ids)
-        known = self._of_this_run(row_ids, versions, step)
-        if not known.all():
+        of_this_run = self._of_this_run(row_ids, versions, step)
+        if not of_this_run.all():
             tell(
                 self._on_event,
-                f"step {step}: {int((~known).sum())} of {len(known)} trajectories of rollout {rollout} were "
-                "sampled with weights of steps that the run has lost since; they are kept and not learned from.",
+                f"step {step}: {int((~of_this_run).sum())} of {len(of_this_run)} trajectories of rollout {rollout} "
+                "were sampled with weights of steps that the run has lost since; they are kept and not learned from.",
             )
-        lost, row_ids, ages = int((~known).sum()), row_ids[known], step - 1 - versions[known]
+        lost, row_ids, ages = int((~of_this_run).sum()), row_ids[of_this_run], step - 1 - versions[of_this_run]
         young = ages <= self._pipeline.max_staleness
         if not young.all():
             tell(
@@ -247,8 +247,8 @@ class Arrivals(_Collected):
         # A power loss may take rows that the ledger names; rows sampled in their place may have the same ids.
         versions = self._versions(row_ids)
         ages = step - 1 - versions
-        named, names = planned.get("trajectory_ids"), trajectory_names(self._parts.buffer.store, row_ids)
-        as_said = named is None or names.tolist() == named
+        recorded_names, names = planned.get("trajectory_ids"), trajectory_names(self._parts.buffer.store, row_ids)
+        as_said = recorded_names is None or names.tolist() == recorded_names
         as_said &= ages.tolist() == planned["ages"] and bool(self._of_this_run(row_ids, versions, step).all())
         return ChosenRows(row_ids, ages, names, planned.get("left_out", {})) if as_said else None
 
@@ -263,12 +263,12 @@ class Arrivals(_Collected):
         """
         ledger = self._parts.learner.ledger
         digests = self._parts.buffer.store.read_scalars(POLICY_DIGEST.name, row_ids)
-        known = digests == 0
-        for version in np.unique(versions[~known & (versions < step)]).tolist():
+        of_this_run = digests == 0
+        for version in np.unique(versions[~of_this_run & (versions < step)]).tolist():
             row = ledger.planned(version + 1) or {}
             had = {row.get(POLICY_DIGEST.name, 0), self._digests.get(version, 0)} - {0}
-            known |= (versions == version) & (np.isin(digests, list(had)) if had else True)
-        return known
+            of_this_run |= (versions == version) & (np.isin(digests, list(had)) if had else True)
+        return of_this_run
 
     def _drawn(self, rollout: int, step: int) -> ChosenRows:
         """Return what `sample.strategy` draws from the rollouts that were begun, as recorded in the ledger."""
@@ -379,8 +379,8 @@ class RecordedVersions(Source):
 
     def _check(self, num_steps: int, max_staleness: int) -> None:
         now = np.arange(num_steps)
-        found = np.searchsorted(self._versions, now, "right") - np.searchsorted(self._versions, now - max_staleness)
-        lacking = np.flatnonzero(found == 0)
+        counts = np.searchsorted(self._versions, now, "right") - np.searchsorted(self._versions, now - max_staleness)
+        lacking = np.flatnonzero(counts == 0)
         if len(lacking):
             step = int(lacking[0]) + 1
             raise DataError(
@@ -404,13 +404,13 @@ class RecordedLedger(Source):
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Take the rows that the ledger names; the reward is that of the rollout that the step begins."""
         recorded = self._recorded.known(step)
-        wanted = np.asarray(recorded["row_ids"], np.int64)
-        at = np.searchsorted(self._rows, wanted)
-        known = self._rows[np.minimum(at, len(self._rows) - 1)] == wanted
-        if not known.all():
+        recorded_ids = np.asarray(recorded["row_ids"], np.int64)
+        at = np.searchsorted(self._rows, recorded_ids)
+        is_stored = self._rows[np.minimum(at, len(self._rows) - 1)] == recorded_ids
+        if not is_stored.all():
             raise DataError(
-                f"step {step} of the run learned from {len(wanted)} trajectories, and {int((~known).sum())} of them "
-                f"are not among those chosen: evicted, or left out by a filter. {_OTHERWISE}"
+                f"step {step} of the run learned from {len(recorded_ids)} trajectories, and {int((~is_stored).sum())} "
+                f"of them are not among those chosen: evicted, or left out by a filter. {_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.steps_per_rollout == 0

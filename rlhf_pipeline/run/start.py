@@ -51,7 +51,7 @@ def run(
         StoreError: the store refused a rollout; everything acknowledged is still there.
         RewardError: every reward call of a rollout failed.
     """
-    asked = Run(
+    job = Run(
         pipeline=pipeline,
         run_dir=run_dir,
         seed=seed,
@@ -60,32 +60,32 @@ def run(
         definition=definition,
         overrides=overrides,
     )
-    return start(asked.checked(), parent=parent, on_event=on_event)
+    return start(job.checked(), parent=parent, on_event=on_event)
 
 
 def start(
-    asked: Run, *, parent: int | None = None, launch: Launcher | None = None, on_event: EventHandler = ignore_events
+    job: Run, *, parent: int | None = None, launch: Launcher | None = None, on_event: EventHandler = ignore_events
 ) -> RunFinished:
     """Do a run to the end, or until a signal asks to stop; see `run.start.run`.
 
     Args:
-        asked: the run, checked.
+        job: the run, checked.
         parent: also stop when this process, which started us, is gone.
         launch: starts the processes of a supervisor; None starts them on this machine.
         on_event: receives the start, every step, notices and the end.
     """
-    if asked.supervised is not None:
+    if job.supervised is not None:
         from rlhf_pipeline.run.processes.supervise import supervise
 
-        return supervise(asked, asked.supervised, launch=launch, on_event=on_event)
-    if asked.joins == "learn":
+        return supervise(job, job.supervised, launch=launch, on_event=on_event)
+    if job.joins == "learn":
         from rlhf_pipeline.run.processes.learn import learn
 
-        return learn(asked, parent=parent, on_event=on_event)
-    if asked.pipeline.replay is not None:
+        return learn(job, parent=parent, on_event=on_event)
+    if job.pipeline.replay is not None:
         from rlhf_pipeline.run.replay_stores import replay_stores
 
-        return replay_stores(asked, asked.pipeline.replay, on_event=on_event)
+        return replay_stores(job, job.pipeline.replay, on_event=on_event)
     from rlhf_pipeline.run.alone import collect_and_learn
 
-    return collect_and_learn(asked, parent=parent, on_event=on_event)
+    return collect_and_learn(job, parent=parent, on_event=on_event)

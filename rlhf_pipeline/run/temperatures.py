@@ -28,18 +28,18 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
     Args:
         parts: stores, each with the rows to look at, int64 `[n]`, or None for all of them.
     """
-    found: set[float] = set()
+    temperatures: set[float] = set()
     for store, rows in parts:
         if TEMPERATURE in store.schema:
             values = store.read_scalars(column_name(TEMPERATURE), rows)
-            found |= {float(str(value)) or 1.0 for value in np.unique(values[np.isfinite(values)])}
-    if len(found) > 1:
-        heats = " and ".join(f"{heat:g}" for heat in sorted(found))
+            temperatures |= {float(str(value)) or 1.0 for value in np.unique(values[np.isfinite(values)])}
+    if len(temperatures) > 1:
+        heats = " and ".join(f"{heat:g}" for heat in sorted(temperatures))
         raise DataError(
             f"the trajectories were sampled at the temperatures {heats}, and a ratio to their log-probs needs one. "
-            f"Choose those of one: --set replay.filters='temperature=={max(found):g}'"
+            f"Choose those of one: --set replay.filters='temperature=={max(temperatures):g}'"
         )
-    return found.pop() if found else None
+    return temperatures.pop() if temperatures else None
 
 
 def unknown_among(store: TrajectoryStore, rows: Ints | None = None) -> bool:
@@ -53,8 +53,8 @@ def unknown_among(store: TrajectoryStore, rows: Ints | None = None) -> bool:
     if TEMPERATURE in store.schema:
         rows = rows[np.isnan(store.read_scalars(column_name(TEMPERATURE), rows))]
     for first in range(0, len(rows), _ROWS):
-        found = store.read(rows[first : first + _ROWS], [LOG_PROBS])[LOG_PROBS]
-        if any(not np.isnan(scores).all() for scores in found):
+        log_probs = store.read(rows[first : first + _ROWS], [LOG_PROBS])[LOG_PROBS]
+        if any(not np.isnan(scores).all() for scores in log_probs):
             return True
     return False
 

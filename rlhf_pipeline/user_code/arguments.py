@@ -263,14 +263,14 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     except (TypeError, ValueError):
         return plain  # a builtin or an extension type
     parameters = signature.parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in bound]
-    names, known = [p.name for p in named], _ALL.keys() | {*(columns or ())}
-    unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in bound]
+    names, supplied = [p.name for p in by_name], _ALL.keys() | {*(columns or ())}
+    unknown = [p.name for p in by_name if p.default is p.empty and p.name not in supplied]
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     if not names and not rest and not by_place:
         raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
-    nothing_known = known.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
+    nothing_known = supplied.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
     if by_place or nothing_known:
         try:
             signature.bind("", "", None, {})
@@ -288,7 +288,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
             optional=p.default is not p.empty and p.name not in _ALL,
             needed=p.default is p.empty,
         )
-        for p in named
+        for p in by_name
     ]
     more = dict.fromkeys([*(_TRL_REST if batched else _OWN), *sorted(columns or ())]) if rest else {}
     others = [name for name in more if name not in bound and name not in names]
@@ -306,17 +306,17 @@ def _getter(name: str, first: Mapping[str, Getter]) -> Getter:
     """Return what gives an argument: a name of `first`; otherwise a column of the data, or a further name of ours."""
     if name in first:
         return first[name]
-    own = _ALL.get(name, lambda row: None)
-    return lambda row: row.prompt.meta[name] if name in row.prompt.meta else own(row)
+    fallback = _ALL.get(name, lambda row: None)
+    return lambda row: row.prompt.meta[name] if name in row.prompt.meta else fallback(row)
 
 
 def _bound(function: Any) -> frozenset[str]:
     """Return the arguments that `functools.partial` has given already."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
-        given = cast("functools.partial[Any]", function)
-        bound |= given.keywords.keys()
-        function = given.func
+        bound_function = cast("functools.partial[Any]", function)
+        bound |= bound_function.keywords.keys()
+        function = bound_function.func
     return frozenset(bound)
 
 

@@ -245,13 +245,15 @@ class _Observation:
                 return _digest(kind, self._plain(cast("Any", plain)(value)))
         if isinstance(value, (list, tuple, collections.deque)):
             items = cast("list[Any]", value)
-            return _digest(kind, *(self._of(one, f"{place}[{at}]") for at, one in enumerate(items)))
+            return _digest(kind, *(self._of(element, f"{place}[{at}]") for at, element in enumerate(items)))
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = cast("Mapping[Any, Any]", value).items()
-            digests = [_digest(self._of(key, place), self._of(one, f"{place}[{key!r:.40}]")) for key, one in pairs]
+            digests = [
+                _digest(self._of(key, place), self._of(element, f"{place}[{key!r:.40}]")) for key, element in pairs
+            ]
             return _digest(kind, *sorted(digests), self._of(getattr(value, "default_factory", None), place))
         if isinstance(value, (set, frozenset)):
-            return _digest(kind, *sorted(self._of(one, place) for one in cast("set[Any]", value)))
+            return _digest(kind, *sorted(self._of(element, place) for element in cast("set[Any]", value)))
         if isinstance(value, types.ModuleType):
             self._module(value.__name__)
             return _digest("module", value.__name__)
@@ -260,7 +262,7 @@ class _Observation:
             return _digest("class", value.__module__, value.__qualname__)
         if isinstance(value, types.FunctionType):
             self._code(value)
-            digests = [_digest(name, self._of(one, f"{place}, {name}")) for name, one in _held_by(value)]
+            digests = [_digest(name, self._of(element, f"{place}, {name}")) for name, element in _held_by(value)]
             within = self._of(getattr(value, "__wrapped__", None), place)
             return _digest("function", str(value.__module__), value.__qualname__, *digests, within)
         if isinstance(value, types.MethodType):
@@ -281,7 +283,7 @@ class _Observation:
             )
         if _is_open(value):
             self._class(type(value))
-            digests = [_digest(name, self._of(one, f"{place}.{name}")) for name, one in _attributes_of(value)]
+            digests = [_digest(name, self._of(element, f"{place}.{name}")) for name, element in _attributes_of(value)]
             return _digest("object", type(value).__module__, kind, *digests)
         return self._unknown(place, f"{type(value).__module__}.{kind}")
 
@@ -314,7 +316,12 @@ class _Observation:
     def _class(self, kind: type, *, is_root: bool = False) -> None:
         """Observe the source of a class and of its bases, and the values that it has."""
         module = kind.__module__
-        functions = [one for value in vars(kind).values() for one in _functions_in(value) if one.__module__ == module]
+        functions = [
+            function
+            for value in vars(kind).values()
+            for function in _functions_in(value)
+            if function.__module__ == module
+        ]
         loaded = sys.modules.get(module)
         file = functions[0].__code__.co_filename if functions else str(getattr(loaded, "__file__", None) or "")
         if (file, f"class {kind.__qualname__}") in self._known or not _counts(module, file, is_root=is_root):
@@ -444,13 +451,13 @@ def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _attributes_of(owner: Any) -> list[tuple[str, Any]]:
     """Return an object's attributes by name, those in slots as well, without calling its code."""
-    found: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
+    attributes: dict[str, Any] = dict(getattr(owner, "__dict__", {}))
     for kind in type(owner).__mro__:
         for name, member in vars(kind).items():
             if isinstance(member, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):  # it has no value yet
-                    found.setdefault(name, member.__get__(owner))
-    return sorted(found.items())
+                    attributes.setdefault(name, member.__get__(owner))
+    return sorted(attributes.items())
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
@@ -464,7 +471,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         inner = (value.func,)
     elif _is_wrapper(value):
         inner = (value.__wrapped__,)
-    yield from (one for one in inner if isinstance(one, types.FunctionType))
+    yield from (function for function in inner if isinstance(function, types.FunctionType))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -476,7 +483,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _compiled(code: types.CodeType) -> str:
     """Return a text for code without source: it differs between versions of Python."""
-    consts = [_compiled(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
+    consts = [
+        _compiled(constant) if isinstance(constant, types.CodeType) else repr(constant) for constant in code.co_consts
+    ]
     return repr((code.co_code, code.co_names, code.co_varnames, consts))
 
 

@@ -31,7 +31,7 @@ _LOGS: Final = "extra_logs"
 """OpenRLHF's figures beside the reward, which count for nothing."""
 
 
-def result_of(given: Any) -> Result:
+def result_of(returned: Any) -> Result:
     """Read what a reward function returned for one completion.
 
     Raises:
@@ -43,43 +43,45 @@ def result_of(given: Any) -> Result:
     >>> result_of(None).value is None, result_of([0.5]).value
     (True, 0.5)
     """
-    if given is None:
+    if returned is None:
         return Result(value=None)
-    if isinstance(given, Mapping):
-        whole = cast("Mapping[str, Any]", given)
+    if isinstance(returned, Mapping):
+        whole = cast("Mapping[str, Any]", returned)
         parts, logged = _numbers(whole), _numbers(whole.get(_LOGS))
         if not parts:
-            raise ValueError(f"the dict {_short(given)} has no number")
+            raise ValueError(f"the dict {_short(returned)} has no number")
         total = next((parts[name] for name in TOTALS if name in parts), None)
         return Result(value=_number(sum(parts.values()) if total is None else total), parts=logged | parts)
-    if isinstance(given, (list, tuple)):
-        several = cast("Sequence[Any]", given)
+    if isinstance(returned, (list, tuple)):
+        several = cast("Sequence[Any]", returned)
         if len(several) == 2 and isinstance(several[1], Mapping):
             first = result_of(several[0])
             return Result(value=first.value, parts={**first.parts, **result_of(several[1]).parts})
         if len(several) == 1:
             return result_of(several[0])
-        raise TypeError(f"it returned {len(several)} values for one completion: {_short(given)}")
-    return Result(value=_number(given))
+        raise TypeError(f"it returned {len(several)} values for one completion: {_short(returned)}")
+    return Result(value=_number(returned))
 
 
-def results_of(given: Any, count: int) -> list[Result]:
+def results_of(returned: Any, count: int) -> list[Result]:
     """Read what a batched reward function returned for `count` completions."""
-    several = given.tolist() if hasattr(given, "tolist") else given
+    several = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
         columns = cast("Mapping[str, Any]", several)
         logs = columns.get(_LOGS)
         lists = {name: _listed(values) for name, values in columns.items() if name != _LOGS}
         if isinstance(logs, Mapping):  # a figure of the whole batch is each one's
-            named = {name: _listed(values) for name, values in cast("Mapping[str, Any]", logs).items()}
-            logs = {name: values if isinstance(values, list) else [values] * count for name, values in named.items()}
+            figures = {name: _listed(values) for name, values in cast("Mapping[str, Any]", logs).items()}
+            logs = {name: values if isinstance(values, list) else [values] * count for name, values in figures.items()}
             lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
         if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
-            raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
+            raise TypeError(
+                f"it returned {_short(returned)} for {count} completions; it must be a list with one for each"
+            )
         several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
     if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
-        raise TypeError(f"it returned {_short(given)} for {count} completions; it must be a list with one for each")
-    return [result_of(one) for one in cast("list[Any]", several)]
+        raise TypeError(f"it returned {_short(returned)} for {count} completions; it must be a list with one for each")
+    return [result_of(reward) for reward in cast("list[Any]", several)]
 
 
 def _listed(values: Any) -> Any:
@@ -93,24 +95,24 @@ def _of_one(parts: Mapping[str, Any]) -> dict[str, Any]:
     return rest | ({_LOGS: logs} if logs else {})
 
 
-def _numbers(given: Any) -> dict[str, float]:
+def _numbers(returned: Any) -> dict[str, float]:
     """Return the numbers of a dict; notes and None are left out."""
-    items = cast("Mapping[Any, Any]", given).items() if isinstance(given, Mapping) else ()
+    items = cast("Mapping[Any, Any]", returned).items() if isinstance(returned, Mapping) else ()
     no_number = (str, bytes, Mapping, list, tuple)
     return {str(name): _number(part) for name, part in items if part is not None and not isinstance(part, no_number)}
 
 
-def _number(given: Any) -> float:
+def _number(returned: Any) -> float:
     """Return a number of Python, NumPy or torch as a float."""
-    single = given.item() if hasattr(given, "item") else given
+    single = returned.item() if hasattr(returned, "item") else returned
     value = float(single)
     if not abs(value) <= LARGEST:
         raise ValueError(f"the reward is {value}; it must be a finite float32")
     return value
 
 
-def _short(given: Any) -> str:
-    text = repr(given)
+def _short(returned: Any) -> str:
+    text = repr(returned)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -129,14 +131,14 @@ def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
     """
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise TypeError(f"{what} is {type(messages).__name__}; it must be text or a list of messages")
-    found: list[dict[str, Any]] = []
-    for one in cast("Sequence[Any]", messages):
-        if not isinstance(one, Mapping) or not isinstance(cast("Mapping[str, Any]", one).get("role"), str):
-            raise TypeError(f"{what} has {one!r:.60}; a message must be a mapping with a role")
-        message = cast("Mapping[Any, Any]", one)
+    checked: list[dict[str, Any]] = []
+    for entry in cast("Sequence[Any]", messages):
+        if not isinstance(entry, Mapping) or not isinstance(cast("Mapping[str, Any]", entry).get("role"), str):
+            raise TypeError(f"{what} has {entry!r:.60}; a message must be a mapping with a role")
+        message = cast("Mapping[Any, Any]", entry)
         others = {str(name): plain_json(value) for name, value in message.items() if name != "content"}
-        found.append({**others, "content": text_of(message.get("content"), what)})
-    return found
+        checked.append({**others, "content": text_of(message.get("content"), what)})
+    return checked
 
 
 def text_of(content: object, what: str) -> str:
@@ -173,11 +175,11 @@ def checked_rewards(rewards: object) -> dict[str, float]:
     """
     if not isinstance(rewards, Mapping):
         raise TypeError(f"rewards are {type(rewards).__name__}; they must be a mapping of names to numbers")
-    found = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
-    for name, value in found.items():
+    numbers = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
+    for name, value in numbers.items():
         if not abs(value) <= LARGEST:
             raise ValueError(f"the reward {name!r} is {value}; it must be finite, and fit float32")
-    return found
+    return numbers
 
 
 def plain_json(value: Any, depth: int = 0) -> Any:

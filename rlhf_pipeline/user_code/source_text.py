@@ -60,12 +60,12 @@ class SourceText:
 
     def of_code(self, code: CodeType) -> Definition | None:
         """Return the definition of which a code object was compiled; None if this is not its text."""
-        found = [
+        nodes = [
             node for node in ast.walk(self.tree) if isinstance(node, _SCOPES) and code.co_firstlineno == _top(node)
         ]
         if code.co_name != "<lambda>":
-            return next((node for node in found if getattr(node, "name", "") == code.co_name), None)
-        lambdas = [node for node in found if isinstance(node, ast.Lambda)]
+            return next((node for node in nodes if getattr(node, "name", "") == code.co_name), None)
+        lambdas = [node for node in nodes if isinstance(node, ast.Lambda)]
         spans = {*code.co_positions()}
         exact = [node for node in lambdas if _span(node.body) in spans]  # several may share a line
         return next(iter(exact or lambdas), None)

@@ -65,7 +65,9 @@ class ThreadPool:
             if lane is not None:
                 worker = self._in_lane(lane)
             else:
-                worker = self._new_or_free() or next((one for one in self._workers if not one.pending), None)
+                worker = self._new_or_free() or next(
+                    (candidate for candidate in self._workers if not candidate.pending), None
+                )
             if worker is None:
                 self._backlog.append(job)
                 return
@@ -74,7 +76,7 @@ class ThreadPool:
 
     def _in_lane(self, lane: Lane) -> Worker:
         if lane.worker is None or lane.worker.is_left_behind:
-            worker = self._new_or_free() or min(self._workers, key=lambda one: (one.lanes, one.pending))
+            worker = self._new_or_free() or min(self._workers, key=lambda worker: (worker.lanes, worker.pending))
             worker.lanes += 1
             lane.worker = worker
         return lane.worker

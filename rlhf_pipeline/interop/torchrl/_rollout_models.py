@@ -50,45 +50,47 @@ class RolloutModel:
         self.policy: TokenPolicy | EnginePolicy | None = model if self.is_policy else _scorer(model)
         defaults = getattr(model, "generation_config", None)
         self.eos_token_ids = model.eos_token_ids if self.is_policy else end_token_ids(model, None)
-        own = getattr(model, "pad_token_id", None)
-        self.pad_token_id = padding_id(model, defaults, given=own, ends=tuple(self.eos_token_ids))
+        model_padding = getattr(model, "pad_token_id", None)
+        self.pad_token_id = padding_id(model, defaults, given=model_padding, ends=tuple(self.eos_token_ids))
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self.max_positions: int | None = positions if self.policy is None else self.policy.max_positions
 
     def sampling(self, generation_config: Any, max_new_tokens: int) -> Sampling:
         """Return how to sample, by the generation config if one is given."""
-        own = getattr(self.model, "generation_config", None)
-        given = generation_config
-        limit = getattr(given, "max_new_tokens", None)
+        model_config = getattr(self.model, "generation_config", None)
+        config = generation_config
+        limit = getattr(config, "max_new_tokens", None)
         if limit not in (None, max_new_tokens):
             raise DefinitionError(
                 f"the generation config has max_new_tokens={limit}, the rollout {max_new_tokens}, which is the number "
                 f"of its steps. Make a RolloutFromModel(..., max_new_tokens={limit})."
             )
-        ends = getattr(given, "eos_token_id", None)
+        ends = getattr(config, "eos_token_id", None)
         if ends is not None and as_id_tuple(ends) != tuple(self.eos_token_ids):
             raise DefinitionError(
                 f"the generation config ends at {as_id_tuple(ends)}, the model at {tuple(self.eos_token_ids)}. "
                 "Set model.generation_config.eos_token_id before the RolloutFromModel is made."
             )
-        found = find_distortion(
-            lambda name: getattr(given, name, None),
-            default_of=None if self.is_policy else lambda name: getattr(own, name, None),
+        distortion = find_distortion(
+            lambda name: getattr(config, name, None),
+            default_of=None if self.is_policy else lambda name: getattr(model_config, name, None),
         )
-        if found is not None:
+        if distortion is not None:
             raise DefinitionError(
-                f"the generation config has {found.name}={found.value}, and log-probs would be those of another "
-                f"distribution than the one sampled from. Set {found.name}={found.off}."
+                f"the generation config has {distortion.name}={distortion.value}, and log-probs would be those of "
+                f"another distribution than the one sampled from. Set {distortion.name}={distortion.off}."
             )
         if self.is_policy:
-            temperature = getattr(given, "temperature", None)
+            temperature = getattr(config, "temperature", None)
             temperature = self.model.temperature if temperature is None else temperature
         else:
-            temperature = next((t for c in (given, own) if (t := getattr(c, "temperature", None)) is not None), 1.0)
-        greedy = getattr(given, "do_sample", None) is False or temperature == 0
+            temperature = next(
+                (t for c in (config, model_config) if (t := getattr(c, "temperature", None)) is not None), 1.0
+            )
+        greedy = getattr(config, "do_sample", None) is False or temperature == 0
         if not temperature >= 0:
             raise DefinitionError(f"temperature is {temperature}; it must be at least 0.")
-        return Sampling(1.0 if greedy else float(temperature), greedy, given)
+        return Sampling(1.0 if greedy else float(temperature), greedy, config)
 
     def sample(
         self, input_ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: Sampling
@@ -116,17 +118,17 @@ class RolloutModel:
             return tokens, tokens.new_zeros(0), None
         columns = torch.arange(max_new_tokens, device=input_ids.device)
         if self.is_policy:
-            found = self.model.generate_ragged(
+            generated = self.model.generate_ragged(
                 [row[real].tolist() for row, real in zip(input_ids, mask, strict=True)],
                 max_new_tokens=max_new_tokens,
                 temperature=0.0 if sampling.greedy else sampling.temperature,
                 seed=int(torch.randint(2**62, ()).item()),
             )
-            lengths = torch.as_tensor(found.lengths).to(tokens)
+            lengths = torch.as_tensor(generated.lengths).to(tokens)
             real = columns < lengths.unsqueeze(1)
-            tokens[real] = torch.as_tensor(found.token_ids).to(tokens)
+            tokens[real] = torch.as_tensor(generated.token_ids).to(tokens)
             log_probs = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
-            log_probs[real] = torch.as_tensor(found.log_probs).to(log_probs)
+            log_probs[real] = torch.as_tensor(generated.log_probs).to(log_probs)
             return tokens, lengths, log_probs
         ids, real = end_aligned(input_ids, mask, longest, self.pad_token_id)
         device = device_of(self.model, ids.device)

@@ -61,10 +61,10 @@ class ChatConversation:
     def step(self, turn: Turn) -> Step:
         """Let the turn follow the history, and return what the environment puts after it."""
         with set_list_to_stack(True):
-            said = lazy_stack([lazy_stack([History(role=self._base.policy_role, content=turn.text)])])
+            reply = lazy_stack([lazy_stack([History(role=self._base.policy_role, content=turn.text)])])
             before = self.state["history"].prompt
-            full = before.extend(said, inplace=False, dim=-1)
-            self.state["history"] = ChatHistory(prompt=before, response=said, full=full)
+            full = before.extend(reply, inplace=False, dim=-1)
+            self.state["history"] = ChatHistory(prompt=before, response=reply, full=full)
             stepped = self.env.step(self.state)
             self.state = self.env.step_mdp(stepped)
         after = stepped["next"]

@@ -93,7 +93,7 @@ class ChatTrajectories(Transform):
         """Return the row of one trajectory, and the log-prob of the first token of each turn."""
         full = _tokens(turns[-1], "full", len(turns))
         full = full[_real(turns[-1], len(full), len(turns))]
-        said = torch.zeros(len(full), dtype=torch.bool)
+        assistant_mask = torch.zeros(len(full), dtype=torch.bool)
         scores = torch.full((len(full),), float("nan"))
         first, begins, num_prompt_tokens = [], [], 0
         for number, turn in enumerate(turns, 1):
@@ -110,21 +110,21 @@ class ChatTrajectories(Transform):
                     "the conversation was encoded again from its text. Make the policy with prefer_tokens=True and "
                     "give the environment an IncrementalTokenizer, or end trajectories after one turn."
                 )
-            said[len(prompt) : end] = True
+            assistant_mask[len(prompt) : end] = True
             if self.keep_log_probs and len(response):
                 value = turn.get(("log_probs", "response"), None)
                 if value is None or value.numel() != len(sampled):
-                    seen = "no" if value is None else value.numel()
+                    count = "no" if value is None else value.numel()
                     raise DataError(
-                        f"Turn {number} has {seen} log-probs for {len(sampled)} sampled tokens. Sample with "
+                        f"Turn {number} has {count} log-probs for {len(sampled)} sampled tokens. Sample with "
                         "return_log_probs=True, or pass keep_log_probs=False and score them with RetrieveLogProb's "
                         "behaviour_model."
                     )
                 value = value.reshape(-1)[sampled].float()
                 scores[len(prompt) : end] = value
                 first.append(float(value[0]))
-        row = TensorDict({keys.TOKENS: full, keys.ASSISTANT_MASK: said})
-        row[keys.ATTENTION_MASK] = torch.ones_like(said)
+        row = TensorDict({keys.TOKENS: full, keys.ASSISTANT_MASK: assistant_mask})
+        row[keys.ATTENTION_MASK] = torch.ones_like(assistant_mask)
         if self.keep_log_probs:
             row[keys.LOG_PROBS] = scores
         row[keys.NUM_PROMPT_TOKENS] = torch.tensor(num_prompt_tokens)
@@ -156,8 +156,8 @@ class ChatTrajectories(Transform):
             oldest, newest = min(versions), max(versions)
             row[keys.POLICY_VERSION] = torch.tensor(oldest)
             row[keys.NEWEST_POLICY_VERSION] = torch.tensor(newest if newest > oldest else -1)
-            known = newest > oldest and len(versions) == len(turns)
-            changes = [i for i, v in enumerate(versions) if known and (i == 0 or v != versions[i - 1])]
+            has_versions = newest > oldest and len(versions) == len(turns)
+            changes = [i for i, v in enumerate(versions) if has_versions and (i == 0 or v != versions[i - 1])]
             spans = [[begins[i], versions[i]] for i in changes]
             row[keys.VERSION_SPANS] = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
         ended = last.get(("next", "terminated"), None)
@@ -168,8 +168,8 @@ class ChatTrajectories(Transform):
         if history is not None and getattr(history, "full", None) is not None:
             meta["messages"] = history_messages(history.full)
         row[keys.PROMPT] = NonTensorData(prompt if isinstance(prompt, str) else "")
-        said = [_plain(turn, ("text", "response")) for turn in turns]
-        row[keys.COMPLETION] = NonTensorData("\n".join(text for text in said if isinstance(text, str)))
+        replies = [_plain(turn, ("text", "response")) for turn in turns]
+        row[keys.COMPLETION] = NonTensorData("\n".join(text for text in replies if isinstance(text, str)))
         row[keys.META] = NonTensorData(json.dumps(meta, ensure_ascii=False))
 
     def _check_sampler(self, rows: Sequence[tuple[TensorDict, list[float]]]) -> None:

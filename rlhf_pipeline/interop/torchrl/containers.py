@@ -249,8 +249,8 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         self._must_score("get_dist_with_custom_mask")
         del logits_key, further
         batch = self.read_batch(tensordict, padding_side)
-        wanted = pad_like(mask, batch, "mask").bool()
-        return self.token_distribution(batch.input_ids, batch.attention_mask, wanted & batch.attention_mask)
+        scored = pad_like(mask, batch, "mask").bool()
+        return self.token_distribution(batch.input_ids, batch.attention_mask, scored & batch.attention_mask)
 
     # TorchRL's own names, which its losses call.
     _get_sft_dist = _get_dist_with_prompt_mask = _calls("get_sft_dist")

@@ -44,16 +44,16 @@ def with_responses(td: TensorDictBase, whole: TensorDictBase, log_probs: str, ke
     out = td.clone(recurse=False)
     rows = list(zip(_rows(td, log_probs), rows_of(whole), strict=True))
     for key in keys:
-        found = [_response(row, done.get(key), log_probs) for row, done in rows if done.get(key, None) is not None]
-        if len(found) < len(rows):
+        responses = [_response(row, done.get(key), log_probs) for row, done in rows if done.get(key, None) is not None]
+        if len(responses) < len(rows):
             continue
         if is_stack(out):
-            for row, leaf in zip(rows_of(out), found, strict=True):
+            for row, leaf in zip(rows_of(out), responses, strict=True):
                 row.set(key, leaf)
         elif is_jagged(td.get(log_probs)):
-            out.set(key, torch.nested.as_nested_tensor(found, layout=torch.jagged))
+            out.set(key, torch.nested.as_nested_tensor(responses, layout=torch.jagged))
         else:
-            out.set(key, torch.stack(found))
+            out.set(key, torch.stack(responses))
     return out
 
 
@@ -86,9 +86,9 @@ def _whole(row: Any, log_probs: str, per_token: Sequence[Key]) -> TensorDict:
     whole = TensorDict(out)
     if response is not None:
         whole[TOKENS] = torch.cat([prompt, response.reshape(-1)[real]])
-    said = torch.ones(len(prompt) + int(real.sum()), dtype=torch.bool)
-    said[: len(prompt)] = False
-    whole[ASSISTANT_MASK], whole[ATTENTION_MASK] = said, torch.ones_like(said)
+    assistant_mask = torch.ones(len(prompt) + int(real.sum()), dtype=torch.bool)
+    assistant_mask[: len(prompt)] = False
+    whole[ASSISTANT_MASK], whole[ATTENTION_MASK] = assistant_mask, torch.ones_like(assistant_mask)
     for key in (log_probs, *per_token):
         value = row.get(key, None)
         if value is not None and value.numel() == real.numel():
@@ -97,8 +97,8 @@ def _whole(row: Any, log_probs: str, per_token: Sequence[Key]) -> TensorDict:
     return whole
 
 
-def _response(row: Any, found: Tensor, log_probs: str) -> Tensor:
+def _response(row: Any, scored: Tensor, log_probs: str) -> Tensor:
     real = _real(row, log_probs)
-    out = found.new_zeros(real.shape)
-    out[real] = found.reshape(-1)[-int(real.sum()) :] if bool(real.any()) else found[:0]
+    out = scored.new_zeros(real.shape)
+    out[real] = scored.reshape(-1)[-int(real.sum()) :] if bool(real.any()) else scored[:0]
     return out.unsqueeze(-1)

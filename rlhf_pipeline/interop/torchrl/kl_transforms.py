@@ -88,8 +88,8 @@ class KLRewardTransform(KLReward):
         """Choose the form for this kind of reference."""
         del args, kwargs
         of_actor = cls is KLRewardTransform and is_actor(ref_model if ref_model is not None else actor)
-        found: Any = ActorKLRewardTransform if of_actor else cls
-        return super().__new__(found)
+        transform_class: Any = ActorKLRewardTransform if of_actor else cls
+        return super().__new__(transform_class)
 
     def __init__(
         self,
@@ -183,8 +183,8 @@ class KLRewardTransform(KLReward):
     def _observed(self) -> list[Key]:
         """Return the keys, besides the reward, that the transform adds to a step of an environment."""
         shaped = self.keys.shaped != self.keys.reward and self.add_to_reward
-        found = [self.keys.penalty, *([self.keys.scored] if self.ref_model is not None else [])]
-        return [in_next(key) for key in (*found, *([self.keys.shaped] if shaped else []))]
+        observed = [self.keys.penalty, *([self.keys.scored] if self.ref_model is not None else [])]
+        return [in_next(key) for key in (*observed, *([self.keys.shaped] if shaped else []))]
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Declare the keys added to a step of an environment: reward, penalty and reference log-probs per token."""
@@ -408,17 +408,17 @@ _HARMLESS = {"use_ray_service": (False,)}
 
 def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
     """Refuse arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
-    known = set(kind.__init__.__annotations__) - {"unknown", "return"}
-    refuse_unknown("KLRewardTransform", unknown, known, _REASONS, _HARMLESS)
+    arguments = set(kind.__init__.__annotations__) - {"unknown", "return"}
+    refuse_unknown("KLRewardTransform", unknown, arguments, _REASONS, _HARMLESS)
 
 
 def _as_keys(keys: Key | Sequence[Key] | None, default: list[Key]) -> list[Key]:
     """Return a list of full keys; a plain name means a key in `next`."""
     if keys is None:
         return list(default)
-    one = isinstance(keys, str) or (isinstance(keys, tuple) and keys[:1] == ("next",))
+    is_single = isinstance(keys, str) or (isinstance(keys, tuple) and keys[:1] == ("next",))
     out: list[Key] = []
-    for key in [cast(Key, keys)] if one else cast("Sequence[Key]", keys):
+    for key in [cast(Key, keys)] if is_single else cast("Sequence[Key]", keys):
         if key == TASK_REWARD or (isinstance(key, tuple) and key[0] == "next"):
             out.append(key)
         else:

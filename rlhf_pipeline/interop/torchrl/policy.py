@@ -123,10 +123,12 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
                 )
         if sampling.pop("do_sample", True) is False:
             sampling["temperature"] = 0.0
-        wanted = sampling.pop("num_return_sequences", None)
-        if wanted is not None and num_samples is not None and wanted != num_samples:
-            raise DefinitionError(f"num_samples is {num_samples} and generate_kwargs says {wanted}; give one of them.")
-        self.num_samples = num_samples if num_samples is not None else wanted
+        num_sequences = sampling.pop("num_return_sequences", None)
+        if num_sequences is not None and num_samples is not None and num_sequences != num_samples:
+            raise DefinitionError(
+                f"num_samples is {num_samples} and generate_kwargs says {num_sequences}; give one of them."
+            )
+        self.num_samples = num_samples if num_samples is not None else num_sequences
         if self.num_samples is not None and self.num_samples < 1:
             raise DefinitionError(f"num_samples is {self.num_samples}; it must be at least 1.")
         self.input_mode = input_mode
@@ -172,27 +174,27 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
                 f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or make "
                 "a CausalLMPolicy over a copy of the model."
             )
-        known = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
+        accepted = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
         for name in kwargs:
-            if name not in options and name not in known:
+            if name not in options and name not in accepted:
                 raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
-        other = type(self)(**{"model": self.model, **options, **kwargs})
-        if self._checkpointing and other.model is self.model:
-            other._checkpointing = True
-            other._recompute(True)
-        return other
+        version = type(self)(**{"model": self.model, **options, **kwargs})
+        if self._checkpointing and version.model is self.model:
+            version._checkpointing = True
+            version._recompute(True)
+        return version
 
     def token_distribution(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor) -> TokenDistribution:
         """Return the distribution of the masked tokens given those before them, at the policy's temperature.
 
         First tokens and padding have no distribution and are removed from the mask. See `get_dist` for TensorDicts.
         """
-        found = self.scoring_rows(input_ids, attention_mask, mask)
-        scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=found.rows.device)
-        scored[found.rows, found.columns] = True
+        head_rows = self.scoring_rows(input_ids, attention_mask, mask)
+        scored = torch.zeros(input_ids.shape, dtype=torch.bool, device=head_rows.rows.device)
+        scored[head_rows.rows, head_rows.columns] = True
         temperature = self.temperature if self.temperature > 0 else 1.0
         head = Head(self.head_weight, self.head_bias, temperature, self.head_soft_cap)
-        return TokenDistribution(found.hidden, head, scored)
+        return TokenDistribution(head_rows.hidden, head, scored)
 
     def _input_key(self) -> Key:
         if self.input_key is not None:
@@ -290,11 +292,11 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             return [encode_prompt(self.tokenizer, text, as_chat=False) for text in text_list(value)], None
         rows = list(value.unbind(0))
         chats = [history_messages(row) for row in rows]
-        known = leaf(td, _sub(self.tokens_key, "prompt")) if self.prefer_tokens else None
-        if known is None:
+        stored_tokens = leaf(td, _sub(self.tokens_key, "prompt")) if self.prefer_tokens else None
+        if stored_tokens is None:
             return [encode_prompt(self.tokenizer, chat) for chat in chats], rows
         # Conversations may also be a batch of equal lengths, without padding.
-        ids = [row.reshape(-1).tolist() for row in known]
+        ids = [row.reshape(-1).tolist() for row in stored_tokens]
         ends = self.eos_token_ids
         known_of = zip(chats, ids, strict=True)
         return [continued_prompt(self.tokenizer, chat, row, end_token_ids=ends) for chat, row in known_of], rows
@@ -438,14 +440,14 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             return padded
         out = [TensorDict({}, []) for _ in rows]
         tokens = batch.rows(batch.input_ids)
-        said = None if assistant is None else batch.rows(assistant)
+        assistant_rows = None if assistant is None else batch.rows(assistant)
         for i, row in enumerate(out):
             response = None if responses is None else responses[i]
             row.set(self.log_probs_key, LogProbs(full=rows[i], response=response, padded=False))
             if self.input_mode != "tokens":
                 # Text was encoded here, so the scored tokens are returned as well.
                 real = torch.ones_like(tokens[i], dtype=torch.bool)
-                mask = None if said is None else said[i]
+                mask = None if assistant_rows is None else assistant_rows[i]
                 row.set(self.tokens_key, Tokens(full=tokens[i], padded=False))
                 row.set(self.masks_key, Masks(all_attention_mask=real, all_assistant_mask=mask, padded=False))
         return lazy_stack(out)

@@ -125,11 +125,11 @@ def _temperature(wrapper: Any) -> float:
 def _refuse_distortions(wrapper: Any) -> None:
     options = getattr(wrapper, "generate_kwargs", None) or {}
     # The number of samples is handled separately.
-    found = find_distortion(options.get, ignore=("num_return_sequences",)) if wrapper.generate else None
-    if found is not None:
+    distortion = find_distortion(options.get, ignore=("num_return_sequences",)) if wrapper.generate else None
+    if distortion is not None:
         raise DefinitionError(
-            f"{type(wrapper).__name__} samples with {found.name}={found.value}, and its log-probs are those of another "
-            f"distribution than the one sampled from. Leave {found.name} out of its generate_kwargs."
+            f"{type(wrapper).__name__} samples with {distortion.name}={distortion.value}, and its log-probs are those "
+            f"of another distribution than the one sampled from. Leave {distortion.name} out of its generate_kwargs."
         )
 
 
@@ -237,22 +237,22 @@ class EnginePolicy:
         if self._scorer is None:
             self._scorer = self._version(generate=False, return_log_probs=True, generate_kwargs=None)
         attention = attention_mask.bool()
-        wanted = attention & (attention.cumsum(1) > 1)
+        scored = attention & (attention.cumsum(1) > 1)
         if score_mask is not None:
-            wanted &= score_mask.bool()
+            scored &= score_mask.bool()
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
         if not len(input_ids):
             return out
         rows = [row[real] for row, real in zip(input_ids, attention, strict=True)]
         for i, scores in enumerate(self._call(self._scorer, rows)[1]):
             out[i, attention[i]] = scores.float().to(out.device)
-        bad = wanted & ~out.isfinite()
+        bad = scored & ~out.isfinite()
         if bool(bad.any()):
             raise DataError(
-                f"{self._name()} gave no finite log-prob for {int(bad.sum())} of {int(wanted.sum())} tokens. Ask the "
+                f"{self._name()} gave no finite log-prob for {int(bad.sum())} of {int(scored.sum())} tokens. Ask the "
                 "engine for prompt_logprobs, or score with a CausalLMPolicy over the same weights."
             )
-        return torch.where(wanted, out, 0.0)
+        return torch.where(scored, out, 0.0)
 
     @torch.no_grad()
     def generate_ragged(
@@ -280,16 +280,18 @@ class EnginePolicy:
             DataError: the engine returned tokens without log-probs.
         """
         del seed, stream_ids
-        wanted = self.temperature if temperature is None else float(temperature)
-        self._check_sampling(wanted)
+        sampling_temperature = self.temperature if temperature is None else float(temperature)
+        self._check_sampling(sampling_temperature)
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        request = Request(prompts=prompts, group_size=group_size, max_new_tokens=limit, temperature=wanted)
+        request = Request(
+            prompts=prompts, group_size=group_size, max_new_tokens=limit, temperature=sampling_temperature
+        )
         limits = request.limits()
-        options = {"max_new_tokens": int(limits.max(initial=1)), "temperature": wanted, "top_p": 1.0}
+        options = {"max_new_tokens": int(limits.max(initial=1)), "temperature": sampling_temperature, "top_p": 1.0}
         sampler = self._version(generate=True, return_log_probs=True, generate_kwargs=options)
         rows = [torch.tensor(list(prompts[int(i)]), dtype=torch.int64) for i in request.prompt_of]
-        found = self._call(sampler, rows) if rows else ([], [])
-        tokens, scores = ([row[:n] for row, n in zip(part, limits.tolist(), strict=False)] for part in found)
+        generated = self._call(sampler, rows) if rows else ([], [])
+        tokens, scores = ([row[:n] for row, n in zip(part, limits.tolist(), strict=False)] for part in generated)
         ends = torch.tensor(self.eos_token_ids, dtype=torch.int64)
         return RaggedCompletions(
             token_ids=torch.cat(tokens).long().numpy() if rows else np.zeros(0, np.int64),

@@ -145,13 +145,13 @@ class Child:
     @property
     def pids(self) -> dict[str, int | None]:
         """The process ids by name; None for a process that is not alive."""
-        return {name: None if (found := self._processes.get(name)) is None else found.pid for name in self.names}
+        return {name: None if (process := self._processes.get(name)) is None else process.pid for name in self.names}
 
     def heartbeat(self, name: str | None = None) -> dict[str, Any]:
         """Return the last heartbeat of the living process; empty until it has one."""
         name = self.name if name is None else name
-        said, pid = read_heartbeat(self._folder, name), self.pids[name]
-        return said if pid is not None and said.get("pid") == pid else {}
+        heartbeat, pid = read_heartbeat(self._folder, name), self.pids[name]
+        return heartbeat if pid is not None and heartbeat.get("pid") == pid else {}
 
     def start_if_due(self) -> bool:
         """Start it if it is wanted, its delay is over and no process has its name; return True if it was started."""
@@ -180,9 +180,9 @@ class Child:
         """Return how it ended, once, if it has ended. Progress since its start resets its count of failures."""
         if not self._processes:
             return None
-        first, codes = self._processes[self.name], {name: one.poll() for name, one in self._processes.items()}
-        said = read_heartbeat(self._folder, self.name)
-        advanced = said.get("pid") == first.pid and self._count(said) > self._base
+        first, codes = self._processes[self.name], {name: process.poll() for name, process in self._processes.items()}
+        heartbeat = read_heartbeat(self._folder, self.name)
+        advanced = heartbeat.get("pid") == first.pid and self._count(heartbeat) > self._base
         if advanced:
             self.failures = 0
             self._steps_at_failure.clear()
@@ -191,9 +191,9 @@ class Child:
             code, name = min(failed)  # the one that was killed made the others fail
             self._lost = name, code
         if None in codes.values():
-            for name, one in self._processes.items() if self._lost is not None else ():
+            for name, process in self._processes.items() if self._lost is not None else ():
                 if codes[name] is None:
-                    one.kill()
+                    process.kill()
             return None
         name, code = self._lost or (self.name, 0)
         self._processes = {}
@@ -222,12 +222,12 @@ class Child:
         for name, process in self._processes.items():
             if process.poll() is not None:
                 continue
-            said, config = self.heartbeat(name), self.config
-            if not said:
+            heartbeat, config = self.heartbeat(name), self.config
+            if not heartbeat:
                 silent = time.monotonic() - self._started
                 why = f"has had no heartbeat for {silent:.0f} s" if silent > config.start_timeout_s else None
             else:
-                why = self._pulses[name].verdict(said, config)
+                why = self._pulses[name].verdict(heartbeat, config)
             if why is not None:
                 logger.warning("%s: %s; process %s is killed", name, why, process.pid)
                 process.kill()
@@ -250,14 +250,14 @@ class Child:
 
     def _wait_for_other(self) -> None:
         """Wait for a process of an earlier supervisor to end by itself; kill it if it hangs."""
-        said, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
+        heartbeat, pid = read_heartbeat(self._folder, self.name), holder(self._folder, self.name)
         if pid is None:
             return
         if self._told_of != pid:
             self._told_of, self._pulses[self.name] = pid, _Pulse()
             logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
         # The last heartbeat of a dead process is no reason to kill the one that has its name now.
-        why = self._pulses[self.name].verdict(said, self.config) if said.get("pid") == pid else None
+        why = self._pulses[self.name].verdict(heartbeat, self.config) if heartbeat.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
             with suppress(ProcessLookupError):
@@ -286,18 +286,18 @@ class _Pulse:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, float]] = {}
 
-    def verdict(self, said: Mapping[str, Any], config: SupervisorConfig) -> str | None:
+    def verdict(self, heartbeat: Mapping[str, Any], config: SupervisorConfig) -> str | None:
         """Return why its process hangs, or None."""
-        silent = self._unchanged_s("time", said["time"])
-        busy = self._unchanged_s("since", said["since"])
+        silent = self._unchanged_s("time", heartbeat["time"])
+        busy = self._unchanged_s("since", heartbeat["since"])
         if silent > config.hang_timeout_s:
-            return f"its heartbeat has stopped {silent:.0f} s ago ({said['state']!r})"
+            return f"its heartbeat has stopped {silent:.0f} s ago ({heartbeat['state']!r})"
         if (
             config.progress_timeout_s is not None
-            and not is_idle(str(said["state"]))
+            and not is_idle(str(heartbeat["state"]))
             and busy > config.progress_timeout_s
         ):
-            return f"it has been {said['state']!r} for {busy:.0f} s"
+            return f"it has been {heartbeat['state']!r} for {busy:.0f} s"
         return None
 
     def _unchanged_s(self, name: str, value: object) -> float:

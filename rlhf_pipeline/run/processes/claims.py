@@ -216,13 +216,13 @@ class FolderClaims(Claims):
 
     def _claimed(self) -> dict[int, int]:
         """Return what live collectors have claimed, each with the version of the newest weights then."""
-        found: dict[int, int] = {}
+        versions: dict[int, int] = {}
         for file in self._folder.glob("*.json"):
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 note = json.loads(file.read_bytes())
                 if note["pid"] == holder(self._run.processes, file.stem) and self._run.is_alive(file.stem):
-                    found[note["rollout"]] = note["version"]
-        return found
+                    versions[note["rollout"]] = note["version"]
+        return versions
 
 
 def lowest_free(done: RolloutSet, in_flight: Mapping[int, int]) -> int:

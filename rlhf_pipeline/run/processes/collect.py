@@ -43,7 +43,7 @@ _COPIES = 2
 
 
 def collect(
-    asked: Run, *, name: str | None = None, parent: int | None = None, on_event: EventHandler = ignore_events
+    job: Run, *, name: str | None = None, parent: int | None = None, on_event: EventHandler = ignore_events
 ) -> CollectorFinished:
     """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
 
@@ -51,7 +51,7 @@ def collect(
     is lost or repeated: the rollout of a killed collector is the next that another one claims.
 
     Args:
-        asked: the run; its folder is made if absent.
+        job: the run; its folder is made if absent.
         name: of this process, unique in the run; None takes the first free of `collector-0`, `collector-1`, ...
         parent: stop when this process is gone; for a supervisor's children.
         on_event: receives every rollout, notices and the end.
@@ -63,30 +63,30 @@ def collect(
         RewardError: every reward call of a rollout failed; the rollout is free for the next try.
         StoreError: the store could not take a rollout; nothing of it was acknowledged.
     """
-    run, pipeline, seed = RunFolder(asked.run_dir), asked.pipeline, asked.seed
+    run, pipeline, seed = RunFolder(job.run_dir), job.pipeline, job.seed
     with (
         stop_on_signals(parent) as stop,
-        shared_run(run, asked, on_event=on_event),
-        at_work(run, name, progress_timeout_s=asked.progress_timeout_s) as heartbeat,
+        shared_run(run, job, on_event=on_event),
+        at_work(run, name, progress_timeout_s=job.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")
-        models = checked_models(asked, run, on_event)
+        models = checked_models(job, run, on_event)
         for notice in sampling_notices(pipeline, models.policy):
             tell(on_event, notice)
         with (
-            chosen_engine(pipeline, models.policy, run=run, device=asked.device),
+            chosen_engine(pipeline, models.policy, run=run, device=job.device),
             build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
             open_rollouts(run, adds=True) as rollouts,
-            ExitStack() as held,
+            ExitStack() as resources,
         ):
             with own_slots(pipeline, models.policy):
-                evaluator = held.enter_context(
+                evaluator = resources.enter_context(
                     open_evaluator(pipeline, models.policy, run=run, seed=seed, on_event=on_event)
                 )
 
             def claims(work: ClaimableWork, store: TrajectoryStore) -> Claims:
-                return held.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
+                return resources.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
 
             flow = StalenessLimit(
                 steps_per_rollout=pipeline.learn.steps_per_rollout, max_staleness=pipeline.max_staleness
@@ -138,11 +138,11 @@ class _Worker:
 
     def work(self) -> Literal["finished", "interrupted"]:
         patience_s = self.run.patience_s
-        pause, seen, ask_at = Pause(patience_s), None, 0.0
+        pause, last_published, ask_at = Pause(patience_s), None, 0.0
         while not self.stop:
             published = read_published(self.run)
-            if published != seen:  # the learner is taking steps, so more weights may come soon
-                pause, seen, ask_at = Pause(patience_s), published, 0.0
+            if published != last_published:  # the learner is taking steps, so more weights may come soon
+                pause, last_published, ask_at = Pause(patience_s), published, 0.0
             claims, number = self.claims, None
             if published is not None and published.finished is not None:
                 if not self.run.is_alive("learner"):
@@ -167,7 +167,7 @@ class _Worker:
                 tell(self.on_event, f"{claims.work.what} {number} is given up: {error}.")
             finally:
                 claims.release(done=done)
-            seen = None
+            last_published = None
         return "interrupted"
 
     def _claim(self, published: Published) -> tuple[Claims, int | None]:
@@ -180,19 +180,19 @@ class _Worker:
     def _evaluate(self, step: int, published: Published) -> None:
         """Evaluate the published weights of a step."""
         assert self.evaluator is not None
-        wanted = replace(published, version=step, digest=published.evaluate[step])
+        requested = replace(published, version=step, digest=published.evaluate[step])
         self.heartbeat.beat("evaluating", step=step, rollouts=self.num_rollouts)
         with own_slots(self.pipeline, self.parts.policy) as apart:
             try:
-                load_policy(self.parts.policy, self.run, wanted)
+                load_policy(self.parts.policy, self.run, requested)
             except (OSError, SafetensorError, DataError):
                 newest = read_published(self.run)
-                if newest is not None and newest.evaluate.get(step) != wanted.digest:
+                if newest is not None and newest.evaluate.get(step) != requested.digest:
                     return  # another collector has evaluated them in the meantime
                 raise
             if not apart:
-                self.version, self.digests[step] = step, wanted.digest
-            self.evaluator.evaluate(step, self.stop, digests={step: wanted.digest}, due=True)
+                self.version, self.digests[step] = step, requested.digest
+            self.evaluator.evaluate(step, self.stop, digests={step: requested.digest}, due=True)
         self.freed.give_back()
 
     def _one(self, rollout: int, published: Published) -> None:

@@ -73,12 +73,12 @@ class Heartbeat:
 
     def beat(self, state: str, **fields: object) -> None:
         """Report what the process does now. An unchanged state is written at most once a second."""
-        said = {"state": state, **fields}
+        fields_now = {"state": state, **fields}
         with self._lock:
-            if said == self._said and time.monotonic() - self._written < 1.0:
+            if fields_now == self._said and time.monotonic() - self._written < 1.0:
                 return
-            if said != self._said:
-                self._said, self._since, self._changed = said, time.time(), math.inf
+            if fields_now != self._said:
+                self._said, self._since, self._changed = fields_now, time.time(), math.inf
             self._write()
             self._changed = min(self._changed, self._written)
 
@@ -93,14 +93,14 @@ class Heartbeat:
         state, busy = str(self._said.get("state", "")), time.monotonic() - self._changed
         if self._progress_timeout_s is None or is_idle(state) or busy <= self._progress_timeout_s:
             return
-        said = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout), and leaves"
-        logger.error("%s", said)
-        os.write(2, f"rlhf-pipeline: {plain(said)}. What was stored and learned is kept.\n".encode())
+        message = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout), and leaves"
+        logger.error("%s", message)
+        os.write(2, f"rlhf-pipeline: {plain(message)}. What was stored and learned is kept.\n".encode())
         os._exit(HUNG)  # the thread that hangs cannot be asked
 
     def _write(self) -> None:
-        own = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": time.time()}
-        write_heartbeat(self._path, {**own, "since": self._since, **self.facts, **self._said})
+        process_fields = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": time.time()}
+        write_heartbeat(self._path, {**process_fields, "since": self._since, **self.facts, **self._said})
         self._written = time.monotonic()
 
 
@@ -127,9 +127,9 @@ class Pause:
         (time.sleep if wake is None else wake.wait)(seconds)
 
 
-def write_heartbeat(path: Path, said: Mapping[str, Any]) -> None:
+def write_heartbeat(path: Path, fields: Mapping[str, Any]) -> None:
     """Replace the heartbeat of a process; not synced, because after a power loss the process is not alive."""
-    write_atomically(path, json.dumps(said).encode(), sync=False)
+    write_atomically(path, json.dumps(fields).encode(), sync=False)
 
 
 def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:

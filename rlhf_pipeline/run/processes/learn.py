@@ -19,7 +19,7 @@ from rlhf_pipeline.run.signals import stop_on_signals
 from rlhf_pipeline.run.sources import Arrivals
 
 
-def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ignore_events) -> RunFinished:
+def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignore_events) -> RunFinished:
     """Learn from the rollouts that `collect` processes store, until the definition's end or a signal.
 
     Rollouts are taken in the order of their arrival, each for `Learn.steps_per_rollout` steps. The ledger names the
@@ -27,7 +27,7 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
     as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
 
     Args:
-        asked: the run; its folder is made if absent.
+        job: the run; its folder is made if absent.
         parent: stop when this process is gone; for a supervisor's child.
         on_event: receives the start, every step, notices and the end.
 
@@ -37,26 +37,26 @@ def learn(asked: Run, *, parent: int | None = None, on_event: EventHandler = ign
         DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RunStorageError: the disk is full; everything acknowledged is still there.
     """
-    started, run, pipeline = time.perf_counter(), RunFolder(asked.run_dir), asked.pipeline
+    started, run, pipeline = time.perf_counter(), RunFolder(job.run_dir), job.pipeline
     with (
         stop_on_signals(parent) as stop,
-        shared_run(run, asked, on_event=on_event, leads=True),
-        at_work(run, "learner", progress_timeout_s=asked.progress_timeout_s) as heartbeat,
+        shared_run(run, job, on_event=on_event, leads=True),
+        at_work(run, "learner", progress_timeout_s=job.progress_timeout_s) as heartbeat,
         run.log(),
     ):
         heartbeat.beat("starting")
         run.place.write_rows()
         # The collectors' write path scores with the reference model; the loss reads what it stored.
-        models = replace(checked_models(asked, run, on_event), reference=None)
+        models = replace(checked_models(job, run, on_event), reference=None)
         with (
-            build_parts(pipeline, models, run=run, seed=asked.seed) as parts,
+            build_parts(pipeline, models, run=run, seed=job.seed) as parts,
             open_rollouts(run) as rollouts,
             open_awaited(pipeline, models.policy, run=run, heartbeat=heartbeat, on_event=on_event) as evaluations,
         ):
             source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, evaluations, run, on_event)
             loop = Loop(
-                asked,
+                job,
                 run,
                 parts.learner,
                 source,

@@ -59,8 +59,8 @@ class Host:
         self._log = self._folder / f"{name}.log"
         ray: Any = importlib.import_module("ray")
         # It sees only the GPUs that it was given, so its own is the first.
-        own = {BESIDE: str(self._folder), HOST: ray.util.get_node_ip_address(), "LOCAL_RANK": "0"}
-        self._process = Subprocesses()(name, [sys.executable, *command[1:]], self._log, {**environment, **own})
+        variables = {BESIDE: str(self._folder), HOST: ray.util.get_node_ip_address(), "LOCAL_RANK": "0"}
+        self._process = Subprocesses()(name, [sys.executable, *command[1:]], self._log, {**environment, **variables})
         self._node = str(ray.get_runtime_context().get_node_id())
 
     def look(self) -> Look:
@@ -68,9 +68,9 @@ class Host:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LOOK_S)
         code = self._process.poll()
-        said = read_heartbeat(self._folder, self._name) if self._tells else {}
+        heartbeat = read_heartbeat(self._folder, self._name) if self._tells else {}
         log = self._log.read_bytes()[-_TAIL_BYTES:] if self._tells and code is not None else b""
-        return Look(self._process.pid, self._node, code, said, log)
+        return Look(self._process.pid, self._node, code, heartbeat, log)
 
     def send(self, number: int) -> None:
         """Send the process a signal."""
@@ -156,8 +156,8 @@ class _Launcher:
             max_restarts=0,
         )
         folder = str(log.parent.absolute()) if self._folder_run else None
-        own = {**self._environment, **environment}
-        return Placed(self._ray, actor.remote(name, list(command), own, folder), name, log)
+        variables = {**self._environment, **environment}
+        return Placed(self._ray, actor.remote(name, list(command), variables, folder), name, log)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class RemoteEvaluations(Evaluations):
 
     def ask(self, step: int, digest: int) -> dict[int, int]:
         """Return what to ask for with the newest weights, those of a step: digests by version."""
-        self.asked = {version: known for version, known in self.asked.items() if version < step}
+        self.asked = {version: requested for version, requested in self.asked.items() if version < step}
         if self.is_due(step) and not self.has(step):
             self.asked[step] = digest
         return dict(self.asked)
@@ -64,14 +64,14 @@ class RemoteEvaluations(Evaluations):
 
     def _arrived(self) -> Figures:
         """Report the evaluations stored since the last call; return the figures of each set's newest one."""
-        found: Figures = {}
-        for one in self.sets if self.asked else ():
-            one.store.refresh()
-            for step, figures in one.new():
-                self._tell(one, step, figures, newest=max(one.values))
-                found |= of_set(one.name, {"evaluation/step": step, **figures})
+        all_figures: Figures = {}
+        for entry in self.sets if self.asked else ():
+            entry.store.refresh()
+            for step, figures in entry.new():
+                self._tell(entry, step, figures, newest=max(entry.values))
+                all_figures |= of_set(entry.name, {"evaluation/step": step, **figures})
         self.asked = {step: digest for step, digest in self.asked.items() if not self.has(step)}
-        return found
+        return all_figures
 
 
 @contextmanager
@@ -82,10 +82,10 @@ def open_awaited(
     if pipeline.evaluate is None:
         yield None
         return
-    with ExitStack() as held:
+    with ExitStack() as resources:
         sets: list[EvaluationSet] = []
         for name, evaluate in pipeline.evaluations.items():
             size = FirstPrompts.of(pipeline, evaluate, policy, on_event).count * evaluate.group_size
-            storage = held.enter_context(closing(evaluation_storage(run, pipeline, name)))
+            storage = resources.enter_context(closing(evaluation_storage(run, pipeline, name)))
             sets.append(EvaluationSet(name, evaluate, storage.store, size=size))
         yield RemoteEvaluations(sets, run=run, heartbeat=heartbeat, on_event=on_event)

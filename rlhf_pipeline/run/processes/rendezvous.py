@@ -34,10 +34,10 @@ def meeting_of(run: RunFolder, stop: StopRequest) -> Any:
     pause = Pause(1.0)
     while not stop:
         try:
-            said = json.loads(run.bring(file).read_bytes())
+            meeting = json.loads(run.bring(file).read_bytes())
         except (FileNotFoundError, ValueError):
-            said = {}
-        if said.get("group") == group:  # not an earlier group, whose processes are gone
-            return _Store(said["host"], said["port"], is_master=False)
+            meeting = {}
+        if meeting.get("group") == group:  # not an earlier group, whose processes are gone
+            return _Store(meeting["host"], meeting["port"], is_master=False)
         pause.sleep()
     raise KeyboardInterrupt

@@ -101,7 +101,7 @@ class Rollouts(ABC):
         """Record a rollout whose trajectories are in the store; durable on return."""
 
     @abstractmethod
-    def new(self, known: RolloutSet) -> list[int]:
+    def new(self, returned: RolloutSet) -> list[int]:
         """Return rollouts that are not known and were not returned before, in the order of learning."""
 
     @abstractmethod
@@ -110,10 +110,10 @@ class Rollouts(ABC):
 
     def known(self, rollout: int) -> StoredRollout:
         """Return the record of a rollout that must be stored."""
-        found = self.get(rollout)
-        if found is None:
+        stored = self.get(rollout)
+        if stored is None:
             raise DataError(f"the record of rollout {rollout} is missing. Restore the run from a copy.")
-        return found
+        return stored
 
     def close(self) -> None:  # noqa: B027 - not all keep files open
         """Close open files."""
@@ -141,20 +141,20 @@ class FolderRollouts(Rollouts):
             values["figures"] = json.dumps(dict(done.figures))
         self._store.append({name: [value] for name, value in values.items() if value is not None})
 
-    def new(self, known: RolloutSet) -> list[int]:
+    def new(self, returned: RolloutSet) -> list[int]:
         """Read the new rows; each is read once."""
         self._store.refresh()
-        self._row_ids = {rollout: row_id for rollout, row_id in self._row_ids.items() if rollout not in known}
+        self._row_ids = {rollout: row_id for rollout, row_id in self._row_ids.items() if rollout not in returned}
         row_ids = self._new.take()
         self._store.intact(row_ids)
-        found: list[int] = []
+        new_rollouts: list[int] = []
         for row_id, rollout in zip(
             row_ids.tolist(), self._store.read_scalars("rollout", row_ids).tolist(), strict=True
         ):
-            if rollout not in known and rollout not in self._row_ids:
+            if rollout not in returned and rollout not in self._row_ids:
                 self._row_ids[rollout] = row_id
-                found.append(rollout)
-        return found
+                new_rollouts.append(rollout)
+        return new_rollouts
 
     def get(self, rollout: int) -> StoredRollout | None:
         """Read a row."""
@@ -167,8 +167,8 @@ class FolderRollouts(Rollouts):
         row = self._store.read(np.asarray([row_id], np.int64))
         figures: dict[str, Any] = {"figures": json.loads(row["figures"][0] or "{}")} if "figures" in row else {}
         numbers = {name: values[0].item() for name, values in row.items() if name in _NUMBERS}
-        found = StoredRollout(**numbers, **figures)
-        return replace(found, task_reward=None) if math.isnan(row["task_reward"][0]) else found
+        stored = StoredRollout(**numbers, **figures)
+        return replace(stored, task_reward=None) if math.isnan(row["task_reward"][0]) else stored
 
     def close(self) -> None:
         """Close the store."""

@@ -89,19 +89,19 @@ def at_work(
         wait_s: how long to wait for another process on this machine to leave, in seconds.
         progress_timeout_s: see `Heartbeat`.
     """
-    with ExitStack() as held:
+    with ExitStack() as resources:
         if name is not None:
-            held.enter_context(process_lock(run.processes, name, wait_s=wait_s))
-            held.enter_context(run.lease(name, wait_s=_LEAVES_IN_S))
+            resources.enter_context(process_lock(run.processes, name, wait_s=wait_s))
+            resources.enter_context(run.lease(name, wait_s=_LEAVES_IN_S))
         for number in itertools.count() if name is None else ():
             # Tried instead of looked up, because other processes may be starting at the same time.
             with suppress(RunExistsError), ExitStack() as tried:
                 tried.enter_context(process_lock(run.processes, f"collector-{number}"))
                 tried.enter_context(run.lease(f"collector-{number}"))
-                held.push(tried.pop_all())
+                resources.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
-        yield held.enter_context(Heartbeat(run.processes, str(name), progress_timeout_s=progress_timeout_s))
+        yield resources.enter_context(Heartbeat(run.processes, str(name), progress_timeout_s=progress_timeout_s))
 
 
 def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:

@@ -39,12 +39,12 @@ _USAGE_ERROR = 2
 
 
 def supervise(
-    asked: Run, config: SupervisorConfig, *, launch: Launcher | None = None, on_event: EventHandler = ignore_events
+    job: Run, config: SupervisorConfig, *, launch: Launcher | None = None, on_event: EventHandler = ignore_events
 ) -> RunFinished:
     """Run a pipeline with collectors and learner in separate processes, and restart processes that die.
 
     Args:
-        asked: the run; its folder is created if it does not exist, and continued if it does. The child processes load
+        job: the run; its folder is created if it does not exist, and continued if it does. The child processes load
             the definition from where it came from.
         config: the number of processes, and the timeouts.
         launch: starts the processes; None starts them on this machine.
@@ -55,11 +55,11 @@ def supervise(
         RunMismatchError: the run was started with another definition or seed, or as a run in one process.
         ProcessFailedError: a process cannot be kept alive. The others were stopped, and saved.
     """
-    started, run_dir = time.perf_counter(), asked.run_dir
+    started, run_dir = time.perf_counter(), job.run_dir
     run = RunFolder(run_dir)
     with (
         stop_on_signals() as stop,
-        shared_run(run, asked, on_event=on_event, leads=True, make_stores=False),
+        shared_run(run, job, on_event=on_event, leads=True, make_stores=False),
         at_work(run, "supervisor", wait_s=0.0) as heartbeat,
         run.log(run.supervisor_log, logging.INFO),
     ):
@@ -74,9 +74,9 @@ def supervise(
         reopen(run)
         supervisor = Supervisor(
             run_dir,
-            commands(run_dir, config.collectors, asked),
+            commands(run_dir, config.collectors, job),
             config,
-            total_steps=asked.pipeline.learn.steps,
+            total_steps=job.pipeline.learn.steps,
             heartbeat=heartbeat,
             launch=launch,
             on_event=on_event,
@@ -99,15 +99,15 @@ def supervise(
     return finished
 
 
-def commands(run_dir: Address, collectors: int, asked: Setup) -> dict[str, list[str]]:
+def commands(run_dir: Address, collectors: int, setup: Setup) -> dict[str, list[str]]:
     """Return the command of each process of a supervised run, by name, the learner first.
 
     Each is told what the supervisor was told: the record has a change only after the first step with it.
     """
     base = [sys.executable, "-m", "rlhf_pipeline"]
-    end = [asked.definition] if asked.definition else []
+    end = [setup.definition] if setup.definition else []
     end += ["--trust", "--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
-    end += ["--device", asked.device, *(part for path, text in asked.overrides for part in ("--set", f"{path}={text}"))]
+    end += ["--device", setup.device, *(part for path, text in setup.overrides for part in ("--set", f"{path}={text}"))]
     names = [f"collector-{number}" for number in range(collectors)]
     return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
 
@@ -217,14 +217,14 @@ class Supervisor:
                 f"{self._advice(ended)}"
             )
         again = "it is" if len(child.names) == 1 else "the learner's processes are"
-        said = f"{ended.name} {ended.how}; {again} started again in {delay:g} s"
+        message = f"{ended.name} {ended.how}; {again} started again in {delay:g} s"
         words = f": {ended.last_words}" if ended.last_words else ""
-        logger.warning("%s (failures in a row: %d)%s", said, child.failures, words)
-        self._tell(f"{said}.")
+        logger.warning("%s (failures in a row: %d)%s", message, child.failures, words)
+        self._tell(f"{message}.")
 
     def _advice(self, ended: Exit) -> str:
-        said = f"It said last: {ended.last_words}\n" if ended.last_words else ""
-        return f"{said}More is in {ended.log}."
+        last_words = f"It said last: {ended.last_words}\n" if ended.last_words else ""
+        return f"{last_words}More is in {ended.log}."
 
     def _way_on(self) -> str:
         with suppress(StoreError, DataError):
@@ -262,14 +262,14 @@ class Supervisor:
 
     def _watch_run(self) -> None:
         """Report the start and the steps that the learner has written since the last call."""
-        said = self.children["learner"].heartbeat()
-        if not self._has_begun and "num_parameters" in said:
+        heartbeat = self.children["learner"].heartbeat()
+        if not self._has_begun and "num_parameters" in heartbeat:
             self._has_begun = True
             self.on_event(
                 RunStarted(
                     run_dir=self.run_dir,
-                    num_parameters=said["num_parameters"],
-                    first_step=said["first_step"],
+                    num_parameters=heartbeat["num_parameters"],
+                    first_step=heartbeat["first_step"],
                     total_steps=self.total_steps,
                 )
             )
@@ -283,8 +283,8 @@ class Supervisor:
         return self.metrics.rows.last_step
 
 
-def _rollouts_stored(said: Mapping[str, Any]) -> int:
-    return said.get("rollouts", 0)
+def _rollouts_stored(heartbeat: Mapping[str, Any]) -> int:
+    return heartbeat.get("rollouts", 0)
 
 
 def _num_trajectories(run_dir: Address) -> int:

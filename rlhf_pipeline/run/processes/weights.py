@@ -72,18 +72,18 @@ def publish(
     folder.mkdir(parents=True, exist_ok=True)
     if save is not None:
         version, digest = published.version, _add(folder, published.version, save, sync=sync)
-        asked = published.evaluate | ({version: digest} if version in published.evaluate else {})
-        published = replace(published, digest=digest, evaluate=asked)
+        requested = published.evaluate | ({version: digest} if version in published.evaluate else {})
+        published = replace(published, digest=digest, evaluate=requested)
     target = weights_folder(run, published)
     if save is not None:
         run.keep(target)
     write_atomically(folder / filenames.NEWEST_WEIGHTS, json.dumps(asdict(published)).encode(), sync=sync)
     run.keep(folder / filenames.NEWEST_WEIGHTS)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
-    kept = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
-    kept += [version_folder(folder, version, digest) for version, digest in published.evaluate.items()]
+    retained = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
+    retained += [version_folder(folder, version, digest) for version, digest in published.evaluate.items()]
     for other in earlier:
-        if other not in kept:  # too old, or of steps that the run has lost
+        if other not in retained:  # too old, or of steps that the run has lost
             remove_folder(other)
             run.drop(other)
     return published
@@ -107,9 +107,9 @@ def _add(folder: Path, version: int, save: Callable[[Path], object], *, sync: bo
 def read_published(run: RunFolder) -> Published | None:
     """Return what was published last, or None if there is nothing (a power loss may take what was not synced)."""
     try:
-        said = json.loads(run.bring(run.weights / filenames.NEWEST_WEIGHTS).read_text(encoding="utf-8"))
-        asked = {int(version): digest for version, digest in said.pop("evaluate", {}).items()}
-        return Published(**said, evaluate=asked)
+        fields = json.loads(run.bring(run.weights / filenames.NEWEST_WEIGHTS).read_text(encoding="utf-8"))
+        requested = {int(version): digest for version, digest in fields.pop("evaluate", {}).items()}
+        return Published(**fields, evaluate=requested)
     except (FileNotFoundError, ValueError):
         return None
 

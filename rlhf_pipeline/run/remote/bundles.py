@@ -58,8 +58,8 @@ class BundledFolders:
 
     def keep(self, name: str) -> None:
         """Put the missing pieces of a folder, then the list of its pieces."""
-        kept = self._all_kept()
-        known = {content: span for files in kept.values() for pieces in files.values() for content, span in pieces}
+        bundles = self._all_kept()
+        spans = {content: span for files in bundles.values() for pieces in files.values() for content, span in pieces}
         files: dict[str, list[str]] = {}
         new: dict[str, bytes] = {}
         for file in sorted(path for path in (self._root / name).rglob("*") if path.is_file()):
@@ -68,16 +68,16 @@ class BundledFolders:
                 contents.append(content := _content(raw))
                 self._here[content] = Span(str(file), start, len(raw))
                 if not raw:
-                    known[content] = Span("", 0, 0)
-                elif content not in known and content not in new:
+                    spans[content] = Span("", 0, 0)
+                elif content not in spans and content not in new:
                     if sum(map(len, new.values())) + len(raw) > _PACK_BYTES:
-                        known |= self._packed(new)
+                        spans |= self._packed(new)
                         new = {}
                     new[content] = raw
-        known |= self._packed(new)
-        final = {file: [(content, known[content]) for content in contents] for file, contents in files.items()}
+        spans |= self._packed(new)
+        final = {file: [(content, spans[content]) for content in contents] for file, contents in files.items()}
         self._bucket.put(f"{name}.json", _to_json(final))
-        kept[name] = final
+        bundles[name] = final
 
     def _packed(self, new: Mapping[str, bytes]) -> dict[str, Span]:
         """Put pieces as one pack, if there are any; return where each is."""
@@ -93,8 +93,8 @@ class BundledFolders:
 
     def drop(self, name: str) -> None:
         """Remove a folder, and the packs that no other folder needs."""
-        kept = self._all_kept()
-        files = kept.pop(name, None)
+        bundles = self._all_kept()
+        files = bundles.pop(name, None)
         if files is not None:
             self._bucket.delete([f"{name}.json"])
             self._sweep({span.where for pieces in files.values() for _, span in pieces})
@@ -128,16 +128,16 @@ class BundledFolders:
             shutil.rmtree(final)
         os.rename(temporary, final)
 
-    def _fetch(self, wanted: list[tuple[str, Span]], name: str) -> dict[str, bytes]:
+    def _fetch(self, pieces: list[tuple[str, Span]], name: str) -> dict[str, bytes]:
         """Return pieces by their hash: from files of this process if they have them, else from the packs."""
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         missing: dict[str, dict[str, Span]] = {}
-        for content, span in wanted:
+        for content, span in pieces:
             here = self._read(content) if span.length else b""
             if here is None:
                 missing.setdefault(span.where, {})[content] = span
             else:
-                found[content] = here
+                contents[content] = here
 
         def fetch(pack: str) -> dict[str, bytes]:
             spans = missing[pack]
@@ -148,12 +148,12 @@ class BundledFolders:
         try:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 for part in pool.map(fetch, missing):
-                    found |= part
+                    contents |= part
         except FileNotFoundError as error:
             raise DataError(
                 f"{self._bucket.where}/{name}: {error} is gone. A newer one may have replaced it."
             ) from error
-        return found
+        return contents
 
     def _read(self, content: str) -> bytes | None:
         span = self._here.get(content)
@@ -224,12 +224,12 @@ def _joined(spans: Mapping[str, Span]) -> list[Span]:
 
 
 def _cut(joined: list[Span], parts: list[bytes], spans: Mapping[str, Span]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for content, span in spans.items():
         place = next(at for at, whole in enumerate(joined) if whole.start <= span.start < whole.start + whole.length)
         start = span.start - joined[place].start
-        found[content] = parts[place][start : start + span.length]
-    return found
+        contents[content] = parts[place][start : start + span.length]
+    return contents
 
 
 def _to_json(files: Files) -> bytes:

@@ -21,20 +21,20 @@ def new_copy(owner: object) -> Path:
     """Make an empty folder that is removed with its owner; also remove the folders of killed processes."""
     parent = Path(os.environ.get(CACHE) or tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    for other in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (other / _LOCK).open("rb") as file:
+    for sibling in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (sibling / _LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other, ignore_errors=True)
+            shutil.rmtree(sibling, ignore_errors=True)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _LOCK).exists():
-            weakref.finalize(owner, _remove, folder, held)
+            weakref.finalize(owner, _remove, folder, lock)
             return folder
-        os.close(held)  # another starting process locked the folder first, and took it for a dead process's
+        os.close(lock)  # another starting process locked the folder first, and took it for a dead process's
 
 
-def _remove(folder: Path, held: int) -> None:
-    os.close(held)
+def _remove(folder: Path, lock: int) -> None:
+    os.close(lock)
     shutil.rmtree(folder, ignore_errors=True)

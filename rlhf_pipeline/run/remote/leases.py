@@ -53,7 +53,7 @@ class Leases:
         self._looked = -math.inf
 
     @contextmanager
-    def hold(self, name: str, life: str, *, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    def hold(self, name: str, life: str, *, wait_s: float, report: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         """Hold the lease of a name until the end of the block; a thread renews it.
 
         Args:
@@ -61,9 +61,9 @@ class Leases:
             life: identifies this process, and no other.
             wait_s: how long to wait for another live process that has it, in seconds. Finding out whether it is alive
                 always takes until it renews its lease, or fails to for the length of one.
-            said: returns what the lease reports of the process.
+            report: returns what the lease reports of the process.
         """
-        tag = self._take(name, life, wait_s, said)
+        tag = self._take(name, life, wait_s, report)
         leave = threading.Event()
 
         def renew() -> None:
@@ -72,14 +72,14 @@ class Leases:
                 if leave.wait(self.seconds / _RENEWALS):
                     return
                 try:
-                    found = self._bucket.swap(self._key(name), self._content(life, beat, said()), tag)
+                    swapped = self._bucket.swap(self._key(name), self._content(life, beat, report()), tag)
                 except StoreError as error:
                     logger.warning("%s: its lease could not be renewed: %s", name, error)
                     continue
-                if found is None:  # everything that this process puts from now on is refused
+                if swapped is None:  # everything that this process puts from now on is refused
                     logger.error("%s: another process has taken its place", name)
                     return
-                tag = found
+                tag = swapped
 
         thread = threading.Thread(target=renew, name=f"lease of {name}", daemon=True)
         thread.start()
@@ -88,28 +88,30 @@ class Leases:
         finally:
             leave.set()
             thread.join()
-            self._give_back(name, tag, {**said(), "life": life})
+            self._give_back(name, tag, {**report(), "life": life})
 
-    def _take(self, name: str, life: str, wait_s: float, said: Callable[[], Mapping[str, Any]]) -> str:
-        seen, since = None, time.monotonic()
+    def _take(self, name: str, life: str, wait_s: float, report: Callable[[], Mapping[str, Any]]) -> str:
+        last_tag, since = None, time.monotonic()
         deadline, lives = since + wait_s, False
         while True:
-            found = self._bucket.tagged(self._key(name))
+            current = self._bucket.tagged(self._key(name))
             now = time.monotonic()
-            if found is not None and found.tag != seen:
-                seen, since, lives = found.tag, now, seen is not None
-            if found is None or now - since >= self.seconds:
-                tag = self._bucket.swap(self._key(name), self._content(life, 0, said()), found and found.tag)
+            if current is not None and current.tag != last_tag:
+                last_tag, since, lives = current.tag, now, last_tag is not None
+            if current is None or now - since >= self.seconds:
+                tag = self._bucket.swap(self._key(name), self._content(life, 0, report()), current and current.tag)
                 if tag is not None:
                     return tag
             elif lives and now >= deadline:
-                raise RunExistsError(f"{self._bucket.where} has a {name} already: {_who(found.data)}. Stop that first.")
+                raise RunExistsError(
+                    f"{self._bucket.where} has a {name} already: {_who(current.data)}. Stop that first."
+                )
             time.sleep(min(1.0, self.seconds / 8))
 
     def _give_back(self, name: str, tag: str, last: Mapping[str, Any]) -> None:
         with contextlib.suppress(StoreError):
-            found = self._bucket.tagged(self._key(name))
-            if found is not None and found.tag == tag:
+            current = self._bucket.tagged(self._key(name))
+            if current is not None and current.tag == tag:
                 self._bucket.put(f"{filenames.PROCESSES}/{name}.json", json.dumps(last).encode())
                 self._bucket.delete([self._key(name)])
 
@@ -124,8 +126,8 @@ class Leases:
             names = {key.removeprefix(folder).removesuffix(".lease"): tag for key, tag in leases.items()}
             before, self._seen = self._seen, {}
             for name, tag in names.items():
-                known = before.get(name)
-                self._seen[name] = (tag, now) if known is None or known[0] != tag or late else known
+                previous = before.get(name)
+                self._seen[name] = (tag, now) if previous is None or previous[0] != tag or late else previous
             self._looked = now
         return {name for name, (_, since) in self._seen.items() if now - since < self.seconds}
 
@@ -134,14 +136,14 @@ class Leases:
         return f"{filenames.PROCESSES}/{name}.lease"
 
     @staticmethod
-    def _content(life: str, beat: int, said: Mapping[str, Any]) -> bytes:
-        own = {"life": life, "beat": beat, "host": socket.gethostname(), "pid": os.getpid()}
-        return json.dumps({**said, **own}).encode()
+    def _content(life: str, beat: int, report: Mapping[str, Any]) -> bytes:
+        fields = {"life": life, "beat": beat, "host": socket.gethostname(), "pid": os.getpid()}
+        return json.dumps({**report, **fields}).encode()
 
 
 def _who(raw: bytes) -> str:
     try:
-        said = json.loads(raw)
-        return f"process {said['pid']} on {said['host']}"
+        holder = json.loads(raw)
+        return f"process {holder['pid']} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "an unknown process"

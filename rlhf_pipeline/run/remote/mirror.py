@@ -102,19 +102,19 @@ class Mirror:
         Returns:
             A function that waits for the result.
         """
-        wanted, done = threading.Event(), Future[T]()
+        is_needed, done = threading.Event(), Future[T]()
 
         def look() -> None:
             pause = Pause(self.patience_s)
             try:
-                while not (found := read()) and not wanted.is_set():
-                    pause.sleep(wanted)
-                done.set_result(found)
+                while not (content := read()) and not is_needed.is_set():
+                    pause.sleep(is_needed)
+                done.set_result(content)
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
                 done.set_exception(error)
 
         def result() -> T:
-            wanted.set()
+            is_needed.set()
             return done.result()
 
         threading.Thread(target=look, name="reads of a run", daemon=True).start()
@@ -139,13 +139,13 @@ class Mirror:
             self.sealed.bring(name)
             return
         path = self.root / name
-        known = self._tags.get(name) if path.exists() else None
-        found = self.bucket.tagged(name, known)
-        if found is not None:
+        tag = self._tags.get(name) if path.exists() else None
+        current = self.bucket.tagged(name, tag)
+        if current is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(found.data.partition(b"\n")[2] if name == _POINTER else found.data)
-            self._tags[name] = found.tag
-        elif known is None:
+            path.write_bytes(current.data.partition(b"\n")[2] if name == _POINTER else current.data)
+            self._tags[name] = current.tag
+        elif tag is None:
             path.unlink(missing_ok=True)
             self._tags.pop(name, None)
 
@@ -184,8 +184,10 @@ class Mirror:
     def keep_log(self, path: Path) -> None:
         """Put a log, if that is possible; a name with this process's id keeps the logs of several processes apart."""
         with suppress(StoreError, OSError):
-            own = path.name if path.name == filenames.SUPERVISOR_LOG else f"{filenames.LOGS}/{self.life}-{path.name}"
-            self.bucket.put(own, path.read_bytes())
+            log_key = (
+                path.name if path.name == filenames.SUPERVISOR_LOG else f"{filenames.LOGS}/{self.life}-{path.name}"
+            )
+            self.bucket.put(log_key, path.read_bytes())
 
     def drop(self, name: str) -> None:
         """Delete a sealed folder, after this process has removed its own."""
@@ -214,13 +216,13 @@ class Mirror:
 
     def rows(self, name: str) -> SharedRows:
         """Return the rows of a file; the same object each time, because a process has one copy."""
-        found = self._rows.get(name)
-        if found is None:
+        shared = self._rows.get(name)
+        if shared is None:
             log = LineLog(self.bucket, name, self.life, self.outbox)
-            found = self._rows[name] = SharedRows(self.root / name, log, self)
+            shared = self._rows[name] = SharedRows(self.root / name, log, self)
         else:
-            found.refresh()
-        return found
+            shared.refresh()
+        return shared
 
     def write_rows(self) -> None:
         """Take over as the only writer of lines; an earlier writer's next line is refused."""
@@ -236,14 +238,14 @@ class Mirror:
             RunExistsError: another live process has the name.
         """
 
-        def said() -> Mapping[str, Any]:
+        def report() -> Mapping[str, Any]:
             return {
                 key: value
                 for key, value in read_heartbeat(self.root / filenames.PROCESSES, name).items()
                 if key != "pid"
             }
 
-        return self.leases.hold(name, self.life, wait_s=wait_s, said=said)
+        return self.leases.hold(name, self.life, wait_s=wait_s, report=report)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a name's lease is being renewed."""

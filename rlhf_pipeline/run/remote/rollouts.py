@@ -43,15 +43,15 @@ class BucketRollouts(Rollouts):
         """Put the record; if another collector was first, its record counts and says the same."""
         self._bucket.put_once(_key(done.rollout), json.dumps(asdict(done)).encode())
 
-    def new(self, known: RolloutSet) -> list[int]:
+    def new(self, returned: RolloutSet) -> list[int]:
         """List the rollouts after the known ones."""
-        first = max(known.lowest_missing, self._told.lowest_missing)
+        first = max(returned.lowest_missing, self._told.lowest_missing)
         keys = self._bucket.keys(f"{filenames.ROLLOUTS}/", _key(first - 1) if first else "")
         numbers = [int(key.rpartition("/")[2][:-5]) for key in keys if key.endswith(".json")]
-        found = [number for number in numbers if number not in known and number not in self._told]
-        for number in found:
+        new_rollouts = [number for number in numbers if number not in returned and number not in self._told]
+        for number in new_rollouts:
             self._told.add(number)
-        return found
+        return new_rollouts
 
     def get(self, rollout: int) -> StoredRollout | None:
         """Read a record."""
@@ -145,14 +145,14 @@ class LeasedClaims(Claims):
 
     def _read(self) -> tuple[dict[str, Any], str | None]:
         """Return the claims of all collectors, by number, and the tag that `_replace` needs."""
-        found = self._mirror.bucket.tagged(self._key)
-        return ({}, None) if found is None else (json.loads(found.data)["claims"], found.tag)
+        current = self._mirror.bucket.tagged(self._key)
+        return ({}, None) if current is None else (json.loads(current.data)["claims"], current.tag)
 
     def _replace(self, claims: dict[Any, Any], tag: str | None) -> bool:
         """Try to write all claims; if another process was first, wait a moment, so that both make progress."""
         # The time makes its content unique, so that its tag is unique, too.
-        said = {"by": f"{self._mirror.life} {time.time_ns()}", "claims": claims}
-        if self._mirror.bucket.swap(self._key, json.dumps(said).encode(), tag) is not None:
+        record = {"by": f"{self._mirror.life} {time.time_ns()}", "claims": claims}
+        if self._mirror.bucket.swap(self._key, json.dumps(record).encode(), tag) is not None:
             return True
         time.sleep(_PAUSE_S * random.random())
         return False

@@ -53,27 +53,27 @@ class LineLog:
         if self.is_writing or time.monotonic() - self._looked < _LOOK_EVERY_S:
             return []
         self._looked = time.monotonic()
-        found = self._blocks() if not self._next else []
+        blocks = self._blocks() if not self._next else []
         after = self._key(self._next - 1) if self._next else ""
         keys = self._bucket.keys(f"{self._name}/parts/", after)
         for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
             if raw is None or key != self._key(self._next):
                 raise DataError(f"{self._bucket.where}/{self._key(self._next)} is missing. {_RESTORE}")
-            found.append(raw)
+            blocks.append(raw)
             self._took(raw)
-        return [part for raw in found for part in self._parts(raw)]
+        return [part for raw in blocks for part in self._parts(raw)]
 
     def begin(self) -> list[Part]:
         """Take over as writer: the previous writer's next part is refused. Return the new parts before that."""
-        found: list[Part] = []
+        parts: list[Part] = []
         while not self.is_writing:
             self._looked = -1e9
-            found += self.new()
+            parts += self.new()
             opening = self._pack(Part(lines=b"", cut=None))
             if self._bucket.put_once(self._key(self._next), opening):
                 self._took(opening)
                 self.is_writing = True
-        return found
+        return parts
 
     def add(self, part: Part) -> None:
         """Put a part after all others."""
@@ -98,9 +98,9 @@ class LineLog:
 
     def _blocks(self) -> list[bytes]:
         keys = self._bucket.keys(f"{self._name}/blocks/")
-        found = [raw for raw in self._bucket.get_many(keys) if raw is not None]
-        self._next = BLOCK * len(found)
-        return found
+        blocks = [raw for raw in self._bucket.get_many(keys) if raw is not None]
+        self._next = BLOCK * len(blocks)
+        return blocks
 
     def _key(self, number: int) -> str:
         return f"{self._name}/parts/{number:012d}"

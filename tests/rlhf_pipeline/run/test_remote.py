@@ -282,8 +282,8 @@ def short(monkeypatch):
 def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
     """One process has it; after the time of the lease without a renewal another one takes it."""
     holder, other = Leases(bucket(memory)), Leases(bucket(memory))
-    with holder.hold("learner", "a", wait_s=0, said=dict):
-        taken = other.hold("learner", "b", wait_s=0, said=dict)
+    with holder.hold("learner", "a", wait_s=0, report=dict):
+        taken = other.hold("learner", "b", wait_s=0, report=dict)
         with pytest.raises(RunExistsError, match="learner already: process"), taken:
             pass
         time.sleep(0.8)
@@ -291,7 +291,7 @@ def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
     assert bucket(memory).keys("processes/") == ["processes/learner.json"]
     bucket(memory).swap("processes/learner.lease", b'{"pid": 1, "host": "gone"}', None)  # killed: never renewed
     started = time.monotonic()
-    with other.hold("learner", "b", wait_s=0.1, said=dict):
+    with other.hold("learner", "b", wait_s=0.1, report=dict):
         assert time.monotonic() - started >= 0.4
 
 
