@@ -200,6 +200,12 @@ class Collect(Settings):
         help="With an environment: the most conversations, and so environments, that exist at once. The others of a "
         "rollout follow in parts of this size. None begins all of a rollout at once.",
     )
+    history: Literal["sampled", "rewritten"] = setting(
+        "sampled",
+        help="With an environment and a chat template that rewrites earlier turns, for example drops their thinking: "
+        "`sampled` continues the row, so the policy reads its own tokens; `rewritten` shows the policy what the "
+        "template writes, and where that differs from the row, begins a new row of the episode (docs/environments.md).",
+    )
     max_reply_tokens: int | None = setting(
         None,
         min=1,

@@ -14,6 +14,7 @@ from rlhf_pipeline.data.keys import Key, column_name, key_of, reward_column, tur
 from trajectory_store import Column, Schema
 from trajectory_store.recorder.standard import (
     CURSOR,
+    EPISODE,
     EVALUATION,
     FAILED_MEMBERS,
     FAILURES,
@@ -37,8 +38,8 @@ from trajectory_store.recorder.standard import (
 )
 
 __all__ = [
-    "CURSOR", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST", "PROVENANCE",
-    "SAMPLED_BY", "SLOT", "SUPERSEDED", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS",
+    "CURSOR", "EPISODE", "EVALUATION", "FAILED_MEMBERS", "FAILURES", "INTERNAL", "NEWEST_VERSION", "POLICY_DIGEST",
+    "PROVENANCE", "SAMPLED_BY", "SLOT", "SUPERSEDED", "SUPPORT", "TEMPERATURE", "TOKEN_FIGURES", "TURNS",
     "TURN_ADVANTAGES", "TURN_FIGURES", "TURN_REWARDS", "USES", "WAITING", "column_of_key", "extra_columns",
     "named_reward", "reward_names", "trajectory_schema", "turn_reward",
 ]  # fmt: skip

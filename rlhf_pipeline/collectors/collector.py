@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
-from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EVALUATION, named_reward, reward_names, turn_reward
+from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EPISODE, EVALUATION, named_reward, reward_names, turn_reward
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
 from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed, part_values
@@ -22,6 +22,7 @@ from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, s
 from rlhf_pipeline.collectors.sampled_rows import (
     MEMBER,
     OWNER,
+    episode_of,
     num_turns,
     sampled_completions,
     sampled_conversations,
@@ -31,6 +32,7 @@ from rlhf_pipeline.collectors.sampled_rows import (
 from rlhf_pipeline.collectors.source_rewards import SourceRewards
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.episodes import last_rows, stored_last_rows, totals
 from rlhf_pipeline.data.keys import Key, reward_column, turn_reward_column
 from rlhf_pipeline.data.prompts import (
     Prompt,
@@ -244,23 +246,24 @@ class Collector:
         # Looked up each time: a ring may have evicted part of what a resumed run replays.
         store, size = self.buffer.store, len(groups) * config.group_size
         rows = np.empty(0, np.int64) if is_first else self._rows_of(groups)
+        episodes = rows[stored_last_rows(store, rows)]
         # A rollout is one commit. A stored rollout lacks rows if the write path dropped groups, or if a ring is
         # evicting it: then its remaining rows are the oldest in the store, and are evicted next.
-        cut = 0 < len(rows) < size and len(store) < store.watermark and rows[0] == store.ids()[0]
-        if len(rows) >= size or (
+        cut = 0 < len(episodes) < size and len(store) < store.watermark and rows[0] == store.ids()[0]
+        if len(episodes) >= size or (
             len(rows) and not cut and (refresh is not None or not self._by_these_weights(rows, policy_version, digests))
         ):
             self.observe(groups)
-            figures, rewards = self._stored_figures(rows), store.read_scalars("task_reward", rows)
+            figures, rewards = self._stored_figures(rows), store.read_scalars("task_reward", episodes)
             if config.dynamic > 1 and CURSOR.name in store.schema:
                 by = config.dynamic_by
                 if by is not None and reward_column(by) in store.schema:
-                    rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), rows), np.nan)
-                figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, rows), rewards)
-            given = store.read_scalars("task_reward", rows)
+                    rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), episodes), np.nan)
+                figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, episodes), rewards)
+            given = store.read_scalars("task_reward", episodes)
             found = self._summary(rollout, given, 0, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
-            lost = {} if len(rows) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
+            lost = {} if len(episodes) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
             return replace(found, **lost)
 
         self._hand_over(policy_version)
@@ -272,7 +275,7 @@ class Collector:
         if config.dynamic > 1:
             one = as_one(rounds)
             kept = kept_groups(one.spread, len(one.prompts), len(groups))
-        sampled, owner = one.rows, one.rows.numbers(OWNER)
+        sampled, owner, last = one.rows, one.owner, last_rows(one.rows)
         places = np.flatnonzero(np.isin(owner, kept)).tolist()
         grades = [one.grades[place] for place in places]
         names = np.full(len(one.prompts), -1)
@@ -280,22 +283,23 @@ class Collector:
         batch = self._rows(one, names, policy_version=policy_version, digests=digests)
         if beside is not None:
             batch |= beside.columns(batch)
-        if len(places) < batch.n:
-            batch = batch.select(torch.tensor(places))
+        if len(places) < len(owner):
+            batch = batch.select(torch.tensor(np.flatnonzero(np.isin(sampled.numbers(OWNER), kept))))
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
         _say_failures(rollout, one.grades, config.alarm_failed, say)
-        turns, reasons = num_turns(sampled), sampled.texts(keys.FINISH_REASON)
+        turns, reasons = num_turns(sampled), np.array(sampled.texts(keys.FINISH_REASON), dtype=object)[last]
+        lengths = totals(sampled.lengths(keys.TOKENS) - sampled.numbers(keys.NUM_PROMPT_TOKENS), last)
         figures = rollout_figures(
-            lengths=(sampled.lengths(keys.TOKENS) - sampled.numbers(keys.NUM_PROMPT_TOKENS))[places],
+            lengths=lengths[places],
             cut_off=np.array([reasons[place] == "length" and not one.grades[place].broken for place in places], bool),
             rewards=rewards,
             groups=names[owner[places]],
             kinds=[item.kind for item in grades],
             values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
             parts=self._parts(grades),
-            turns=None if turns is None else turns[places],
+            turns=None if turns is None else totals(turns, last)[places],
         )
         if self._by_source is not None:
             figures |= self._by_source.figures(one.cursors[owner[places]], rewards, figures)
@@ -335,11 +339,8 @@ class Collector:
             with self.grader.begin(1) as grading:
                 self._grade(grading, 0, conversation)
                 (grade,) = grading.results(stop, say)
-            assert conversation.row is not None
-            rows = sampled_conversations(
-                [conversation], [self._text(conversation.row.ids[conversation.row.num_prompt :])], group_size=1
-            )
-            rows[MEMBER] = Flat(torch.tensor([place % size]))
+            rows = sampled_conversations([conversation], self._text, group_size=1)
+            rows[MEMBER] = Flat(torch.full((rows.n,), place % size))
             at = cursors[[place // size]]
             one = Round(
                 prompts=[conversation.prompt], cursors=at, rows=rows, grades=[grade], steered=self._steered([grade])
@@ -357,13 +358,15 @@ class Collector:
         else:
             self.observe(cursors)
         rows = self._rows_of(cursors)
-        rewards, figures = store.read_scalars("task_reward", rows), self._stored_figures(rows)
+        rewards = store.read_scalars("task_reward", rows[stored_last_rows(store, rows)])
+        figures = self._stored_figures(rows)
         return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=not left)
 
     def _stored_figures(self, rows: np.ndarray) -> Figures:
         """Return the figures of rows in the store, which are those of the rollout that stored them."""
         store, figures = self.buffer.store, stored_figures(self.buffer.store, rows, self._names)
         if self._by_source is not None:
+            rows = rows[stored_last_rows(store, rows)]
             cursors = store.read_scalars(CURSOR.name if CURSOR.name in store.schema else "group_id", rows)
             figures |= self._by_source.figures(cursors, store.read_scalars("task_reward", rows), figures)
         return figures
@@ -397,14 +400,18 @@ class Collector:
             keys.LOG_PROB_MODE: Text(["processed"] * batch.n),
             keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.rows.numbers(OWNER)])),
         }
+        of, last = episode_of(one.rows), last_rows(one.rows)
         if any(item.kind for item in one.grades):
-            found[keys.FAILURE_REASON] = Text([item.kind for item in one.grades])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not item.kind for item in one.grades]))
+            found[keys.FAILURE_REASON] = Text([one.grades[place].kind for place in of])
+            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not one.grades[place].kind for place in of]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
             found |= turn_rewards(one.rows, one.grades, self.grader.rewards)
         for name, values in self._named(one.grades).items():
-            found[reward_column(name)] = Flat(torch.tensor(values, dtype=torch.float32))
+            each = np.where(last, np.array(values, np.float32)[of], np.float32(np.nan))
+            found[reward_column(name)] = Flat(torch.from_numpy(each))
         self._gain_columns(found)
+        if keys.EPISODE_ID in batch and keys.EPISODE_ID not in self.buffer.store.schema:
+            self.buffer.store.add_columns(EPISODE)
         batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         return batch
@@ -547,12 +554,7 @@ class Collector:
             self._grade(grading, place, conversation)
 
         finished = conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended)
-        texts = [
-            self._text(conversation.row.ids[conversation.row.num_prompt :])
-            for conversation in finished
-            if conversation.row is not None
-        ]
-        return sampled_conversations(finished, texts, group_size=self.config.group_size)
+        return sampled_conversations(finished, self._text, group_size=self.config.group_size)
 
     def _grade(self, grading: Grading, place: int, conversation: Conversation) -> None:
         """Begin the reward calls of a conversation that is over."""
@@ -565,12 +567,12 @@ class Collector:
             conversation.prompt_text = decode_prompt(self.policy.tokenizer, before)
         one = Sampled(
             prompt=conversation.prompt,
-            completion=conversation.last_text,
+            completion=conversation.at.last_text,
             ids=conversation.row.ids,
             mask=conversation.row.mask,
             finish_reason=conversation.finish_reason,
             conversation=tuple(conversation.messages),
-            num_asked=conversation.num_asked,
+            num_asked=conversation.at.num_asked,
             rewards=dict(conversation.rewards),
             turns=conversation.num_turns,
             call_errors=conversation.call_errors,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import itertools
 import queue
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import numpy as np
 
 from rlhf_pipeline.config import Collect
 from rlhf_pipeline.data.prompts import Prompt
@@ -33,6 +36,7 @@ from rlhf_pipeline.environments.makers import Environments, Maker, maker_of
 from rlhf_pipeline.environments.outcomes import CALLS, FAILED, LENGTH, STOP, TURNS, failure_kind
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
 from rlhf_pipeline.policies.chat import (
+    continued_text,
     cut_text,
     decode_completion,
     encode_prompt,
@@ -42,7 +46,7 @@ from rlhf_pipeline.policies.chat import (
 )
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import Truncation, stream_keys
-from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, TurnRow, converse
+from rlhf_pipeline.policies.engines.turn_rows import Answer, Answers, EndedTurn, TurnRow, converse
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
@@ -63,14 +67,33 @@ _LONG_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
+class ConversationRow:
+    """One row of a conversation: what the policy was shown, and what it sampled.
+
+    Attributes:
+        messages: all of them; the content of the policy's is decoded for reading.
+        num_asked: messages before the first turn.
+        row: its tokens, once a turn has ended.
+        last_text: its last turn as text.
+        turns: the numbers of its turns in the conversation, from 0.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    num_asked: int = 1
+    row: TurnRow | None = None
+    last_text: str = ""
+    turns: list[int] = field(default_factory=list[int])
+
+
+@dataclass(slots=True, eq=False)
 class Conversation:
-    """One conversation, in progress or over.
+    """One conversation, in progress or over: an episode.
 
     Attributes:
         prompt: what it is about.
         environment: answers it.
-        messages: all of them; the content of the policy's is decoded for reading.
-        num_asked: messages before the first turn.
+        rows: its rows, in the order in which they began.
+        current: the number of the row that has the turn.
         num_turns: turns of the policy.
         finish_reason: of `environments.outcomes`.
         rewards: of the environment, summed by name.
@@ -81,8 +104,6 @@ class Conversation:
         call_errors: calls of the policy that could not be made.
         cut_replies: replies that were cut.
         whole_turn: whether the newest turn ended by itself.
-        row: its tokens, once it is over.
-        last_text: the last turn as text.
         prompt_text: what the model read before it, if a reward function asks for that.
         closing: what the environment replied to the last turn, which the policy was not shown.
         as_chat: it goes through the chat template.
@@ -90,8 +111,8 @@ class Conversation:
 
     prompt: Prompt
     environment: Environment
-    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    num_asked: int = 1
+    rows: list[ConversationRow] = field(default_factory=list[ConversationRow])
+    current: int = 0
     num_turns: int = 0
     finish_reason: str = ""
     rewards: dict[str, float] = field(default_factory=dict[str, float])
@@ -102,11 +123,34 @@ class Conversation:
     call_errors: int = 0
     cut_replies: int = 0
     whole_turn: bool = True
-    row: TurnRow | None = None
-    last_text: str = ""
     prompt_text: str | None = None
     closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     as_chat: bool = False
+
+    @property
+    def at(self) -> ConversationRow:
+        """The row that has the turn; in the end, the one that has the outcome."""
+        return self.rows[self.current]
+
+    @property
+    def row(self) -> TurnRow | None:
+        """The tokens of that row."""
+        return self.at.row
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages of that row."""
+        return self.at.messages
+
+    @property
+    def sampled_rows(self) -> list[ConversationRow]:
+        """The rows in which the policy had a turn, in the order in which they ended: as they are stored."""
+        return sorted((one for one in self.rows if one.turns), key=lambda one: one.turns[-1])
+
+    def begin(self, messages: Sequence[dict[str, Any]], row: TurnRow | None = None) -> None:
+        """Begin a row."""
+        self.rows.append(ConversationRow([*messages], len(messages), row))
+        self.current = len(self.rows) - 1
 
     def gain(self, gains: Mapping[str, float]) -> None:
         """Add named rewards to those of the newest turn and of the conversation."""
@@ -225,7 +269,7 @@ class Conversations:
                         before = newest[place].failure
                         error = "the engine aborted it" if before is None else f"{before.kind}: {before.error}"
                         conversation.retried = (*newest[place].retried, error)
-                    conversation.row = row
+                    conversation.at.row = row
                     newest[place] = conversation
                 aborted = sum(row.aborted for row in rows)
                 if aborted and not self._may_retry:
@@ -335,7 +379,8 @@ class Conversations:
                         shown[place] = error
             for place in group:
                 said = [dict(message) for message in messages]
-                conversation = Conversation(prompt, made[place], said, len(said), as_chat=as_chat)
+                conversation = Conversation(prompt, made[place], as_chat=as_chat)
+                conversation.begin(said)
                 self.conversations.append(conversation)
                 if isinstance(shown[place], BaseException):
                     conversation.fail(shown[place])
@@ -422,7 +467,7 @@ class Conversations:
         """See `Partner.answer`."""
         in_place: list[tuple[int, Callable[[], Any]]] = []
         over: list[int] = []
-        answers: dict[int, Sequence[int] | None] = {}
+        answers: dict[int, Answer] = {}
         arrived = self._arrived
         for turn in ended:
             place = turn.place
@@ -470,9 +515,10 @@ class Conversations:
         """Note a turn and return the call that answers it; None if the conversation has failed before."""
         conversation, tokens = self.conversations[ended.place], ended.tokens
         text = self.text(tokens)
+        conversation.at.turns.append(conversation.num_turns)
         conversation.num_turns += 1
         conversation.turn_rewards.append({})
-        conversation.last_text = text
+        conversation.at.row, conversation.at.last_text = ended.row, text
         # A turn of one token has no room for an end: it is whole.
         conversation.whole_turn = ended.stopped or self.config.max_new_tokens == 1
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
@@ -500,8 +546,8 @@ class Conversations:
         text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
         return text if self.stops is None or self.config.keep_stop else self.stops.without(text)
 
-    def _taken(self, ended: EndedTurn, outcome: Any) -> list[int] | None:
-        """Take what an environment gave; return the reply's tokens, or None if the conversation is over."""
+    def _taken(self, ended: EndedTurn, outcome: Any) -> Answer:
+        """Take what an environment gave; return how the policy goes on, or None if the conversation is over."""
         conversation = self.conversations[ended.place]
         if isinstance(outcome, BaseException):
             conversation.fail(outcome)
@@ -518,10 +564,10 @@ class Conversations:
                 conversation.finish_reason = TURNS
             elif conversation.call_errors >= (self.config.max_call_errors or _UNBOUNDED):
                 conversation.finish_reason = CALLS
-            elif (ids := self._reply(conversation, ended, step)) is None:
+            elif (going := self._next_input(conversation, ended, step)) is None:
                 conversation.finish_reason = LENGTH
             else:
-                return ids
+                return going
         except Exception as error:  # noqa: BLE001 - an answer may be anything; it costs its own conversation
             conversation.fail(error)
         return None
@@ -534,9 +580,48 @@ class Conversations:
             raise ValueError(f"the reward {other[0]!r} is none of those that the environment declares: {declared}")
         conversation.gain(gains)
 
-    def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> list[int] | None:
+    def _next_input(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
+        """Return the tokens of a reply, or the row that the policy continues in place of its own; None without room."""
+        if step.history is not None:
+            return self._new_row(conversation, [dict(one) for one in step.history])
+        if step.row is None or step.row == conversation.current:
+            return self._reply(conversation, ended, step)
+        if step.row >= len(conversation.rows) or (row := conversation.rows[step.row].row) is None:
+            raise ValueError(f"the step continues row {step.row} of an episode of {len(conversation.rows)} rows")
+        conversation.current = step.row
+        reply = self._reply(conversation, EndedTurn(ended.place, row, stopped=True), step)
+        if reply is None or isinstance(reply, TurnRow):
+            return reply
+        row.reply(reply)
+        return row
+
+    def _new_row(self, conversation: Conversation, messages: list[dict[str, Any]]) -> TurnRow | None:
+        """Begin a row of the episode with other messages; return None if they leave no room for a token.
+
+        Its random numbers follow from its tokens and from how many rows of the episode began with the same.
+        """
+        before = conversation.at.row
+        assert before is not None
+        as_chat = conversation.as_chat or any(one["role"] != "user" for one in messages)
+        ids = encode_prompt(
+            self.policy.tokenizer,
+            messages if as_chat else "".join(one["content"] for one in messages),
+            as_chat=as_chat,
+            tools=self._kind_of(conversation.prompt).tools or None,
+            template=self.template,
+        )
+        if len(ids) >= before.most:
+            return None
+        same = sum(one.row is not None and one.row.ids[: one.row.num_prompt] == ids for one in conversation.rows)
+        digest = hashlib.blake2b(np.array([same, *ids], np.int64).tobytes(), digest_size=8).digest()
+        row = before.another(ids, int.from_bytes(digest, "little") | 1)
+        conversation.begin(messages, row)
+        return row
+
+    def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
-        room, codec = ended.row.room, self.policy.tokenizer
+        may_begin, codec = self.config.history == "rewritten", self.policy.tokenizer
+        room = ended.row.most if may_begin else ended.row.room
         replies = _messages_of(step.reply)
         if not replies and conversation.as_chat and isinstance(step.reply, str):
             replies = [{"role": "user", "content": ""}]
@@ -547,13 +632,42 @@ class Conversations:
         if self._kind_of(conversation.prompt).parser is not None:  # it may quote a call, in characters of its own
             replies = [{**one, "content": known_text(codec, one["content"])} for one in replies]
         if conversation.as_chat or any(one["role"] != "user" for one in replies):
-            ids, replies = self._encoded(conversation, ended, replies)
+            shown = self._shown(conversation, ended, replies) if may_begin else None
+            if shown is None:
+                ids, replies = self._encoded(conversation, ended, replies)
+            elif (ids := shown[0]) is None:
+                return self._new_row(conversation, shown[1])
+            else:
+                conversation.messages[-1] = shown[1][len(conversation.messages) - 1]
         else:
             ids = encode_text(codec, "".join(one["content"] for one in replies), add_special_tokens=False)
-        if len(ids) > room:
+        if len(ids) > ended.row.room:
             return None
-        conversation.messages += replies
+        conversation.messages.extend(replies)
         return ids
+
+    def _shown(
+        self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
+    ) -> tuple[list[int] | None, list[dict[str, Any]]] | None:
+        """Return what the chat template shows the policy next: the tokens after its turn, and all messages.
+
+        Without tokens where it rewrites what came before; None if it refuses the messages.
+        """
+        before, turn = conversation.messages[:-1], conversation.messages[-1]
+        for said in (turn, {"role": "assistant", "content": conversation.at.last_text}):
+            with contextlib.suppress(DataError):
+                ids = continued_text(
+                    self.policy.tokenizer,
+                    before,
+                    ended.tokens,
+                    said,
+                    replies,
+                    tools=self._kind_of(conversation.prompt).tools or None,
+                    template=self.template,
+                    end_token_ids=self.policy.eos_token_ids,
+                )
+                return ids, [*before, said, *replies]
+        return None
 
     def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
         """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
@@ -581,13 +695,13 @@ class Conversations:
         the row, and no template decides what a conversation is worth.
         """
         messages, turn = conversation.messages, conversation.messages[-1]
-        text: dict[str, Any] = {"role": "assistant", "content": conversation.last_text}
+        text: dict[str, Any] = {"role": "assistant", "content": conversation.at.last_text}
         by_user = [{"role": "user", "content": "\n".join(one["content"] for one in replies)}]
         refusal: DataError | DefinitionError | None = None
         for before, said, told in (
             (messages[:-1], turn, replies),
             (messages[:-1], text, by_user),
-            (messages[: conversation.num_asked], text, by_user),
+            (messages[: conversation.at.num_asked], text, by_user),
         ):
             try:
                 ids = encode_reply(
@@ -615,7 +729,8 @@ class Conversations:
         in_place: list[tuple[int, Callable[[], Any]]] = []
         for place in places:
             conversation = self.conversations[place]
-            conversation.row = self._turns.pop(place).row
+            del self._turns[place]
+            conversation.current = conversation.rows.index(conversation.sampled_rows[-1])
             end = getattr(conversation.environment, "end", None)
             if not callable(end):
                 self._take_end(place, None)

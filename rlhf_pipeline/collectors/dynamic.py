@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.collectors.rollout_figures import Figures, spread_groups
 from rlhf_pipeline.collectors.sampled_rows import OWNER, joined
+from rlhf_pipeline.data.episodes import last_rows
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.trajectories import Trajectories
 
@@ -29,8 +30,8 @@ class Round:
         prompts: [P].
         cursors: int64 [P], which prompts of the source they are.
         rows: what was sampled, [n].
-        grades: their rewards, [n].
-        steered: what must differ within a group, [n]: the rewards, or the one of them that `collect.dynamic_by` names.
+        grades: the rewards, one for each of m episodes.
+        steered: what must differ within a group, [m]: the rewards, or the one of them that `collect.dynamic_by` names.
     """
 
     prompts: Sequence[Prompt]
@@ -40,9 +41,14 @@ class Round:
     steered: npt.NDArray[np.float32]
 
     @property
+    def owner(self) -> Ints:
+        """The number of each episode's prompt, int64 [m]."""
+        return self.rows.numbers(OWNER)[last_rows(self.rows)]
+
+    @property
     def spread(self) -> Ints:
         """The prompts whose group has rewards that are not all equal, ascending, int64 [k]."""
-        return spread_groups(self.steered, self.rows.numbers(OWNER))
+        return spread_groups(self.steered, self.owner)
 
 
 def as_one(rounds: Sequence[Round]) -> Round:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.buffer.trajectory_schema import reward_names
+from rlhf_pipeline.data.episodes import stored_last_rows, totals
 from rlhf_pipeline.data.keys import POLICY_ROLE, reward_column
 from rlhf_pipeline.environments.outcomes import BROKEN, LENGTH
 from rlhf_pipeline.functional.advantage import FLOAT32_RESOLUTION
@@ -92,21 +93,22 @@ def rollout_figures(
 
 def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: Sequence[str]) -> Figures:
     """Return the figures of stored trajectories; these are the names of the definition's rewards."""
-    read = store.read_scalars
+    read, last, every = store.read_scalars, stored_last_rows(store, rows), rows
+    rows = rows[last]
     stored = [name for name in names if reward_column(name) in store.schema]
     stored += sorted({*reward_names(store.schema)} - {*stored})
     rewards = read("task_reward", rows)
     kinds = list(store.read(rows, ["failure_reason"])["failure_reason"]) if "failure_reason" in store.schema else []
     kinds = [kind or ("grader_error" if lacks else "") for kind, lacks in zip_longest(kinds, np.isnan(rewards))]
     return rollout_figures(
-        lengths=np.asarray(store.lengths("input_ids", rows)) - read("num_prompt_tokens", rows),
+        lengths=totals(np.asarray(store.lengths("input_ids", every)) - read("num_prompt_tokens", every), last),
         cut_off=np.array([reason == LENGTH for reason in store.read(rows, ["finish_reason"])["finish_reason"]], bool),
         rewards=rewards,
         groups=read("group_id", rows),
         kinds=kinds,
         values={name: read(reward_column(name), rows) for name in stored},
         parts={*stored} - {*names},
-        turns=_turns(store, rows) if "turn_spans" in store.schema else None,
+        turns=totals(_turns(store, every), last) if "turn_spans" in store.schema else None,
     )
 
 

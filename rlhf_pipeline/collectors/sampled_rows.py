@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlhf_pipeline.collectors.conversations import Conversation
+from rlhf_pipeline.collectors.conversations import Conversation, ConversationRow
 from rlhf_pipeline.collectors.grading import Grade
 from rlhf_pipeline.data import keys
+from rlhf_pipeline.data.episodes import last_rows, row_names
 from rlhf_pipeline.data.keys import POLICY_ROLE, Key
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.rewards import Reward, as_column, of_turn
@@ -65,26 +66,43 @@ def sampled_completions(
 
 
 def sampled_conversations(
-    conversations: Sequence[Conversation], texts: Sequence[str], *, group_size: int
+    conversations: Sequence[Conversation], text_of: Callable[[Sequence[int]], str], *, group_size: int
 ) -> Trajectories:
-    """Return rows of several turns."""
-    of = [conversation.row for conversation in conversations if conversation.row is not None]
+    """Return rows of several turns, those of a conversation one after the other.
+
+    Args:
+        conversations: all members of each group.
+        text_of: turns the tokens after a prompt into text.
+        group_size: members of a group.
+    """
+    parts = [(number, conversation, conversation.sampled_rows) for number, conversation in enumerate(conversations)]
+    of = [one.row for _, _, rows in parts for one in rows if one.row is not None]
     lengths = np.array([len(row.ids) for row in of], np.int64)
     tokens = np.array([token for row in of for token in row.ids], np.int64)
     log_probs = np.array([value for row in of for value in row.log_probs], np.float32)
     log_mass = np.array([value for row in of for value in row.log_mass], np.float32)
     assistant = np.array([is_sampled for row in of for is_sampled in row.mask], np.bool_)
-    owner, member = np.divmod(np.arange(len(of)), group_size)
+    sizes = [len(rows) for _, _, rows in parts]
+    owner, member = np.divmod(np.repeat([number for number, _, _ in parts], sizes).astype(np.int64), group_size)
     prompt_lengths = np.array([row.num_prompt for row in of], np.int64)
     mass = log_mass if len(log_mass) else None
     rows = _rows(lengths, prompt_lengths, tokens, assistant, log_probs, mass, owner, member)
-    rows[keys.FINISH_REASON] = Text([conversation.finish_reason for conversation in conversations])
-    rows[keys.COMPLETION] = Text(list(texts))
-    rows[keys.META] = Text([_meta(conversation) for conversation in conversations])
+    rows[keys.FINISH_REASON] = Text([conversation.finish_reason for _, conversation, each in parts for _ in each])
+    rows[keys.COMPLETION] = Text([text_of(row.ids[row.num_prompt :]) for row in of])
+    rows[keys.META] = Text([_meta(conversation, one) for _, conversation, each in parts for one in each])
+    if max(sizes, default=1) > 1:
+        rows |= _episodes(sizes)
     rows[keys.TURN_SPANS] = _spans([row.turn_spans for row in of])
     if all(row.version_spans for row in of):
         rows[keys.VERSION_SPANS] = _spans([row.version_spans for row in of])
     return rows
+
+
+def _episodes(sizes: Sequence[int]) -> dict[Key, Flat]:
+    """Return the columns that tell the rows of episodes of these sizes apart, but for the episode's id."""
+    size = np.repeat(np.array(sizes, np.int32), sizes)
+    position = np.concatenate([np.arange(each, dtype=np.int32) for each in sizes])
+    return {keys.EPISODE_ROW: Flat(torch.from_numpy(position)), keys.EPISODE_SIZE: Flat(torch.from_numpy(size))}
 
 
 def _rows(
@@ -121,6 +139,11 @@ def num_turns(rows: Trajectories) -> npt.NDArray[np.int64] | None:
 
 def joined(parts: Sequence[Trajectories]) -> Trajectories:
     """Return the rows of several rounds as those of one; prompts are numbered on, and spans that a part lacks go."""
+    if any(keys.EPISODE_SIZE in part for part in parts):
+        parts = [
+            part if keys.EPISODE_SIZE in part else Trajectories(part.n, part | _episodes([1] * part.n))
+            for part in parts
+        ]
     before = np.cumsum([0, *(int(part.numbers(OWNER).max(initial=-1)) + 1 for part in parts)]).tolist()
     known = set[Key].intersection(*(set(part) for part in parts))
     numbered = [
@@ -133,14 +156,20 @@ def joined(parts: Sequence[Trajectories]) -> Trajectories:
     return concat(numbered)
 
 
-def _meta(conversation: Conversation) -> dict[str, Any]:
+def _meta(conversation: Conversation, one: ConversationRow) -> dict[str, Any]:
+    """Return what `meta` holds of a row: its messages and turns; with the last one, what the episode came to."""
+    known: dict[str, Any] = {
+        "messages": one.messages,
+        "turn_rewards": [conversation.turn_rewards[turn] for turn in one.turns],
+    }
+    if one is not conversation.at:
+        return known
     graded = {
-        "completion": conversation.last_text,
-        "num_asked": conversation.num_asked,
+        "completion": one.last_text,
+        "num_asked": one.num_asked,
         "rewards": conversation.rewards,
     }
     graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
-    known = {"messages": conversation.messages, "turn_rewards": conversation.turn_rewards, "graded": graded}
     beside = {
         "info": conversation.info,
         "closing": conversation.closing,
@@ -148,7 +177,7 @@ def _meta(conversation: Conversation) -> dict[str, Any]:
         "call_errors": conversation.call_errors,
         "cut_replies": conversation.cut_replies,
     }
-    return known | {name: value for name, value in beside.items() if value}
+    return known | {"graded": graded} | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
@@ -172,7 +201,7 @@ def trajectories(
     Args:
         prompts: the prompts that were sampled from, [P].
         rows: the sampled rows, [n].
-        grades: the rewards, [n].
+        grades: the rewards, one for each episode.
         groups: int64 [P], the id of each prompt's group.
         group_size: members of a whole group; makes `trajectory_id` unique.
         policy_version: optimizer steps behind the behaviour policy's weights, if the rows do not record it.
@@ -180,6 +209,7 @@ def trajectories(
     """
     out, owner = Trajectories(rows.n, rows), rows.numbers(OWNER)
     del out[OWNER], out[MEMBER]
+    last, of = last_rows(rows), episode_of(rows)
     # A prompt's own, the same for each member without an error.
     own: list[dict[str, Any]] = [
         {"answer": prompt.answer, "prompt": prompt.meta}
@@ -187,7 +217,10 @@ def trajectories(
         for prompt in prompts
     ]
     shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
-    beside = [{**more, **_beside(item, more)} for more, item in zip(rows.texts(keys.META), grades, strict=True)]
+    beside = [
+        {**more, **_beside(grades[place], more)} if is_last else more
+        for more, place, is_last in zip(rows.texts(keys.META), of, last, strict=True)
+    ]
     out[keys.META] = Text(
         [
             shared[index] if not more else json.dumps({**own[index], **more}, ensure_ascii=False)
@@ -195,19 +228,24 @@ def trajectories(
         ]
     )
     out[keys.PROMPT] = Text([prompts[index].text for index in owner])
-    reasons = zip(rows.texts(keys.FINISH_REASON), grades, strict=True)
-    out[keys.FINISH_REASON] = Text(["failed" if item.broken else reason for reason, item in reasons])
+    reasons = zip(rows.texts(keys.FINISH_REASON), of, strict=True)
+    out[keys.FINISH_REASON] = Text(["failed" if grades[place].broken else reason for reason, place in reasons])
+    episodes = groups[owner] * group_size + rows.numbers(MEMBER)
     single = {
-        keys.TASK_REWARD: np.array([item.reward for item in grades], np.float32),
+        keys.TASK_REWARD: np.where(
+            last, np.array([item.reward for item in grades], np.float32)[of], np.float32(np.nan)
+        ),
         keys.GROUP_ID: groups[owner],
-        keys.TRAJECTORY_ID: groups[owner] * group_size + rows.numbers(MEMBER),
+        keys.TRAJECTORY_ID: episodes,
         keys.POLICY_VERSION: np.full(rows.n, policy_version),
         keys.DONE: np.ones(rows.n, np.bool_),
         keys.CREATED_AT: np.full(rows.n, time.time()),
     }
+    if keys.EPISODE_ROW in rows:
+        single |= {keys.TRAJECTORY_ID: row_names(episodes, rows.numbers(keys.EPISODE_ROW)), keys.EPISODE_ID: episodes}
     spans = out.pop(keys.VERSION_SPANS, None)
     if isinstance(spans, Flat):
-        oldest, newest, kept = version_range(single[keys.POLICY_VERSION], spans)
+        oldest, newest, kept = version_range(single[keys.POLICY_VERSION], spans, of)
         single |= {keys.POLICY_VERSION: oldest, keys.NEWEST_POLICY_VERSION: newest}
         out |= {} if kept is None else {keys.VERSION_SPANS: kept}
     if digests is not None:
@@ -217,22 +255,32 @@ def trajectories(
     return out
 
 
+def episode_of(rows: Trajectories) -> npt.NDArray[np.int64]:
+    """Return the number of each row's episode in the batch, int64 [n], from 0."""
+    last = last_rows(rows)
+    return np.cumsum(last) - last
+
+
 def turn_rewards(rows: Trajectories, grades: Sequence[Grade], rewards: Sequence[Reward]) -> dict[Key, Flat]:
     """Return the rewards of the turns of conversations, float32, with a count per row: weighted, and each by name.
 
-    What a trajectory's reward has beside the environment's counts at its last turn.
+    What an episode's reward has beside the environment's counts at its last turn.
     """
     weighted, names, metas = list[list[float]](), dict[str, None](), rows.texts(keys.META)
-    for meta, grade in zip(metas, grades, strict=True):
+    earlier = 0.0
+    for meta, place, is_last in zip(metas, episode_of(rows), last_rows(rows), strict=True):
         names |= dict.fromkeys(name for gains in meta["turn_rewards"] for name in gains)
-        before = [of_turn(rewards, gains) for gains in meta["turn_rewards"][:-1]]
-        weighted.append([*before, grade.reward - sum(before)])
+        each = [of_turn(rewards, gains) for gains in meta["turn_rewards"]]
+        if is_last:
+            each[-1:] = [grades[place].reward - (earlier + sum(each[:-1]))]
+        earlier = 0.0 if is_last else earlier + sum(each)
+        weighted.append(each)
     lengths = torch.tensor([len(row) for row in weighted])
     flat = torch.tensor([value for row in weighted for value in row])
     found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(flat, lengths)}
     for name in sorted(names):
-        each = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in metas]
-        values = [value for given, row in zip(each, weighted, strict=True) for value in given or [0.0] * len(row)]
+        named = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in metas]
+        values = [value for given, row in zip(named, weighted, strict=True) for value in given or [0.0] * len(row)]
         if (column := as_column(name)) is not None:
             found[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
     return found

@@ -136,9 +136,16 @@ class Trajectories(dict[Key, Flat | Text]):
 
 
 def version_range(
-    versions: npt.NDArray[np.int64], spans: Flat
+    versions: npt.NDArray[np.int64], spans: Flat, episodes: npt.NDArray[np.int64] | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Flat | None]:
-    """Return the oldest version of each trajectory, the newest or -1, and the spans of those with several, if any."""
+    """Return the oldest version of each trajectory, the newest or -1, and the spans of those with several, if any.
+
+    Args:
+        versions: int64 [n], of trajectories without spans.
+        spans: which version sampled which tokens.
+        episodes: int64 [n], the number of each row's episode, ascending; an episode is as old as its oldest token.
+            None where every row is one.
+    """
     assert spans.lengths is not None
     counts, pairs = spans.lengths.numpy(), spans.values.numpy()
     has_spans = counts > 0
@@ -148,6 +155,11 @@ def version_range(
         oldest[has_spans] = np.minimum.reduceat(pairs[:, 1], begins)
         newest[has_spans] = np.maximum.reduceat(pairs[:, 1], begins)
     several = counts > 1
+    if episodes is not None and len(episodes) and episodes[-1] + 1 < len(episodes):
+        begins = np.flatnonzero(np.diff(episodes, prepend=-1))
+        first, last = np.minimum.reduceat(oldest, begins)[episodes], np.maximum.reduceat(newest, begins)[episodes]
+        several |= has_spans & (first < last)
+        oldest, newest = first, last
     mixed_spans = None
     if several.any():
         inside = torch.from_numpy(np.repeat(several, counts))

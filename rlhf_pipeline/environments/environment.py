@@ -69,6 +69,12 @@ class Step:
     """Named rewards of this turn; those of one name add up over the conversation."""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values that are stored with the trajectory as JSON; a later turn's replace those of the same name."""
+    history: Sequence[Message] | None = None
+    """In place of a reply: the messages that the policy sees next, as a new row of the episode: a compacted history, or
+    what a sub-agent or a judge that shares the policy reads."""
+    row: int | None = None
+    """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
+    that has the turn."""
     call_errors: int = 0
     """How many calls of the turn could not be made as the policy wrote them, and are told so in the reply; those that
     nobody could read are counted already."""
@@ -163,9 +169,15 @@ def checked(step: object) -> Step:
     if not _is_bool(step.done):
         raise TypeError(f"done is {step.done!r:.60}; it must be True or False")
     reply = step.reply if isinstance(step.reply, str) else checked_messages(step.reply, "the reply")
+    if step.history is not None and (len(reply) or step.row is not None):
+        raise TypeError("a step has a history and a reply or a row; a history begins a new row, without a reply")
+    if step.row is not None and (not isinstance(step.row, int) or step.row < 0):
+        raise TypeError(f"row is {step.row!r:.60}; it must be the number of a row of the episode, from 0")
     return Step(
         reply,
         done=bool(step.done),
+        history=None if step.history is None else checked_messages(step.history, "the history"),
+        row=step.row,
         rewards=checked_rewards(step.rewards),
         info=plain_json(checked_info(step.info)),
         call_errors=step.call_errors,

@@ -144,6 +144,67 @@ def encode_reply(
     return ids[1:] if ended and ids[:1] == ended else ids
 
 
+def continued_text(
+    tokenizer: Any | None,
+    messages: Sequence[Message],
+    completion_ids: Sequence[int],
+    turn: Message,
+    replies: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    template: Mapping[str, Any] | None = None,
+    end_token_ids: Collection[int] = (),
+) -> list[int] | None:
+    """Return the tokens by which the chat template continues a sampled turn, or None if it rewrites what came before.
+
+    The template is the only judge: `encode_reply` also takes templates that would show earlier turns in another way.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: those before the turn, as the policy was shown them.
+        completion_ids: the sampled turn.
+        turn: the same as a message.
+        replies: what follows it.
+        tools: as for `encode_prompt`.
+        template: likewise.
+        end_token_ids: tokens that end a turn.
+
+    Raises:
+        DataError: the template refuses the messages.
+    """
+    codec, ids = _need_tokenizer(tokenizer), [int(token) for token in completion_ids]
+    ended = ids[-1:] if ids[-1:] and ids[-1] in end_token_ids else []
+    before, after = (
+        rendered_prompt(codec, part, tools=tools, template=template) for part in (messages, [*messages, turn, *replies])
+    )
+    sampled = codec.decode(ids[: len(ids) - len(ended)], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    head = before + sampled
+    if not after.startswith(head):
+        return None
+    tail = _encode_after(codec, head, after[len(head) :])
+    return tail[1:] if ended and tail[:1] == ended else tail
+
+
+def rendered_prompt(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text that the policy is to continue, as the chat template writes it.
+
+    Raises:
+        DataError: the template refuses the messages.
+    """
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **(template or {})}
+    try:
+        return tokenizer.apply_chat_template(messages_of(messages), **options)
+    except Exception as error:  # templates are programs, and fail in any way on what they did not expect
+        roles = [message.get("role") for message in messages]
+        raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
+
+
 def _common(one: str, other: str) -> int:
     """Return how many characters two texts have in common at their beginning."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -123,7 +123,8 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
             f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
         )
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    if pipeline.environment is not None and through_template(pipeline.prompts) and has_template:
+    keeps_turns = pipeline.environment is not None and pipeline.collect.history == "sampled"
+    if keeps_turns and through_template(pipeline.prompts) and has_template:
         notice = rewrites_history(tokenizer, template=template_options(pipeline.prompts))
         if notice is not None:
             yield notice

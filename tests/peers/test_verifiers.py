@@ -86,7 +86,7 @@ def conversations(environment: Verifiers, policy: Any, *numbers: int, **changes:
 
 def check_rows(done: list[Conversation], policy: Any) -> None:
     """Sampled tokens, and no others, are masked and have the policy's log-probs; the row is what was said."""
-    drawn = sampled_conversations(done, [""] * len(done), group_size=2)
+    drawn = sampled_conversations(done, lambda _: "", group_size=2)
     lengths, assistant = drawn.lengths(TOKENS), drawn.numbers(ASSISTANT_MASK)
     ends = np.cumsum(lengths)
     for conversation, end, length in zip(done, ends.tolist(), lengths.tolist(), strict=True):

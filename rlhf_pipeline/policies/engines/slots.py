@@ -42,9 +42,17 @@ from rlhf_pipeline.policies.engines.protocol import (
     Weights,
 )
 from rlhf_pipeline.policies.engines.rollout import EngineRollout, Gate
-from rlhf_pipeline.policies.engines.sampling import uniforms
+from rlhf_pipeline.policies.engines.sampling import UInt64Array, stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import SlotCache
-from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY, Answers, EndedTurn, Partner, TurnRow, begin_rows
+from rlhf_pipeline.policies.engines.turn_rows import (
+    LONG_REPLY,
+    Answer,
+    Answers,
+    EndedTurn,
+    Partner,
+    TurnRow,
+    begin_rows,
+)
 from rlhf_pipeline.policies.model_parts import ModelParts
 from rlhf_pipeline.policies.weight_files import load_weights
 
@@ -514,7 +522,9 @@ class _Turns(SlotRun):
         most = row_tokens if parts.max_positions is None else min(row_tokens, parts.max_positions)
         super().__init__(engine, request, limits=limits, refresh=refresh, ended=None, longest=most)
         self.partner = partner
+        self.seed, self.streams = request.seed, request.streams()
         self.turn_rows = begin_rows(request, most)
+        """The row that each conversation is in."""
         self.stays = list(range(self.count))
         """The conversation of each stay."""
         self.reply_after = partner.reply_after
@@ -522,7 +532,7 @@ class _Turns(SlotRun):
         """Token steps, those included that were skipped as nothing was live."""
         self.due: dict[int, list[int]] = {}
         """By step, the conversations whose reply it takes."""
-        self.came: dict[int, Sequence[int] | None] = {}
+        self.came: dict[int, Answer] = {}
 
     @property
     def to_come(self) -> int:
@@ -608,22 +618,30 @@ class _Turns(SlotRun):
         breaks[list(at_of.values())] = True
         return TokenOutcome(tokens, leaves, breaks)
 
-    def _go_on(self, conversation: int, reply: Sequence[int] | None, *, in_slot: bool) -> bool:
+    def _go_on(self, conversation: int, reply: Answer, *, in_slot: bool) -> bool:
         """Take an answer; return whether the conversation keeps its slot."""
         row = self.turn_rows[conversation]
         if reply is None:
             row.over = True
             return False
-        row.reply(reply)
-        if in_slot and len(reply) <= LONG_REPLY:
-            return True
+        if isinstance(reply, TurnRow):
+            row = self.turn_rows[conversation] = reply
+        else:
+            row.reply(reply)
+            if in_slot and len(reply) <= LONG_REPLY:
+                return True
         self.stays.append(conversation)
         self.prompts.append(row.ids)
         self.prompt_lengths = np.append(self.prompt_lengths, len(row.ids))
         self.prompt_of = np.append(self.prompt_of, len(self.prompts) - 1)
-        self.keys = np.append(self.keys, self.keys[conversation])
+        self.keys = np.append(self.keys, self._key_of(conversation, row))
         self.count += 1
         return False
+
+    def _key_of(self, conversation: int, row: TurnRow) -> UInt64Array:
+        """Return the key of a row's random numbers, uint64 `[1]`."""
+        stream = self.streams[int(self.prompt_of[conversation])] + row.key
+        return stream_keys(self.seed, [stream], self.member_of[[conversation]])
 
     def come_back(self) -> None:
         """Queue the conversations whose reply is due; if there is nothing else to do, go on to the next such step."""
@@ -651,7 +669,7 @@ class _Turns(SlotRun):
         steps = sorted(step for step in self.due if step <= clock)
         return [place for step in steps for place in self.due.pop(step)]
 
-    def _fetch(self, places: Sequence[int]) -> dict[int, Sequence[int] | None]:
+    def _fetch(self, places: Sequence[int]) -> dict[int, Answer]:
         """Wait for exactly these replies, while other threads may change the weights or abort the call."""
         if not places:
             return {}

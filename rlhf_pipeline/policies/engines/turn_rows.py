@@ -2,7 +2,8 @@
 
 A turn ends with an end token or at its limit. The partner answers it with tokens, which the policy reads and has not
 sampled, or ends the conversation; or it answers later, and the conversation waits without a slot. Sampled ids stay as
-they are: nothing is encoded again.
+they are: nothing is encoded again. Where the policy is to read something else than the row and more tokens, the partner
+answers with another row: a new one, or an earlier one with its reply.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TURN: Final = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class TurnRow:
-    """One conversation in one row."""
+    """One row of a conversation, which usually has no other."""
 
     ids: list[int]
     num_prompt: int
@@ -35,6 +36,20 @@ class TurnRow:
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     over: bool = False
     aborted: bool = False
+    key: int = 0
+    """Keeps the random numbers of the rows of a conversation apart; 0 in the first row."""
+
+    @classmethod
+    def begin(cls, prompt: Sequence[int], most: int, *, key: int = 0, has_mass: bool = False) -> TurnRow:
+        """Return a row before its first turn."""
+        ids = [int(token) for token in prompt]
+        row = cls(ids, len(ids), most, [math.nan] * len(ids), [0.0] * len(ids) if has_mass else [], key=key)
+        row.turn_spans.append((len(ids), POLICY_ROLE))
+        return row
+
+    def another(self, prompt: Sequence[int], key: int) -> TurnRow:
+        """Return a new row of the same conversation."""
+        return TurnRow.begin(prompt, self.most, key=key, has_mass=bool(self.log_mass))
 
     @property
     def began(self) -> int:
@@ -91,8 +106,11 @@ class EndedTurn:
         return self.row.ids[self.row.began :]
 
 
-Answers = Mapping[int, Sequence[int] | None]
-"""By conversation: the tokens of a reply, at most `TurnRow.room`, or None if the conversation is over."""
+Answer = Sequence[int] | TurnRow | None
+"""The tokens of a reply, at most `TurnRow.room`; another row of the conversation, which the policy continues next, its
+reply included; or None if the conversation is over."""
+Answers = Mapping[int, Answer]
+"""By conversation."""
 
 
 class Partner(Protocol):
@@ -116,15 +134,12 @@ class Partner(Protocol):
 
 def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
     """Return the rows of a request's conversations before their first turn, prompt-major and member-minor."""
-    mass = [0.0] if request.truncation is not None else []
-    rows = []
-    for prompt in request.prompts:
-        for _ in range(request.group_size):
-            ids = [int(token) for token in prompt]
-            row = TurnRow(ids, len(ids), row_tokens, [math.nan] * len(ids), mass * len(ids))
-            row.turn_spans.append((len(ids), POLICY_ROLE))
-            rows.append(row)
-    return rows
+    has_mass = request.truncation is not None
+    return [
+        TurnRow.begin(prompt, row_tokens, has_mass=has_mass)
+        for prompt in request.prompts
+        for _ in range(request.group_size)
+    ]
 
 
 def converse(
@@ -139,7 +154,7 @@ def converse(
     streams, members = request.streams(), request.member_of.tolist()
     ready, waiting = list(range(len(rows))), 0
     while ready or waiting:
-        answers: dict[int, Sequence[int] | None] = {}
+        answers: dict[int, Answer] = {}
         if ready:
             waiting += len(ready)
             answers |= _wave(engine, request, partner, refresh, rows, ready, per_turn.tolist(), streams, members)
@@ -151,9 +166,12 @@ def converse(
         for place, reply in sorted(answers.items()):
             if reply is None:
                 rows[place].over = True
+                continue
+            if isinstance(reply, TurnRow):
+                rows[place] = reply
             else:
                 rows[place].reply(reply)
-                ready.append(place)
+            ready.append(place)
     for row in rows:
         row.aborted = not row.over
     return rows
@@ -169,10 +187,10 @@ def _wave(
     per_turn: Sequence[int],
     streams: Sequence[int],
     members: Sequence[int],
-) -> dict[int, Sequence[int] | None]:
+) -> dict[int, Answer]:
     """Sample one turn of each of these conversations, and return what their partner answers at once."""
     ends, stops = frozenset(request.end_token_ids), request.stops
-    answers: dict[int, Sequence[int] | None] = {}
+    answers: dict[int, Answer] = {}
 
     def ended(index: int, tokens: Sequence[int]) -> None:
         row = rows[ready[index]]
@@ -190,7 +208,7 @@ def _wave(
             end_token_ids=request.end_token_ids,
             seed=request.seed,
             stream_ids=[
-                streams[place // request.group_size] + _TURN * (members[place] + (turn << 12))
+                streams[place // request.group_size] + _TURN * (members[place] + (turn << 12)) + rows[place].key
                 for place, turn in zip(ready, turns, strict=True)
             ],
             truncation=request.truncation,

@@ -65,6 +65,14 @@ TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, mutable=True
 TURN_FIGURES = (TURN_REWARDS, TURN_ADVANTAGES)
 """What an estimator that compares turns reads and writes."""
 
+EPISODE: tuple[Column, ...] = (
+    Column("episode_id", "int64", fill=-1),
+    Column("episode_row", "int32", fill=0),
+    Column("episode_size", "int32", fill=1),
+)
+"""Which rows are of one conversation: the episode of a row, or -1 where the row is an episode by itself; its position
+in the episode, from 0; and the rows of the episode. Only a store with an episode of several rows has these columns."""
+
 CURSOR = Column("prompt_cursor", "int64", fill=-1)
 """Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
 
@@ -84,6 +92,7 @@ PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
     TURNS,
     *FAILURES,
+    *EPISODE,
     Column("parent_id", "int64", fill=-1),
     Column("branch", "int32", fill=0),
 )
@@ -91,8 +100,8 @@ PROVENANCE: tuple[Column, ...] = (
 
 Spans are `[n, 2]`: the place of a span's first token in the row, and the version of the weights or the role of the
 turn. A trajectory that one version sampled has no version spans. `log_prob_mode` is `processed` or `raw`; `parent_id`
-and `branch` identify the conversation that this one continues. An unused column takes no space: a segment has only the
-columns for which its rows have values.
+and `branch` identify the row whose tokens this one continues, and the columns `EPISODE` the conversation. An unused
+column takes no space: a segment has only the columns for which its rows have values.
 """
 
 USES = Column("use_count", "int32", mutable=True, fill=0)

@@ -85,7 +85,7 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
     limits = {"max_row_tokens": 200} if environment is Wordy else {}
     done = conversations(environment, policy, **limits)
     assert {conversation.num_turns for conversation in done} > {1, 6}
-    drawn = sampled_conversations(done, [""] * len(done), group_size=4)
+    drawn = sampled_conversations(done, lambda _: "", group_size=4)
     lengths, assistant = drawn.lengths(TOKENS), drawn.numbers(ASSISTANT_MASK)
     ends = np.cumsum(lengths)
     for conversation, end, length in zip(done, ends.tolist(), lengths.tolist(), strict=True):

@@ -1,0 +1,109 @@
+"""Episodes of several rows: which rows of a batch or a store are of one conversation, and where each ends.
+
+The rows of an episode come one after the other, in the order of their `episode_row`, and the last one has the outcome.
+Without the columns, every row is an episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_pipeline.data.keys import EPISODE_ID, EPISODE_ROW, EPISODE_SIZE
+from rlhf_pipeline.data.trajectories import Trajectories
+from rlhf_pipeline.errors import DataError
+from trajectory_store.reads import StoreReads
+
+Ints = npt.NDArray[np.int64]
+
+ROW_BITS: Final = 44
+"""The bit of a trajectory id at which the position in the episode begins."""
+
+
+def row_names(episodes: Ints, positions: Ints) -> Ints:
+    """Return trajectory ids of rows, int64 `[n]`: the episode's for its first row, and no two alike.
+
+    Args:
+        episodes: int64 [n], the id of each row's episode, from 0.
+        positions: int64 [n], its position there, from 0.
+
+    Raises:
+        DataError: an id or a position is too large for the two to fit into one number.
+
+    >>> row_names(np.array([5, 5, 6]), np.array([0, 1, 0])).tolist()
+    [5, 17592186044421, 6]
+    """
+    if positions.any() and (int(episodes.max()) >> ROW_BITS or int(positions.max()) >> (62 - ROW_BITS)):
+        raise DataError(
+            f"episode {int(episodes.max())} has a row {int(positions.max())}: ids of episodes of several rows must be "
+            f"below 2**{ROW_BITS}, and an episode has at most {1 << (62 - ROW_BITS)} rows."
+        )
+    return episodes + (positions.astype(np.int64) << ROW_BITS)
+
+
+def last_rows(rows: Trajectories) -> npt.NDArray[np.bool_]:
+    """Return which rows of a batch are the last of their episode, bool `[n]`."""
+    if EPISODE_SIZE not in rows:
+        return np.ones(rows.n, np.bool_)
+    return rows.numbers(EPISODE_ROW) == rows.numbers(EPISODE_SIZE) - 1
+
+
+def stored_last_rows(store: StoreReads, ids: Ints | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
+    """Return which rows of a store are the last of their episode, bool `[n]`.
+
+    Args:
+        store: to read.
+        ids: int64 [n], row ids; None reads all.
+        checked: as for `TrajectoryStore.read_scalars`.
+    """
+    if EPISODE_SIZE not in store.schema:
+        return np.ones(len(store.ids()) if ids is None else len(ids), np.bool_)
+    position, size = (store.read_scalars(str(name), ids, checked=checked) for name in (EPISODE_ROW, EPISODE_SIZE))
+    return position == size - 1
+
+
+def whole_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
+    """Return the rows of all episodes of which these are rows, and for each the place of its episode in `ids`.
+
+    Args:
+        store: to read.
+        ids: int64 [n], row ids; an episode that several of them are of comes once, at the first.
+
+    Raises:
+        DataError: the store lacks a row of an episode.
+    """
+    if EPISODE_SIZE not in store.schema or not len(ids):
+        return ids, np.arange(len(ids))
+    position, size = (store.read_scalars(str(name), ids).astype(np.int64) for name in (EPISODE_ROW, EPISODE_SIZE))
+    firsts, place = np.unique(ids - position, return_index=True)
+    place = np.sort(place)
+    firsts, sizes = (ids - position)[place], size[place]
+    found = np.repeat(firsts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+    if len(found) > len(ids):
+        _check(store, found, np.repeat(place, sizes), ids)
+    return found, np.repeat(place, sizes)
+
+
+def _check(store: StoreReads, found: Ints, place: Ints, ids: Ints) -> None:
+    there: Any = store.holds(found)
+    episodes = store.read_scalars(str(EPISODE_ID), ids)
+    if not there.all():
+        lacking = int(np.flatnonzero(~there)[0])
+        raise DataError(
+            f"row {int(found[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, and an "
+            "episode is learned from with all of its rows. Look for damage: rlhf-pipeline verify"
+        )
+
+
+def totals(values: npt.NDArray[Any], last: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """Return the sum of the rows of each episode.
+
+    >>> totals(np.array([1, 2, 4]), np.array([False, True, True])).tolist()
+    [3, 4]
+    """
+    ends = np.flatnonzero(last)
+    if len(ends) == len(last):
+        return values
+    return np.add.reduceat(values, np.concatenate([[0], ends[:-1] + 1])) if len(ends) else values[:0]
