@@ -95,6 +95,8 @@ class Segment(ABC):
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
         self._span: tuple[int, int] | None = None
+        self.row_readers: dict[tuple[str, ...], Any] = {}
+        """What `single_row` prepares per list of columns; valid until an array is dropped."""
 
     @functools.cached_property
     def specs(self) -> dict[str, ArraySpec]:
@@ -152,6 +154,10 @@ class Segment(ABC):
     def check_order(self) -> None:  # noqa: B027 - other media compare whatever they fetch
         """Compare what the order of the rows follows from with its checksums; damage is in `gaps` from then on."""
 
+    @abstractmethod
+    def holds_row(self, row: int, arrays: Iterable[str], *, compared: bool) -> bool:
+        """Return whether open arrays have the values of a row and, with `compared`, they match their checksums."""
+
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
         """Read arrays of rows until all that is damaged among them is in `gaps`; return whether some was found."""
         return self.check_rows(rows, self.schema)
@@ -169,10 +175,16 @@ class Segment(ABC):
             found = self._maps[name] = self._open(name)
         return found
 
+    def opened(self, name: str) -> memoryview | None:
+        """Return the bytes of an array if they are open and in memory."""
+        raw = self._maps.get(name)
+        return raw if isinstance(raw, memoryview) else None
+
     def drop(self, name: str) -> None:
         """Forget an array; it is opened again when it is read, and views in use stay valid."""
         for table in (self._maps, self._arrays, self._loaded):
             table.pop(name, None)
+        self.row_readers = {}  # not the same table: a reader that another thread is making may have the array
 
     def release(self) -> None:  # noqa: B027  # a medium with a cache manages its memory itself
         """Forget arrays in memory that cost little to read again; views in use stay valid."""

@@ -655,6 +655,15 @@ class Catalog:
             raise self.unreadable(segment, gap, ids[mine])
         return found
 
+    def intact_place(self, row_id: int) -> tuple[Segment, int] | None:
+        """Return the segment of a row and its number there; None if `locate` or `check` may have to raise an error."""
+        ordinal, row, homes = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK, self._homes
+        if self._unseen or self.failed or not 0 <= ordinal < len(homes):
+            return None
+        rows, home, first = homes[ordinal].tolist()
+        segment = self.segments.get(home)
+        return None if segment is None or segment.gaps or row >= rows else (segment, first + row)
+
     def unreadable(self, segment: Segment, gap: Gap, ids: Int64Array) -> CorruptionError:
         """Return the error for rows of a commit that is not served."""
         named, more = np.unique(ids).tolist(), ""

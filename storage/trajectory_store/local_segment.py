@@ -309,6 +309,26 @@ class LocalSegment(Segment):
         done = self._compared
         return done.get(_ALL, 0) == self.rows or all(done.get(name, 0) == self.rows for name in names)
 
+    def holds_row(self, row: int, arrays: Iterable[str], *, compared: bool) -> bool:
+        """Return whether the values of a row match their checksums; an open array has all rows."""
+        if not compared or self._compared.get(_ALL) == self.rows:
+            return True
+        before = max(0, row - 1)  # where a row begins is where the one before it ends
+        if self._has_compared(_ALL, row) and self._has_compared(_ALL, before):
+            return True
+        return all(
+            self._has_compared(name, row) and (not self.specs[name].edges or self._has_compared(name, before))
+            for name in arrays
+        )
+
+    def _has_compared(self, name: str, row: int) -> bool:
+        """Return whether a row of an array, or of all arrays, was compared."""
+        for key in (name, _ALL):
+            rows = self._sound.get(key)
+            if row < self._compared.get(key, 0) or (rows is not None and row < len(rows) and bool(rows[row])):
+                return True
+        return False
+
     def check_arrays(self, rows: Rows, names: Iterable[str]) -> bool:
         """Compare arrays of rows with their checksums; of ragged columns, the offsets come first."""
         count = self.rows

@@ -29,6 +29,7 @@ from trajectory_store.pool import BufferPool
 from trajectory_store.ragged import Int64Array, RaggedArray, distinct
 from trajectory_store.root import Root
 from trajectory_store.schema import Column, Schema
+from trajectory_store.single_row import read_row
 from trajectory_store.snapshot import Snapshot, limits_of
 from trajectory_store.texts import Texts
 from trajectory_store.upkeep import read_batch
@@ -415,6 +416,14 @@ class StoreReads:
             UnknownColumnError: the store has no such column.
             CorruptionError: what was read does not match its checksum; it names the rows and the segment.
         """
+        ids = as_ids(ids)
+        if len(ids) == 1 and self._then is None:
+            self._check_open()
+            schema = self.schema
+            names = schema.names if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
+            row = read_row(self._catalog, int(ids[0]), schema, names, checked=checked)
+            if row is not None:
+                return row
         selected = self.schema.select(columns)
         reader = self._reader(ids, selected, checked=checked)
         out: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, SupportsIndex, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +83,11 @@ class StoreTable(StoreReads):
                 f"store[{key!r}]: give a place, a slice, places, a mask, or names of columns; store[10:20, 'column'] "
                 "reads one column of some rows. read(ids) takes ids."
             )
-        if isinstance(rows, SupportsIndex) and not isinstance(rows, np.ndarray):
-            found = self.read(self._at([int(rows)], key), columns)
-            row = {name: values[0] for name, values in found.items()}
+        if hasattr(rows, "__index__") and not isinstance(rows, np.ndarray):
+            every, place = self.positions(), int(rows)
+            if not -len(every) <= place < len(every):
+                raise _no_row(place, len(every))
+            row = {name: values[0] for name, values in self.read(every[[place]], columns).items()}
             return row[columns] if isinstance(columns, str) else row
         found = self.read(self._at(rows, key), columns)
         return found[columns] if isinstance(columns, str) else found
@@ -124,10 +126,7 @@ class StoreTable(StoreReads):
             )
         outside = (found < -len(every)) | (found >= len(every))
         if outside.any():
-            raise PlaceError(
-                f"there is no row in place {int(found[outside][0])} of {len(every)}. Places count from 0 in the order "
-                "of arrival; read(ids) takes ids."
-            )
+            raise _no_row(int(found[outside][0]), len(every))
         return every[found]
 
     # Counting and sampling
@@ -261,6 +260,13 @@ class StoreTable(StoreReads):
         finally:
             part.unlink(missing_ok=True)
         return len(among)
+
+
+def _no_row(place: int, count: int) -> PlaceError:
+    return PlaceError(
+        f"there is no row in place {place} of {count}. Places count from 0 in the order of arrival; read(ids) takes "
+        "ids."
+    )
 
 
 def _rows(block: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:

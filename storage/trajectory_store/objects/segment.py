@@ -5,6 +5,7 @@ Sampling reads maps of these files, so once its data is fetched, an object store
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import shutil
@@ -27,7 +28,7 @@ from trajectory_store.bucket import Bucket
 from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.file_access import PreadBytes, open_file
-from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta
+from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, offsets_name
 from trajectory_store.objects.archive import (
     BLOCK,
     Commit,
@@ -65,6 +66,10 @@ class Brief(NamedTuple):
 def brief_of(commit: Commit) -> Brief:
     """Return the part of a commit's record that is kept."""
     return Brief(commit.n_rows, commit.rows_end, commit.time_ns, tuple(commit.ends.values()))
+
+
+def _rows_end(commit: Brief) -> int:
+    return commit.rows_end
 
 
 def _grows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -328,6 +333,28 @@ class ObjectSegment(Segment):
                 self.find_damage(slice(0, self.rows), self.specs)
             self._compared = self.rows
         return len(self.gaps) > before
+
+    def holds_row(self, row: int, arrays: Iterable[str], *, compared: bool) -> bool:
+        """Return whether the values of a row were fetched: they are compared as they arrive."""
+        if self.meta.kind == "update":
+            return False
+        with self._cache.lock:
+            for name in arrays:
+                fetched = self._fetched.get(name)
+                if fetched is None or not self._is_fetched(name, row, fetched):
+                    return False
+                self._cache.use(self, name)
+        return True
+
+    def _is_fetched(self, name: str, row: int, fetched: npt.NDArray[np.bool_]) -> bool:
+        if self.sealed is None:
+            seq = bisect.bisect_right(self.history, row, key=_rows_end)
+            return seq < len(fetched) and bool(fetched[seq])
+        spec = self.specs[name]
+        if spec.axis is None or spec.edges:
+            return bool(fetched[: -(-spec.capacity // CHUNK)].all())
+        offsets = self._arrays.get(offsets_name(spec.axis))
+        return offsets is not None and bool(fetched[offsets[row] // CHUNK : -(-offsets[row + 1] // CHUNK)].all())
 
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
         """Fetch arrays of rows, one commit or chunk after another where that fails, and leave out what is damaged."""
