@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store.errors import SchemaError
-from trajectory_store.recorder.standard import EVALUATION, LEFT_OUT, SUPERSEDED, WAITING
+from trajectory_store.recorder.standard import EPISODE, EVALUATION, LEFT_OUT, SUPERSEDED, WAITING
 from trajectory_store.store import TrajectoryStore
 
 Ints = npt.NDArray[np.int64]
@@ -35,7 +35,8 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
 
     Every row is compared with its checksums first. Then these are excluded: rows of evaluations, rows of files that
     their tool wrote again (`superseded`), rows that waited for their group in vain, all but the newest row of a
-    trajectory, and rows without a reward or with one that is not trusted. Which row of a trajectory is the newest is
+    trajectory, and rows without a reward or with one that is not trusted. The reward of an episode of several rows is
+    that of its last row. Which row of a trajectory is the newest is
     decided in the whole store, whatever `row_ids` are: a filter never makes an older row count again.
 
     Args:
@@ -66,14 +67,26 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
     newest = among[newest_rows(numbered(store, "trajectory_id", among), numbered(store, "group_id", among))]
     if row_ids is not None:
         among, newest = row_ids[np.isin(row_ids, among)], row_ids[np.isin(row_ids, newest)]
-    scored = np.isfinite(store.read_scalars("task_reward", newest))
-    if _TRUSTED in store.schema:
-        scored &= store.read_scalars(_TRUSTED, newest).astype(bool)
+    scored = _are_scored(store, newest)
     return LearnableRows(
         row_ids=newest[scored],
         num_unscored=int(len(newest) - np.count_nonzero(scored)),
         num_replaced=len(among) - len(newest),
     )
+
+
+def _are_scored(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
+    """Return which rows have a trusted reward, as their episode has it: rows of an episode have consecutive ids."""
+    position, size = (column.name for column in EPISODE[1:])
+    ends = row_ids
+    if size in store.schema:
+        ends = row_ids - store.read_scalars(position, row_ids) + store.read_scalars(size, row_ids) - 1
+    there = np.asarray(store.holds(ends))
+    scored = np.zeros(len(row_ids), bool)
+    scored[there] = np.isfinite(store.read_scalars("task_reward", ends[there]))
+    if _TRUSTED in store.schema:
+        scored[there] &= store.read_scalars(_TRUSTED, ends[there]).astype(bool)
+    return scored
 
 
 def numbered(store: TrajectoryStore, column: str, row_ids: Ints) -> Ints:

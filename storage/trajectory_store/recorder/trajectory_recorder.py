@@ -7,23 +7,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from trajectory_store.errors import BatchError, SchemaError, StoreError
+from trajectory_store.recorder.episode_rows import EpisodeRows, episode_rows
+from trajectory_store.recorder.known_names import Group, KnownNames, group_names
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
 from trajectory_store.recorder.record_batch import RecordBatch, as_list
 from trajectory_store.recorder.row_encoder import Encoder
 from trajectory_store.recorder.source_ids import SOURCE_BITS, alone, held, next_base, open_or_create
 from trajectory_store.recorder.standard import (
+    EPISODE,
     EVALUATION,
     FAILURES,
     NEWEST_VERSION,
@@ -39,10 +43,8 @@ from trajectory_store.store import TrajectoryStore
 
 _log = logging.getLogger("trajectory_store")
 _SAMPLED = (TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
-_FURTHER = (*FAILURES, *SAMPLED_BY, EVALUATION, SUPPORT, TURNS, TURN_REWARDS)
+_FURTHER = (*FAILURES, *SAMPLED_BY, EVALUATION, SUPPORT, TURNS, TURN_REWARDS, *EPISODE)
 """Columns that a store gets when something of them is recorded."""
-_RECALLED = 1 << 16
-"""Rows whose names, and groups whose names, are kept in mind."""
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
 
@@ -71,6 +73,9 @@ class TrajectoryRecorder:
         on_error: `raise`, or `log` to train on when the store cannot be written (a full disk) or a call does not fit.
         rank: of this process; from the environment if None.
         world_size: the number of processes that record.
+        run_id: the name of the training, in which the names of groups and rows are looked up: the same one after a
+            restart that continues, so that half-recorded groups are completed and `give_rewards` finds earlier rows,
+            and a new one for a training that starts from scratch into the same store, whose names may begin again.
         columns: further columns, which `record(extra=...)` fills, such as routed experts per token:
             `Column("routed_experts", "int16", ragged=True, shape=(layers * top_k,), fill=0)`.
 
@@ -89,6 +94,7 @@ class TrajectoryRecorder:
         on_error: Literal["raise", "log"] = "raise",
         rank: int | None = None,
         world_size: int | None = None,
+        run_id: str = "",
         columns: Sequence[Column] = (),
     ) -> None:
         if on_error not in ("raise", "log"):
@@ -98,6 +104,9 @@ class TrajectoryRecorder:
         self.on_error = on_error
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        self.run_id = run_id
+        self.session_id = uuid.uuid4().hex
+        """Unique to this recorder: what adapters name groups under whose trainer counts them from 0 in each process."""
         self._further = {column.name: column for column in (*_FURTHER, *columns)}
         self.store = open_or_create(self.path, standard_schema([*FAILURES, *_SAMPLED]), durability)
         self._held = contextlib.ExitStack()
@@ -110,10 +119,7 @@ class TrajectoryRecorder:
         self._pending: tuple[Any, dict[int, list[float]]] | None = None
         """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
-        self._waiting: dict[str, int] = {}
-        """The row of each named completion."""
-        self._group_names: dict[str, int] = {}
-        self._recalled = False
+        self._known = KnownNames()
         self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 
     def resume(self, step: int) -> None:
@@ -155,7 +161,10 @@ class TrajectoryRecorder:
         named_rewards: Mapping[str, Sequence[float | None]] | None = None,
         extra: Mapping[str, Sequence[Any]] | None = None,
         groups: Sequence[Hashable] | None = None,
+        episodes: Sequence[Hashable | None] | None = None,
         names: Sequence[str] | None = None,
+        run_id: str | None = None,
+        one_prompt: bool = True,
         group_size: int | None = None,
         source: str = "record",
     ) -> np.ndarray:
@@ -195,8 +204,15 @@ class TrajectoryRecorder:
             turn_rewards: one per turn of the policy.
             named_rewards: the parts of the rewards by name, each a column `reward_NAME`.
             extra: values of the recorder's further `columns`.
-            groups: the name of each one's group, in any order and in any call of this process.
+            groups: the name of each one's group, in any order and in any call of the run. Groups of training and of
+                evaluation are apart, also where their names are equal.
+            episodes: where an episode is several rows (a history was rewritten, a step is a row): the name of each
+                row's episode, unique in this call, or None for an episode of one row. Its rows are given one after the
+                other, count as one member of the group, and share failure, finish reason, version and advantage; the
+                last one has the reward.
             names: the name of each, unique, by which its reward may come later.
+            run_id: in which names are looked up; None is the recorder's.
+            one_prompt: reject a second prompt in a named group; False where the episodes of a group begin differently.
             group_size: members of each group of this call, which begins with a new one; None goes on as the recorder
                 was made.
             source: what `meta` says of where the rows come from.
@@ -241,14 +257,18 @@ class TrajectoryRecorder:
             offset = self._next_offset(len(completions), group_size)
             there = {name: values for name, values in given.items() if values is not None}
             beside = {name: values for name, values in more.items() if values is not None}
-            told = {"groups": groups, "names": names, "reward_trusted": reward_trusted}
-            for name, values in (there | beside | told).items():
+            identity = {"groups": groups, "episodes": episodes, "names": names, "reward_trusted": reward_trusted}
+            for name, values in (there | beside | identity).items():
                 if values is not None and len(values) != len(completions):
                     raise BatchError(f"{len(values)} values of {name} for {len(completions)} completions.")
             if reward_trusted is not None:
                 pairs = zip(there.get("failure") or [""] * len(completions), reward_trusted, strict=True)
                 there["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
-            return self._write(offset, there, beside, token_versions, groups, names, group_size, source)
+            rows = None if episodes is None else episode_rows(episodes)
+            if rows is not None and groups is None and (rows.size > 1).any():
+                raise BatchError("episodes of several rows need groups by name: record(groups=[...]).")
+            source_of = _Sources(source, self.run_id if run_id is None else run_id, groups, names, one_prompt)
+            return self._write(offset, there, beside, token_versions, rows, source_of, group_size)
         except StoreError as error:
             if self.on_error == "raise":
                 raise
@@ -271,21 +291,22 @@ class TrajectoryRecorder:
         given: dict[str, Sequence[Any]],
         beside: dict[str, Sequence[Any]],
         token_versions: Sequence[Sequence[int] | None] | None,
-        groups: Sequence[Hashable] | None,
-        names: Sequence[str] | None,
+        episodes: EpisodeRows | None,
+        sources: _Sources,
         group_size: int | None,
-        source: str,
     ) -> np.ndarray:
         num = len(given["completion"])
         if "prompt" not in given and "prompt_ids" not in given:
             raise BatchError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
+        names, groups = sources.names, sources.groups
         if names is not None and len(set(names)) < num:
             raise BatchError("two of the names are equal, and each must name one completion.")
+        if episodes is not None:
+            episodes.share(given)
         given["created_at"] = [time.time()] * num
-        sources = [self._source(source, names, groups, i) for i in range(num)]
-        made = RecordBatch(given, num, self._encoder, sources)
+        made = RecordBatch(given, num, self._encoder, [sources.source(i) for i in range(num)])
         if token_versions is not None:
             beside["version_spans"] = [
                 None if row is None else version_spans_of(row, len(made.prompts[i]))
@@ -297,9 +318,13 @@ class TrajectoryRecorder:
                 max((pair[1] for pair in spans), default=-1) if spans else -1 for spans in beside["version_spans"]
             ]
             made.add(NEWEST_VERSION, np.where(np.array(newest) > oldest, newest, -1).tolist())
-        self._have_columns(beside)
+        several = episodes is not None and bool((episodes.size > 1).any())
+        self._have_columns([*beside, *(column.name for column in EPISODE if several)])
         for name, values in beside.items():
             made.add(self.store.schema[name], values)
+        starts = [True] * num if episodes is None else (episodes.position == 0).tolist()
+        evaluations = beside.get("evaluation") or [False] * num
+        named = None if groups is None else group_names(sources.run, groups, evaluations)
         with alone(self.path):
             self.store.refresh()
             # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.
@@ -309,28 +334,28 @@ class TrajectoryRecorder:
                 base, offset = self._retaken(step, made.prompts, base, offset)
                 self._base, self._offset = base, offset + self.world_size * num
             places = np.arange(num) + offset + self.rank * num
-            if groups is not None:
-                found = self._named_groups(groups, (base + places).tolist())
+            row_names, members = (base + places).tolist(), list[Group]()
+            if named is None:
+                group_ids = (base + self._groups(made, places, group_size or self.group_size)).tolist()
             else:
-                found = base + self._groups(made, places, group_size or self.group_size)
-            made.add(self.store.schema["trajectory_id"], (base + places).tolist())
-            made.add(self.store.schema["group_id"], found.tolist())
+                members = self._known.find_groups(
+                    self.store, named, row_names, made.prompts, starts, one_prompt=sources.one_prompt
+                )
+                group_ids = [group.group_id for group in members]
+            made.add(self.store.schema["trajectory_id"], row_names)
+            made.add(self.store.schema["group_id"], group_ids)
+            if episodes is not None and several:
+                named_by_first = np.where(episodes.size > 1, base + places[episodes.first], -1)
+                for column, values in zip(EPISODE, (named_by_first, episodes.position, episodes.size), strict=True):
+                    made.add(self.store.schema[column.name], values.tolist())
             ids = self.store.append_batch(made.batch(self.store.schema))
             self._base = base
         self.num_recorded += num
+        if named is not None:
+            self._known.add_groups(named, members)
         if names is not None:
-            self._waiting |= zip(names, ids.tolist(), strict=True)
+            self._known.rows |= zip([(sources.run, name) for name in names], ids.tolist(), strict=True)
         return ids
-
-    def _source(
-        self, source: str, names: Sequence[str] | None, groups: Sequence[Hashable] | None, i: int
-    ) -> dict[str, Any]:
-        said: dict[str, Any] = {"recorder": source}
-        if names is not None:
-            said["name"] = names[i]
-        if groups is not None:
-            said["group"] = str(groups[i])
-        return said
 
     def _have_columns(self, names: Iterable[str]) -> None:
         """Add the columns that a call is the first to need: a store has those alone of which something is known."""
@@ -349,7 +374,11 @@ class TrajectoryRecorder:
         self.store = TrajectoryStore.open(self.path, mode="a", durability=durability, add_columns=added)
 
     def give_rewards(
-        self, rewards: Mapping[str | int, float | None], *, failures: Mapping[str | int, str] | None = None
+        self,
+        rewards: Mapping[str | int, float | None],
+        *,
+        failures: Mapping[str | int, str] | None = None,
+        run_id: str | None = None,
     ) -> None:
         """Give completions their rewards, which were recorded without one.
 
@@ -359,56 +388,54 @@ class TrajectoryRecorder:
         Args:
             rewards: by the name that `record` was given, or the id that it returned; None where it could not be graded.
             failures: the kind of the failure of those that failed, see `record`; their rewards are kept out of reach.
+            run_id: in which names are looked up; None is the recorder's.
 
         Raises:
-            BatchError: a name is not in the store, or a reward is not finite.
+            BatchError: a name is not in the store, a reward is not finite, or a row is not the last of its episode.
             StoreError: the store cannot be written.
         """
         kinds = {key: as_failure(kind, "failure") for key, kind in (failures or {}).items()}
         values = {key: as_reward(rewards.get(key), "reward") for key in {**rewards, **kinds}}
         with alone(self.path):
             self.store.refresh()
-            rows = self._rows_named(list(values))
-            found = [math.nan if kinds.get(key) else value for key, value in values.items()]
-            told = [kinds.get(key, "") for key in values]
+            rows = self._rows_named(list(values), self.run_id if run_id is None else run_id)
+            sizes = self._episode_sizes(list(values), rows)
+            ends = np.cumsum(sizes) - 1  # an episode's failure is on all of its rows, and its reward on the last one
+            scores = np.full(int(sizes.sum()), math.nan, np.float32)
+            scores[ends] = [math.nan if kinds.get(key) else value for key, value in values.items()]
+            failed = [kind for key, size in zip(values, sizes, strict=True) for kind in [kinds.get(key, "")] * size]
             self.store.update(
-                np.array(rows, np.int64),
-                task_reward=np.array(found, np.float32),
-                failure_reason=told,
-                reward_trusted=np.array([not kind for kind in told]),
+                np.repeat(np.array(rows, np.int64) - ends, sizes) + np.arange(len(scores)),
+                task_reward=scores,
+                failure_reason=failed,
+                reward_trusted=np.array([not kind for kind in failed]),
             )
 
-    def _rows_named(self, keys: Sequence[str | int]) -> list[int]:
-        if any(isinstance(key, str) and key not in self._waiting for key in keys):
-            self._recall()
-        unknown = [key for key in keys if isinstance(key, str) and key not in self._waiting]
+    def _rows_named(self, keys: Sequence[str | int], run: str) -> list[int]:
+        names = [(run, key) for key in keys if isinstance(key, str)]
+        if any(name not in self._known.rows for name in names):
+            self._known.recall(self.store)
+        unknown = [name for name in names if name not in self._known.rows]
         if unknown:
-            raise BatchError(f"{self.path} holds no completion named {unknown[0]!r}; `record` names them by `names`.")
-        return [self._waiting[key] if isinstance(key, str) else int(key) for key in keys]
+            of_run = f" of run {run!r}" if run else ""
+            raise BatchError(
+                f"{self.path} holds no completion named {unknown[0][1]!r}{of_run}; `record` names them by `names`."
+            )
+        return [self._known.rows[run, key] if isinstance(key, str) else int(key) for key in keys]
 
-    def _recall(self) -> None:
-        """Read the names that other recorders gave, of the newest rows."""
-        rows = self.store.ids()[-_RECALLED:]
-        for first in range(0, len(rows), 1024):
-            some = rows[first : first + 1024]
-            found = self.store.read(some, ["meta", "group_id"])
-            for row, meta, group in zip(some.tolist(), found["meta"], found["group_id"].tolist(), strict=True):
-                said = json.loads(meta).get("source") if '"name"' in meta or '"group"' in meta else None
-                if isinstance(said, dict):
-                    if "name" in said:
-                        self._waiting.setdefault(said["name"], row)
-                    if "group" in said:
-                        self._group_names.setdefault(said["group"], group)
-
-    def _named_groups(self, groups: Sequence[Hashable], ids: Sequence[int]) -> np.ndarray:
-        """Return the group of each row by its name, called after its first row, also where that came before."""
-        if not self._recalled:
-            self._recalled = True
-            self._recall()
-        found = [self._group_names.setdefault(str(name), place) for name, place in zip(groups, ids, strict=True)]
-        while len(self._group_names) > _RECALLED:
-            del self._group_names[next(iter(self._group_names))]
-        return np.array(found, np.int64)
+    def _episode_sizes(self, keys: Sequence[str | int], rows: Sequence[int]) -> np.ndarray:
+        """Return how many rows the episode of each row has, int64 [n]; each must be the last one of its episode."""
+        if EPISODE[2].name not in self.store.schema:
+            return np.ones(len(rows), np.int64)
+        position, sizes = (self.store.read_scalars(column.name, np.array(rows, np.int64)) for column in EPISODE[1:])
+        inner = np.flatnonzero(position != sizes - 1)
+        if len(inner):
+            at = int(inner[0])
+            raise BatchError(
+                f"{keys[at]!r} is row {position[at]} of an episode of {sizes[at]} rows. The reward of an episode is "
+                "that of its last row: give it to that one."
+            )
+        return sizes.astype(np.int64)
 
     def _retaken(self, step: int, retaken: Sequence[np.ndarray], base: int, offset: int) -> tuple[int, int]:
         """Return where the previous recorder's ids of a step begin, to be used again; else what is given."""
@@ -555,6 +582,28 @@ class TrajectoryRecorder:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the rows of a call come from, and by which names they are found again."""
+
+    recorder: str
+    run: str
+    groups: Sequence[Hashable] | None
+    names: Sequence[str] | None
+    one_prompt: bool
+
+    def source(self, i: int) -> dict[str, Any]:
+        """Return what `meta` records of a row's source."""
+        named: dict[str, Any] = {"recorder": self.recorder}
+        if self.names is not None:
+            named["name"] = self.names[i]
+        if self.groups is not None:
+            named["group"] = str(self.groups[i])
+        if self.run and len(named) > 1:
+            named["run"] = self.run
+        return named
 
 
 def _each(value: Any, num: int) -> Sequence[Any] | None:
