@@ -191,11 +191,7 @@ class Collector:
         self._by_source = SourceRewards.of(
             prompts, None if self.conversations is None else self.conversations.make, seed
         )
-        self.keeps_each = (
-            self.conversations is not None
-            and has_effects(self.conversations.make)
-            and hasattr(self.policy.engine, "converse")
-        )
+        self.keeps_each = self.conversations is not None and has_effects(self.conversations.make)
         """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
         if self.keeps_each:
             _check_keeps_each(config, self.grader, kl_reward)

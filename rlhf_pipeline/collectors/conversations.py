@@ -1,7 +1,7 @@
 """Conversations between a policy and environments, turn by turn.
 
-The engine schedules (see `policies.engines.turn_rows`); here a turn becomes text, calls and a message, an environment's
-answer becomes tokens, and what becomes of a conversation is decided, by the table in `environments.outcomes`.
+The engine schedules (see `policies.engines.turn_requests`); here a turn becomes text, calls and a message, an answer of
+the environment becomes tokens, and the outcome of a conversation is decided, by the table in `environments.outcomes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from rlhf_pipeline.policies.chat import (
 )
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import Truncation, stream_keys
-from rlhf_pipeline.policies.engines.turn_rows import Answer, Answers, EndedTurn, TurnRow, converse
+from rlhf_pipeline.policies.engines.turn_requests import converse
+from rlhf_pipeline.policies.engines.turn_rows import Answer, Answers, EndedTurn, TurnRow
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
@@ -216,6 +217,7 @@ class Conversations:
         self._calls: dict[int, Call] = {}
         """The newest of these calls, by conversation."""
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = _nothing
         self._ended: Callable[[int, Conversation], None] | None = None
         self._turns: dict[int, EndedTurn] = {}
         self._places: Sequence[int] = ()
@@ -308,6 +310,7 @@ class Conversations:
         most = min(self.config.max_row_tokens or _UNBOUNDED, self.policy.max_positions or _UNBOUNDED)
         self._turns, self._places, self._ending, self.conversations = {}, places, set(), []
         self._lanes, self._calls, self._arrived = [Lane() for _ in places], {}, queue.SimpleQueue()
+        self._wake = _nothing
         in_place = Lane()
         self._in_place = Limit(1, in_place)
         whole = len(places) == len(prompts) * size
@@ -468,14 +471,19 @@ class Conversations:
         in_place: list[tuple[int, Callable[[], Any]]] = []
         over: list[int] = []
         answers: dict[int, Answer] = {}
-        arrived = self._arrived
+        arrived, wake = self._arrived, self._wake
+
+        def ends(_: Call, place: int) -> None:
+            arrived.put(place)
+            wake()
+
         for turn in ended:
             place = turn.place
             self._turns[place] = turn
             if (work := self._step_of(turn)) is None:
                 over.append(place)
             elif self._overlaps[place]:
-                self._begin(place, work, lambda _, place=place: arrived.put(place))
+                self._begin(place, work, functools.partial(ends, place=place))
             else:
                 in_place.append((place, work))
         for (place, _), outcome in zip(in_place, self._outcomes(in_place), strict=True):
@@ -486,12 +494,16 @@ class Conversations:
         self._end(over)
         return answers | dict.fromkeys(over)
 
-    def arrived(self, *, wait: bool) -> Answers:
+    def listen(self, wake: Callable[[], None]) -> None:
+        """See `Partner.listen`."""
+        self._wake = wake
+
+    def arrived(self) -> Answers:
         """See `Partner.arrived`."""
         places: list[int] = []
-        while (wait and not places) or not self._arrived.empty():
-            with contextlib.suppress(queue.Empty):
-                places.append(self._arrived.get(timeout=_LOOK_S))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                places.append(self._arrived.get_nowait())
         return self._replies(sorted(places))
 
     def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
@@ -768,6 +780,10 @@ class Conversations:
         conversation.rewards = dict.fromkeys(known, 0.0) | conversation.rewards
         if self._ended is not None and not (self._may_retry and _is_to_retry(conversation)):
             self._ended(self._places[place], conversation)
+
+
+def _nothing() -> None:
+    """Do nothing: the engine waits for answers itself."""
 
 
 def _is_to_retry(conversation: Conversation) -> bool:

@@ -28,7 +28,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,16 @@ from safetensors.torch import save_file
 
 from rlhf_pipeline.errors import DataError, EngineError
 from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import (
+    Ended,
+    Int64Array,
+    RaggedCompletions,
+    Request,
+    WeightRefresh,
+    Weights,
+)
+from rlhf_pipeline.policies.engines.turn_requests import TurnRequests, run_turns
+from rlhf_pipeline.policies.engines.turn_rows import Partner, TurnRow
 
 __all__ = ["HTTPEngine"]
 
@@ -97,7 +106,7 @@ class HTTPEngine:
         self._given: tuple[Path, int] | None = None
         self._paused = False
         self._lock = threading.RLock()
-        self._calls: set[_Request] = set()
+        self._calls: set[_Call] = set()
 
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
@@ -107,19 +116,40 @@ class HTTPEngine:
         The seed of a completion follows from the request's seed, its stream id and its member. vLLM's results also
         depend on the rest of its batch: in the last bits of a log-prob, and occasionally in a token.
         """
-        server = self._server()
-        positions = min((n for n in (self._max_positions, server.max_model_len) if n is not None), default=None)
-        limits = request.limits(vocab=self._vocab, positions=positions, positions_by=f"at {self.name}")
-        jobs = jobs_of(request, limits, most=server.max_num_seqs)
-        call = _Request(self, jobs, request.deadline_s, versioned=self.version is not None)
+        jobs = jobs_of(request, self.limits(request), most=self._server().max_num_seqs)
+        with self._call(request, refresh) as call:
+            return collected(request, call.run(jobs, ended), versioned=call.versioned)
+
+    def converse(
+        self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
+    ) -> list[TurnRow]:
+        """See `TurnEngine.converse`: each turn is a request, which is sent as soon as its reply has arrived."""
+        self.limits(request)
+        turns = TurnRequests(request, partner, row_tokens=min(row_tokens, self._positions() or row_tokens))
+        with self._call(request, refresh) as call:
+            return run_turns(turns, call, look_s=self._look_s)
+
+    def limits(self, request: Request) -> Int64Array:
+        """Check a request and return the most new tokens of each completion, int64 `[count]`."""
+        return request.limits(vocab=self._vocab, positions=self._positions(), positions_by=f"at {self.name}")
+
+    def _positions(self) -> int | None:
+        """Return the longest row that the model and the server take; None if neither has a limit."""
+        limits = (self._max_positions, self._server().max_model_len)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @contextlib.contextmanager
+    def _call(self, request: Request, refresh: WeightRefresh | None) -> Iterator[_Call]:
+        """Begin a call, which `abort` ends; what it still waits for at the end of the block is dropped."""
+        call = _Call(self, request.deadline_s, refresh, versioned=self.version is not None)
         with self._lock:
             self._calls.add(call)
         try:
-            rows = call.run(refresh, ended)
+            yield call
         finally:
+            call.drop()
             with self._lock:
                 self._calls.discard(call)
-        return collected(request, rows, versioned=call.versioned)
 
     def pause(self) -> None:
         """Stop the server's sampling for all its clients; see `Engine.pause`."""
@@ -154,7 +184,7 @@ class HTTPEngine:
         with self._lock:
             calls = list(self._calls)
         for call in calls:
-            call.abort()
+            call.cut()
 
     def close(self) -> None:
         """Drop what is in progress; the server is unchanged."""
@@ -312,17 +342,21 @@ class HTTPEngine:
             return reply.status, raw.decode(errors="replace")
 
 
-class _Request:
-    """One call of `generate`: its jobs run in parallel, each until its reply is complete.
+class _Call:
+    """One call of `generate` or `converse`: its requests are sent in parallel, each until its reply is complete.
 
     `versioned` tells whether the server's weights had a version when the call began.
     """
 
-    def __init__(self, engine: HTTPEngine, jobs: list[Job], deadline_s: float | None, *, versioned: bool) -> None:
+    def __init__(
+        self, engine: HTTPEngine, deadline_s: float | None, refresh: WeightRefresh | None, *, versioned: bool
+    ) -> None:
         self._engine = engine
-        self._jobs = jobs
+        self._refresh = refresh
         self.versioned = versioned
         self._deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self._heard = self._looked = time.monotonic()
+        """When the server last answered, and when it was last asked for its health."""
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._held: list[http.client.HTTPConnection] = []
@@ -330,56 +364,67 @@ class _Request:
         self._over = threading.Event()
         """Set when replies are no longer needed."""
 
-    def run(self, refresh: WeightRefresh | None, ended: Ended | None) -> list[Row]:
-        """Return the completions, in the order of the request."""
-        if not self._jobs:
+    def run(self, jobs: list[Job], ended: Ended | None) -> list[Row]:
+        """Return the completions of `generate`, in the order of the request."""
+        if not jobs:
             return []
-        with ThreadPoolExecutor(min(len(self._jobs), _CONNECTIONS), thread_name_prefix="engine") as pool:
-            futures = {pool.submit(self._job, job): job for job in self._jobs}
+        with ThreadPoolExecutor(min(len(jobs), _CONNECTIONS), thread_name_prefix="engine") as pool:
+            futures = {pool.submit(self._job, job): job for job in jobs}
+            pending = set(futures)
             try:
-                self._watch(futures, refresh, ended)
+                while pending:
+                    done, pending = wait(pending, timeout=self._engine._look_s, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        for place, row in enumerate(future.result(), futures[future].first):
+                            if ended is not None and row.reason != "abort":
+                                ended(place, row.tokens)
+                    if pending:
+                        self.look()
+                        if self.must_end():
+                            self.cut()  # repeated, to include requests sent meanwhile
                 return [row for future in futures for row in future.result()]
             finally:
-                self._over.set()
-                self._hang_up()
+                self.drop()
 
-    def abort(self) -> None:
-        """Make the server cut open requests short; jobs not sent yet return empty completions."""
+    def sample(self, request: Request) -> RaggedCompletions:
+        """Sample one turn; see `TurnSampler.sample`."""
+        (job,) = jobs_of(request, self._engine.limits(request), most=None)
+        return collected(request, self._job(job), versioned=self.versioned)
+
+    def look(self) -> None:
+        """Load newer weights, and check the health of a server that has been silent; see `TurnSampler.look`."""
+        engine = self._engine
+        if self._refresh is not None:
+            self._refresh.look()
+        with self._lock:
+            now, is_waiting = time.monotonic(), bool(self._open)
+            if not is_waiting:
+                self._heard = now
+        if now - max(self._heard, self._looked) > _HEALTH_EVERY_S:
+            self._looked = now
+            with contextlib.suppress(_Unreachable):
+                if engine._exchange("GET", "/health", None, timeout=_HEALTH_EVERY_S)[0] == 200:
+                    self._heard = time.monotonic()
+                    with engine._lock:
+                        engine._restore()
+        if now - self._heard > engine._patience_s:
+            raise engine._gone(TimeoutError("it does not answer /health"))
+
+    def must_end(self) -> bool:
+        """See `TurnSampler.must_end`."""
+        return self._aborted or time.monotonic() > self._deadline
+
+    def cut(self) -> None:
+        """Make the server cut open requests short; those not sent yet return empty completions."""
         self._aborted = True
         with self._lock:
             names = [_ID_PREFIX + name for name in self._open]
         if names:
             self._engine._ask("POST", "/abort_requests", {"request_ids": names})
 
-    def _watch(self, jobs: dict[Future[list[Row]], Job], refresh: WeightRefresh | None, ended: Ended | None) -> None:
-        """Wait for the replies; meanwhile load newer weights, enforce the deadline and check the server's health."""
-        engine, pending = self._engine, set(jobs)
-        heard = looked = time.monotonic()
-        while pending:
-            done, pending = wait(pending, timeout=engine._look_s, return_when=FIRST_EXCEPTION)
-            for future in done:
-                for place, row in enumerate(future.result(), jobs[future].first):
-                    if ended is not None and row.reason != "abort":
-                        ended(place, row.tokens)
-            now = time.monotonic()
-            if done:
-                heard = now
-            if refresh is not None and pending:
-                refresh.look()
-            if pending and (now > self._deadline or self._aborted):
-                self.abort()  # repeated, to include requests sent meanwhile
-            if pending and now - max(heard, looked) > _HEALTH_EVERY_S:
-                looked = now
-                with contextlib.suppress(_Unreachable):
-                    if engine._exchange("GET", "/health", None, timeout=_HEALTH_EVERY_S)[0] == 200:
-                        heard = time.monotonic()
-                        with engine._lock:
-                            engine._restore()
-                if now - heard > engine._patience_s:
-                    raise engine._gone(TimeoutError("it does not answer /health"))
-
-    def _hang_up(self) -> None:
-        """Abort the open requests and close their connections."""
+    def drop(self) -> None:
+        """Abort the open requests and close their connections: replies are no longer needed."""
+        self._over.set()
         with self._lock:
             names = [_ID_PREFIX + name for name in self._open]
         if names:
@@ -407,6 +452,7 @@ class _Request:
                         held=self._held,
                     )
                 if status < 500:
+                    self._heard = time.monotonic()
                     return self._read(job, status, reply)
                 error: Exception = _Unreachable(f"{status}: {_short(reply)}")
             except _Unreachable as broken:
@@ -422,7 +468,7 @@ class _Request:
                 if not self._over.is_set():
                     engine._known = None  # it may be another server by now
                     engine._restore()
-        return []
+        return [Row() for _ in range(job.members)]
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

@@ -132,7 +132,7 @@ class SlotEngine:
     def converse(
         self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
     ) -> list[TurnRow]:
-        """See `turn_rows.converse`.
+        """See `TurnEngine.converse`.
 
         The random number behind a token is a pure function of (seed, stream id, member, its place after the prompt).
         """

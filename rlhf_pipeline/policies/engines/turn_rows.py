@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from rlhf_pipeline.data.keys import POLICY_ROLE, REPLY_ROLE
 from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
 
 LONG_REPLY: Final = 16
 """A longer reply is computed in one pass with the whole row; a shorter one token by token beside the other rows."""
-"""Roles in `TurnRow.turn_spans`."""
-_TURN: Final = 1 << 40
-"""Keeps the random streams of turns apart, where each turn is a request of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +124,32 @@ class Partner(Protocol):
         """Wait for exactly these missing answers, which are due; None if `go_on` has said no meanwhile."""
         ...
 
-    def arrived(self, *, wait: bool) -> Answers:
-        """Return answers that were missing, as they come: for an engine whose batches nobody can repeat."""
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, in any thread, whenever a missing answer has arrived."""
+        ...
+
+    def arrived(self) -> Answers:
+        """Return the missing answers that have arrived: for an engine whose batches are not reproducible."""
+        ...
+
+
+@runtime_checkable
+class TurnEngine(Engine, Protocol):
+    """An engine with a loop of its own for conversations, because it keeps caches or counts steps between turns."""
+
+    def converse(
+        self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
+    ) -> list[TurnRow]:
+        """Run conversations until each is over, prompt-major and member-minor.
+
+        A deadline and `abort` also end those that wait for an answer: their rows are `aborted`.
+
+        Args:
+            request: the prompts of the conversations; its limits are those of a turn.
+            partner: answers turns.
+            row_tokens: the most tokens of a row.
+            refresh: loads newer weights during sampling.
+        """
         ...
 
 
@@ -140,89 +161,3 @@ def begin_rows(request: Request, row_tokens: int) -> list[TurnRow]:
         for prompt in request.prompts
         for _ in range(request.group_size)
     ]
-
-
-def converse(
-    engine: Engine, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
-) -> list[TurnRow]:
-    """Run conversations until each is over."""
-    own = getattr(engine, "converse", None)
-    if own is not None:
-        return own(request, partner, row_tokens=row_tokens, refresh=refresh)
-    rows = begin_rows(request, row_tokens)
-    per_turn = request.limits()
-    streams, members = request.streams(), request.member_of.tolist()
-    ready, waiting = list(range(len(rows))), 0
-    while ready or waiting:
-        answers: dict[int, Answer] = {}
-        if ready:
-            waiting += len(ready)
-            answers |= _wave(engine, request, partner, refresh, rows, ready, per_turn.tolist(), streams, members)
-            if any(rows[place].aborted for place in ready):
-                break
-        answers |= partner.arrived(wait=not answers and bool(waiting))
-        waiting -= len(answers)
-        ready = []
-        for place, reply in sorted(answers.items()):
-            if reply is None:
-                rows[place].over = True
-                continue
-            if isinstance(reply, TurnRow):
-                rows[place] = reply
-            else:
-                rows[place].reply(reply)
-            ready.append(place)
-    for row in rows:
-        row.aborted = not row.over
-    return rows
-
-
-def _wave(
-    engine: Engine,
-    request: Request,
-    partner: Partner,
-    refresh: WeightRefresh | None,
-    rows: Sequence[TurnRow],
-    ready: Sequence[int],
-    per_turn: Sequence[int],
-    streams: Sequence[int],
-    members: Sequence[int],
-) -> dict[int, Answer]:
-    """Sample one turn of each of these conversations, and return what their partner answers at once."""
-    ends, stops = frozenset(request.end_token_ids), request.stops
-    answers: dict[int, Answer] = {}
-
-    def ended(index: int, tokens: Sequence[int]) -> None:
-        row = rows[ready[index]]
-        kept = list(tokens if stops is None else tokens[: stops.length(tokens)])
-        row.sampled(kept, [math.nan] * len(kept))
-        stopped = kept[-1:] != [] and (kept[-1] in ends or (stops is not None and stops.ends(kept)))
-        answers.update(partner.answer([EndedTurn(ready[index], row, stopped)]))
-
-    turns = [len(rows[place].turn_spans) for place in ready]
-    found = engine.generate(
-        Request(
-            prompts=[rows[place].ids for place in ready],
-            max_new_tokens=[min(per_turn[place], rows[place].room + 1) for place in ready],
-            temperature=request.temperature,
-            end_token_ids=request.end_token_ids,
-            seed=request.seed,
-            stream_ids=[
-                streams[place // request.group_size] + _TURN * (members[place] + (turn << 12)) + rows[place].key
-                for place, turn in zip(ready, turns, strict=True)
-            ],
-            truncation=request.truncation,
-            stops=stops,
-        ),
-        refresh,
-        ended,
-    )
-    spans = [[]] * len(found) if found.spans is None else found.spans.lists()
-    for place, one, versions in zip(ready, found, spans, strict=True):
-        row = rows[place]
-        row.aborted = one.finish_reason == "abort"
-        if not row.aborted:
-            row.log_probs[row.began :] = one.log_probs.tolist()[: len(row.ids) - row.began]
-            for start, version in versions:
-                row.version(row.began + start, version)
-    return answers

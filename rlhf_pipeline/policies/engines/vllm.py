@@ -6,19 +6,29 @@ a folder, or directly from the learner's state dict.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError, EngineError
 from rlhf_pipeline.policies.engines.jobs import Job, Row, collected, jobs_of, with_head
-from rlhf_pipeline.policies.engines.protocol import Ended, RaggedCompletions, Request, WeightRefresh, Weights
+from rlhf_pipeline.policies.engines.protocol import (
+    Ended,
+    Int64Array,
+    RaggedCompletions,
+    Request,
+    WeightRefresh,
+    Weights,
+)
 from rlhf_pipeline.policies.engines.rollout import Gate
+from rlhf_pipeline.policies.engines.turn_requests import LOOK_S, TurnRequests
+from rlhf_pipeline.policies.engines.turn_rows import Partner, TurnRow
 
 __all__ = ["VLLMEngine"]
 
@@ -51,9 +61,10 @@ class VLLMEngine:
     ) -> None:
         self.version: int | None = None
         self._vocab = vocab
-        self._gate = Gate()
+        self.gate = Gate()
+        self.aborts = 0
         self._one = threading.Lock()
-        self._aborts = self._requests = 0
+        self._num_requests = 0
         with _in_this_process():
             try:
                 from vllm import LLM  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
@@ -62,7 +73,7 @@ class VLLMEngine:
                     f"collect.engine=vllm needs vLLM, which cannot be imported ({error}). Install it: "
                     "pip install 'rlhf-pipeline[vllm]'; or sample with --set collect.engine=slots."
                 ) from error
-            self._llm: Any = LLM(
+            self.llm: Any = LLM(
                 model=str(model),
                 skip_tokenizer_init=True,
                 dtype=dtype,
@@ -77,89 +88,90 @@ class VLLMEngine:
                 enable_chunked_prefill=False if eager else None,
                 seed=0,
             )
-        self._positions = int(self._llm.llm_engine.model_config.max_model_len)
+        self._positions = int(self.llm.llm_engine.model_config.max_model_len)
 
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
     ) -> RaggedCompletions:
         """See `Engine.generate`; seeds as in `HTTPEngine.generate`."""
-        limits = request.limits(vocab=self._vocab, positions=self._positions, positions_by="max_model_len of vLLM")
-        jobs = jobs_of(request, limits, most=None)
+        jobs = jobs_of(request, self._limits(request), most=None)
         rows = [Row() for _ in range(request.count)]
-        with self._one, self._gate:
-            if rows:
-                self._run(request, jobs, rows, refresh, ended)
-        versioned = self.version is not None and all(len(row.versions) == len(row.tokens) for row in rows)
-        return collected(request, rows, versioned=versioned)
+        with self._one, self.gate, self._call(request.deadline_s) as call:
+            for job in jobs:
+                call.add(job, rows[job.first : job.first + job.members], job.first)
+            while call.has_requests and not call.must_end():
+                for place in call.step(refresh):
+                    if ended is not None:
+                        ended(place, rows[place].tokens)
+        return collected(request, rows, versioned=self._is_versioned(rows))
 
-    def _run(
-        self,
-        request: Request,
-        jobs: list[Job],
-        rows: list[Row],
-        refresh: WeightRefresh | None,
-        ended: Ended | None,
-    ) -> None:
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-        engine, aborts = self._llm.llm_engine, self._aborts
-        end = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        first_of: dict[str, int] = {}
-        for job in jobs:
-            self._requests += 1
-            name = f"request-{self._requests}"
-            first_of[name] = job.first
-            params = SamplingParams(**job.sampling, output_kind=RequestOutputKind.DELTA)
-            engine.add_request(name, {"prompt_token_ids": job.tokens}, params)
-        steps = 0
-        try:
-            while engine.has_unfinished_requests():
-                # One token of each live completion, all sampled with the weights in use.
-                for output in engine.step():
-                    for part in output.outputs:
-                        place = first_of[output.request_id] + part.index
-                        self._add(rows[place], part)
-                        if ended is not None and part.finish_reason in ("stop", "length"):
-                            ended(place, rows[place].tokens)
-                steps += 1
-                with self._gate.standing_aside():
-                    if refresh is not None:
-                        refresh.due(steps, since=steps - 1)
-                if time.monotonic() > end or self._aborts != aborts:
+    def converse(
+        self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None
+    ) -> list[TurnRow]:
+        """See `TurnEngine.converse`: a turn is a request, which is added between two steps once its reply is there."""
+        self._limits(request)
+        turns = TurnRequests(request, partner, row_tokens=min(row_tokens, self._positions))
+        arrived = threading.Event()
+        partner.listen(arrived.set)
+        sampled: dict[int, tuple[Request, Row]] = {}
+        with self._one, self.gate, self._call(request.deadline_s) as call:
+            while not call.must_end():
+                for place, turn in turns.take():
+                    (job,) = jobs_of(turn, self._limits(turn), most=None)
+                    sampled[place] = turn, Row()
+                    call.add(job, [sampled[place][1]], place)
+                if not call.has_requests and not turns.waiting:
                     break
-        finally:
-            # Also after an error: no request of this call continues in the next one.
-            if engine.has_unfinished_requests():
-                engine.abort_request(list(first_of))
+                if not call.has_requests:
+                    with self.gate.standing_aside():
+                        arrived.wait(LOOK_S)
+                for place in call.step(refresh) if call.has_requests else ():
+                    asked, row = sampled.pop(place)
+                    with self.gate.standing_aside():  # others need not wait for an environment
+                        turns.ended(place, collected(asked, [row], versioned=self._is_versioned([row])))
+                arrived.clear()
+                turns.take_arrived()
+        return turns.result()
 
-    def _add(self, row: Row, part: Any) -> None:
-        """Record the output of a step."""
-        tokens = list(part.token_ids)
-        row.tokens += tokens
-        row.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
-        row.versions += [] if self.version is None else [self.version] * len(tokens)
-        if part.finish_reason is not None:
-            row.reason = part.finish_reason
+    def next_name(self) -> str:
+        """Return a name for a request that no other has had."""
+        self._num_requests += 1
+        return f"request-{self._num_requests}"
+
+    def _limits(self, request: Request) -> Int64Array:
+        """Check a request and return the most new tokens of each completion, int64 `[count]`."""
+        return request.limits(vocab=self._vocab, positions=self._positions, positions_by="max_model_len of vLLM")
+
+    def _is_versioned(self, rows: Sequence[Row]) -> bool:
+        return self.version is not None and all(len(row.versions) == len(row.tokens) for row in rows)
+
+    @contextmanager
+    def _call(self, deadline_s: float | None) -> Iterator[_Call]:
+        """Begin a call; also after an error, no request of it continues in the next one."""
+        call = _Call(self, deadline_s)
+        try:
+            yield call
+        finally:
+            call.drop()
 
     def pause(self) -> None:
         """Stop between two tokens; see `Engine.pause`."""
-        self._gate.close()
+        self.gate.close()
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._gate.open()
+        self.gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Load weights; completions in progress are recomputed with them up to their current token."""
-        with self._gate.still():
+        with self.gate.still():
             try:
                 if isinstance(weights, Mapping):
-                    self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+                    self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
                 else:
                     with with_head(weights) as folder:
-                        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-                dropped = self._llm.reset_prefix_cache(reset_running_requests=True)
+                        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                dropped = self.llm.reset_prefix_cache(reset_running_requests=True)
             except Exception as error:
                 self.version = None
                 raise EngineError(f"vLLM could not load the weights of version {version}: {error}") from error
@@ -170,13 +182,71 @@ class VLLMEngine:
 
     def abort(self) -> None:
         """End the completions in progress; see `Engine.abort`."""
-        self._aborts += 1
+        self.aborts += 1
 
     def close(self) -> None:
         """Stop vLLM and release its memory."""
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+
+
+class _Call:
+    """The requests of one call, which take their steps together."""
+
+    def __init__(self, owner: VLLMEngine, deadline_s: float | None) -> None:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        self._owner, self._engine, self._aborts = owner, owner.llm.llm_engine, owner.aborts
+        self._end = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.DELTA)
+        self._rows: dict[str, tuple[int, Sequence[Row]]] = {}
+        """By request in progress: the place of its first completion in the call, and its completions."""
+        self._steps = 0
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is in progress."""
+        return bool(self._rows)
+
+    def add(self, job: Job, rows: Sequence[Row], first: int) -> None:
+        """Add a request between two steps; its tokens go to these rows."""
+        name = self._owner.next_name()
+        self._rows[name] = first, rows
+        self._engine.add_request(name, {"prompt_token_ids": job.tokens}, self._params(**job.sampling))
+
+    def step(self, refresh: WeightRefresh | None) -> list[int]:
+        """Sample one token of each live completion with the weights in use; return the places of those that end."""
+        ended: list[int] = []
+        for output in self._engine.step():
+            first, rows = self._rows[output.request_id]
+            for part in output.outputs:
+                row, tokens = rows[part.index], list(part.token_ids)
+                row.tokens += tokens
+                row.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
+                row.versions += [] if self._owner.version is None else [self._owner.version] * len(tokens)
+                if part.finish_reason is not None:
+                    row.reason = part.finish_reason
+                if part.finish_reason in ("stop", "length"):
+                    ended.append(first + part.index)
+            if output.finished:
+                del self._rows[output.request_id]
+        self._steps += 1
+        with self._owner.gate.standing_aside():
+            if refresh is not None:
+                refresh.due(self._steps, since=self._steps - 1)
+        return ended
+
+    def must_end(self) -> bool:
+        """Return whether to end the call early: it is past its deadline, or was aborted."""
+        return time.monotonic() > self._end or self._aborts != self._owner.aborts
+
+    def drop(self) -> None:
+        """End the requests that are in progress."""
+        if self._rows:
+            self._engine.abort_request(list(self._rows))
+            self._rows.clear()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
-from rlhf_pipeline.policies.engines.turn_rows import converse
+from rlhf_pipeline.policies.engines.turn_requests import converse
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from tests.rlhf_pipeline.model_families import ARCHITECTURES, PURE, REJECTED, family_model
 from tests.rlhf_pipeline.policies.engines.test_recurrent import Talker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.policies.engines.protocol import Engine, RaggedCompletions, Request, WeightRefresh
+from rlhf_pipeline.policies.engines.turn_requests import converse
+from rlhf_pipeline.policies.engines.turn_rows import EndedTurn, TurnRow
 
 VOCAB, POSITIONS = 128, 2048
 PROMPTS = [[5, 6, 7, 8, 9], [100], [11] * 20]
@@ -111,6 +114,60 @@ class InThread:
             raise self.error
         assert self.found is not None
         return self.found
+
+
+class Replier:
+    """Answers each turn with two tokens, at once or after a while, and ends a conversation after some turns."""
+
+    reply_after = 1
+
+    def __init__(self, turns: int, *, delay_s: float = 0.0, on_turn: Callable[[], None] = lambda: None) -> None:
+        self.turns, self.delay_s, self.on_turn = turns, delay_s, on_turn
+        self.order: list[int] = []
+        """The conversations of the turns, in the order in which they ended."""
+        self._wake: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._ready: dict[int, list[int]] = {}
+
+    def answer(self, ended: Sequence[EndedTurn]) -> dict[int, list[int] | None]:
+        """Answer, or begin to."""
+        answers: dict[int, list[int] | None] = {}
+        for turn in ended:
+            assert np.isfinite(turn.row.log_probs[turn.row.began :]).all()
+            self.order.append(turn.place)
+            self.on_turn()
+            if self.order.count(turn.place) >= self.turns:
+                answers[turn.place] = None
+            elif self.delay_s == 0:
+                answers[turn.place] = [7, 8]
+            elif self.delay_s < math.inf:
+                threading.Timer(self.delay_s, self._arrive, [turn.place]).start()
+        return answers
+
+    def _arrive(self, place: int) -> None:
+        with self._changed:
+            self._ready[place] = [7, 8]
+            self._changed.notify_all()
+        self._wake()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """See `Partner.listen`."""
+        self._wake = wake
+
+    def arrived(self) -> dict[int, list[int]]:
+        """See `Partner.arrived`."""
+        with self._changed:
+            ready, self._ready = self._ready, {}
+        return ready
+
+    def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> dict[int, list[int]] | None:
+        """See `Partner.fetch`."""
+        with self._changed:
+            while not self._ready.keys() >= {*places}:
+                self._changed.wait(0.02)
+                if not go_on():
+                    return None
+            return {place: self._ready.pop(place) for place in places}
 
 
 class EngineContract:
@@ -327,3 +384,62 @@ class EngineContract:
         found = bench.engine.generate(Request(prompts=[[5] * (POSITIONS - 2)], max_new_tokens=9))
         assert found.lengths.tolist() == [2]
         assert np.isfinite(found.log_probs).all()
+
+    def rows(self, bench: Bench, replier: Replier, prompts: Sequence[Sequence[int]] = PROMPTS, **asked: Any) -> Any:
+        """Conversations on the engine."""
+        request = Request(prompts=prompts, **{"max_new_tokens": 4, "temperature": 0.7, "seed": 3, **asked})
+        return converse(bench.engine, request, replier, row_tokens=POSITIONS)
+
+    def worst_row(self, bench: Bench, row: TurnRow) -> float:
+        """The largest distance of a sampled token's log-prob from teacher forcing, under the weights of its span."""
+        ids, mask, first = row.ids, np.array(row.mask), row.num_prompt
+        assert np.isfinite(row.log_probs).tolist() == mask.tolist()
+        gaps = [0.0]
+        ends = [start for start, _ in [*row.version_spans, (len(ids), 0)][1:]]
+        for (start, version), end in zip(row.version_spans, ends, strict=True):
+            exact = bench.exact(version, ids[:first], ids[first:], 0.7).numpy()
+            part = mask[start:end]
+            gaps.append(float(np.abs(exact[start - first : end - first] - row.log_probs[start:end])[part].max()))
+        return max(gaps)
+
+    @pytest.mark.parametrize("delay_s", [0.0, 0.01])
+    def test_conversations_are_scored_by_the_whole_row(self, bench: Bench, delay_s: float):
+        """Also those whose replies come late; seed, stream, member and turn decide their tokens, not the others."""
+        rows = self.rows(bench, Replier(3, delay_s=delay_s), group_size=2)
+        assert all(row.over and not row.aborted and row.mask.count(True) == 12 for row in rows)
+        assert all(row.version_spans == [(row.num_prompt, 1)] for row in rows)
+        assert max(self.worst_row(bench, row) for row in rows) < CLOSE
+        assert len({tuple(row.ids) for row in rows}) == len(rows)
+        alone = self.rows(bench, Replier(3), PROMPTS[1:2], group_size=2, stream_ids=[1])
+        assert [row.ids for row in alone] == [row.ids for row in rows[2:4]]
+
+    def test_a_turn_begins_when_its_reply_has_arrived(self, bench: Bench):
+        """All turns of one conversation are over while another one is still in its first turn."""
+        replier = Replier(3, delay_s=0.01)
+        rows = self.rows(bench, replier, PROMPTS[:2], max_new_tokens=[self.in_flight_tokens, 1])
+        assert replier.order[:3] == [1, 1, 1]
+        assert [row.mask.count(True) for row in rows] == [3 * self.in_flight_tokens, 3]
+
+    def test_each_turn_has_the_version_of_its_weights(self, bench: Bench):
+        """New weights between two turns: the spans change there, and each token is scored by its own weights."""
+
+        def load() -> None:
+            if bench.engine.version == 1:
+                bench.engine.load_weights(bench.folders[2], 2)
+
+        rows = self.rows(bench, Replier(2, on_turn=load), PROMPTS[:1])
+        first = rows[0].num_prompt
+        assert rows[0].version_spans == [(first, 1), (first + 4 + 2, 2)]
+        assert self.worst_row(bench, rows[0]) < CLOSE
+
+    @pytest.mark.parametrize("how", ["abort", "deadline"])
+    def test_conversations_that_wait_for_a_reply_are_ended(self, bench: Bench, how: str):
+        """By an abort and by the deadline, as those that are being sampled; the engine goes on."""
+        replier = Replier(2, delay_s=math.inf)
+        deadline = {"deadline_s": 1.0} if how == "deadline" else {}
+        if how == "abort":
+            threading.Timer(0.5, bench.engine.abort).start()
+        rows = self.rows(bench, replier, **deadline)
+        assert [row.aborted for row in rows] == [True] * 3
+        assert sorted(replier.order) == [0, 1, 2]
+        assert all(row.over for row in self.rows(bench, Replier(1)))

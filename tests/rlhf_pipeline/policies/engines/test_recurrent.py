@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
 from rlhf_pipeline.policies.engines.slot_cache import prefill
-from rlhf_pipeline.policies.engines.turn_rows import EndedTurn, converse
+from rlhf_pipeline.policies.engines.turn_requests import converse
+from rlhf_pipeline.policies.engines.turn_rows import EndedTurn
 from rlhf_pipeline.policies.loading import use_config_time_steps
 from rlhf_pipeline.policies.model_parts import find_parts, time_step_limits
 from rlhf_pipeline.policies.packed import plan_micro_batches
