@@ -218,10 +218,10 @@ class Segment(ABC):
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return the values of a range of elements of any array, flat."""
         spec = self.specs[name]
-        whole = self.raw(name)
-        if (stop - start) * spec.itemsize >= AHEAD:
-            will_need(whole, start * spec.itemsize, stop * spec.itemsize)
-        raw = whole[start * spec.itemsize : stop * spec.itemsize]
+        whole, size = self.raw(name), spec.itemsize
+        if (stop - start) * size >= AHEAD:
+            will_need(whole, start * size, stop * size)
+        raw = whole[start * size : stop * size]
         return np.frombuffer(raw, spec.dtype) if len(raw) else np.empty(0, spec.dtype)
 
     def offsets(self, axis: str, rows: Rows | None = None) -> Int64Array:

@@ -395,8 +395,12 @@ class LocalSegment(Segment):
             return
         record = self.log.get(seq)
         parts = None if record is None else self._parts(record.rows_end - record.n_rows, record.rows_end)
-        total = sum(len(part) * self.specs[other].itemsize for other, (part, _) in (parts or {}).items())
-        if record is None or parts is None or total <= FULL_BYTES or not self._holds_blocks(record, parts, name, rows):
+        if (
+            record is None
+            or parts is None
+            or self._bytes(parts) <= FULL_BYTES
+            or not self._holds_blocks(record, parts, name, rows)
+        ):
             record = self._check(seq)
             if record is not None:
                 self._mark(_ALL, slice(record.rows_end - record.n_rows, record.rows_end))
@@ -407,15 +411,22 @@ class LocalSegment(Segment):
         """Return the elements of each array that a commit wrote, and the number of blocks before them; None if odd."""
         out: dict[str, tuple[range, int]] = {}
         at, spans = 0, {axis: (self.edge(axis, first), self.edge(axis, end)) for axis in self.schema.axes}
-        for spec in self.specs.values():
-            start, stop = first + spec.edges, end + spec.edges
-            if spec.axis is not None and not spec.edges:
-                start, stop = spans[spec.axis]
-            if not 0 <= start <= stop <= spec.capacity:
+        for spec, _, block in self._layout:
+            name, _, capacity, axis, edges, *_ = spec
+            start, stop = spans[axis] if axis is not None and not edges else (first + edges, end + edges)
+            if not 0 <= start <= stop <= capacity:
                 return None
-            out[spec.name] = range(start, stop), at
-            at += -(-(stop - start) // block_elements(spec))
+            out[name] = range(start, stop), at
+            at += -(-(stop - start) // block)
         return out
+
+    def _bytes(self, parts: dict[str, tuple[range, int]]) -> int:
+        return sum(len(part) * size for (part, _), (_, size, _) in zip(parts.values(), self._layout, strict=True))
+
+    @functools.cached_property
+    def _layout(self) -> list[tuple[ArraySpec, int, int]]:
+        """The arrays, with the bytes of an element and the elements of a block."""
+        return [(spec, spec.itemsize, block_elements(spec)) for spec in self.specs.values()]
 
     def _holds_blocks(self, record: Record, parts: dict[str, tuple[range, int]], name: str, rows: Int64Array) -> bool:
         """Return whether the blocks of an array that hold rows of a commit match their checksums."""
@@ -537,10 +548,8 @@ class LocalSegment(Segment):
         parts, crcs = self._parts(first, end), list[int]()
         if parts is None:
             return -1
-        for name, (part, _) in parts.items():
-            spec = self.specs[name]
-            raw = self.part(name, part.start, part.stop).view(np.uint8)
-            crcs += block_crcs(raw, block_elements(spec) * spec.itemsize)
+        for (name, (part, _)), (_, size, block) in zip(parts.items(), self._layout, strict=True):
+            crcs += block_crcs(self.part(name, part.start, part.stop).view(np.uint8), block * size)
         return crc32c(np.array(crcs, "<u4").view(np.uint8))
 
     def edge(self, axis: str, row: int) -> int:

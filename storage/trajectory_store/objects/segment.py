@@ -46,6 +46,8 @@ from trajectory_store.schema import Column
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
 """Most objects that are requested, or held in memory, at the same time."""
+SMALL = 1 << 14
+"""A commit of up to so many bytes is read with all its arrays: a request for each takes longer."""
 WHOLE = 1 << 40
 """More bytes than any object has."""
 
@@ -434,9 +436,7 @@ class ObjectSegment(Segment):
         return [key for key in keys if key not in self.got]
 
     def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return objects, where they are read whole; those not fetched before are requested together."""
-        if not self._whole:
-            return {}
+        """Return whole objects; those not fetched before are requested together."""
         asked = [key for key in keys if key not in self.got]
         found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
         out: dict[str, bytes] = {}
@@ -545,12 +545,18 @@ class ObjectSegment(Segment):
 
     def _fetch_commits(self, name: str, seqs: Sequence[int]) -> None:
         land = self._land if self.meta.kind == "rows" else self._land_update
-        with self._files(list(self.specs) if self._whole else [name]) as files:
+        whole = set(seqs) if self._whole else {seq for seq in seqs if self._size(seq) <= SMALL}
+        with self._files([*self.specs] if whole else [name]) as files:
+            only = {name: files[name]}
             for first in range(0, len(seqs), FETCHED):
                 part = seqs[first : first + FETCHED]
-                objects = self._objects([self.key(seq) for seq in part])
+                objects = self._objects([self.key(seq) for seq in part if seq in whole])
                 for seq in part:
-                    land(seq, files, objects.get(self.key(seq)))
+                    land(seq, files if seq in whole else only, objects.get(self.key(seq)))
+
+    def _size(self, seq: int) -> int:
+        """Return the bytes of the values of a commit."""
+        return sum(self.extent(spec, seq)[0] * spec.itemsize for spec in self.specs.values())
 
     def _fetch_chunks(self, name: str, chunks: Int64Array, sealed: Mapping[str, Any]) -> None:
         with self._files([name]) as files:
@@ -567,7 +573,7 @@ class ObjectSegment(Segment):
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Get and check some chunks of an array of a merged segment."""
         spec = self.specs[name]
-        objects = self._objects(shards(self.name, spec))
+        objects = self._objects(shards(self.name, spec)) if self._whole else {}
         return read_chunks(self.bucket, objects, self.name, spec, sealed["crc"][name], chunks, self._indexes)
 
     @contextmanager
