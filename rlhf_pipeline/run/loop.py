@@ -150,7 +150,9 @@ class Loop:
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         allowed = setup.pipeline.buffer.max_bytes
         self._disk = (
-            None if run.place.is_remote else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning))
+            None
+            if run.place.is_remote
+            else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning), written=self._written)
         )
         self._repeated = Repeated()
         self._evicts_nothing = setup.pipeline.buffer.max_trajectories is None
@@ -311,6 +313,12 @@ class Loop:
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 
+    def _written(self) -> int:
+        """Return the bytes of all commits that this process has seen, and of the lines of all steps."""
+        files = (self.folder.metrics_file, self.folder.ledger_file)
+        lines = sum(file.stat().st_size for file in files if file.is_file())
+        return self.learner.buffer.store.used_bytes + lines
+
     def _look_at(self, disk: DiskWatch) -> None:
         try:
             disk.look()
@@ -383,3 +391,5 @@ class Loop:
         self.folder.keep(checkpoint_path(self.folder.checkpoints, step))
         self._drop(step)
         self._saved = step
+        if self._disk is not None:
+            self._disk.note_checkpoint(checkpoint_path(self.folder.checkpoints, step))
