@@ -558,7 +558,9 @@ class StoreReads:
         else:
             among, every = (self.ids(), True) if ids is None else (as_ids(ids), every)
             reader = ColumnReader(self._catalog, among, self._limits, checked=checked, every=every)
+        columns = list(columns)
         reader.fetch(columns)
+        reader.check(columns)
         return reader
 
     def _ragged_column(self, name: str) -> Column:
