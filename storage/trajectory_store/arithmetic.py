@@ -26,7 +26,7 @@ _EXACT: Final = 1 << 53
 
 
 def _is_float(numbers: Numbers) -> bool:
-    return isinstance(numbers, float) or (isinstance(numbers, np.ndarray) and numbers.dtype.kind == "f")
+    return isinstance(numbers, (float, np.floating)) or (isinstance(numbers, np.ndarray) and numbers.dtype.kind == "f")
 
 
 def _is_python(numbers: Numbers) -> bool:

@@ -83,6 +83,8 @@ class Catalog:
         self.claim: str | None = None
         self.order = ArrivalOrder()
         self._order_generation = -1
+        self._newest_runs: list[tuple[int, int, int]] | None = None
+        self._runs_of = -1, -1
         self.lock = threading.RLock()
         self._known: dict[int, Entry] = {}
         self.failed: dict[int, Entry] = {}
@@ -604,7 +606,10 @@ class Catalog:
         with self.lock:
             ids = self.ids()
             skip = 0 if most is None else max(0, len(ids) - most)
-            runs = self._runs(skip) if self.medium.complete else None
+            if self._runs_of != (self.generation, skip):
+                self._newest_runs = self._runs(skip) if self.medium.complete else None
+                self._runs_of = self.generation, skip
+            runs = self._newest_runs
         few = runs is not None and len(runs) <= max(64, len(ids) // 64)
         return ids[skip:], runs if few else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -549,7 +549,7 @@ class StoreReads:
     # Helpers
 
     def _reader(
-        self, ids: Ids | None, columns: Iterable[Column], *, checked: bool = True, every: bool = False
+        self, ids: Ids | None, columns: Collection[Column] | Schema, *, checked: bool = True, every: bool = False
     ) -> ColumnReader:
         """Return a reader of these rows, or of all rows in the order of arrival; `every`: as of `ColumnReader`."""
         self._check_open()
@@ -558,7 +558,6 @@ class StoreReads:
         else:
             among, every = (self.ids(), True) if ids is None else (as_ids(ids), every)
             reader = ColumnReader(self._catalog, among, self._limits, checked=checked, every=every)
-        columns = list(columns)
         reader.fetch(columns)
         reader.check(columns)
         return reader

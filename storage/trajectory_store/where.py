@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 import math
 import operator
 import re
@@ -60,17 +61,28 @@ class _Word:
     error: UnknownColumnError | None = None
 
 
-def names_in(condition: str) -> set[str]:
+def names_in(condition: str) -> frozenset[str]:
     """Return the names in a condition, columns among them; empty if it cannot be read."""
     if not isinstance(condition, str):  # pyright: ignore[reportUnnecessaryIsInstance] - `evaluate` refuses it
-        return set()
+        return frozenset()
+    return _names_in(condition)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in(condition: str) -> frozenset[str]:
     short = _SHORT.match(condition)
-    found = {short[1]} if short else set[str]()
+    names = frozenset([short[1]] if short else [])
     try:
-        tree = ast.parse(_with_dates_quoted(condition), mode="eval")
+        tree = _tree_of(condition)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return found
-    return found | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        return names
+    return names.union(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+
+
+@functools.lru_cache(maxsize=256)
+def _tree_of(condition: str) -> ast.expr:
+    """Return the expression of a condition; parsing takes longer than comparing some thousand rows."""
+    return ast.parse(_with_dates_quoted(condition), mode="eval").body
 
 
 def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
@@ -122,7 +134,7 @@ def _parsed(condition: str, source: Operands) -> ast.expr:
     if found is not None and short is not None and found[2] in ("=", "~"):
         return short
     try:
-        tree = ast.parse(_with_dates_quoted(condition), mode="eval").body
+        tree = _tree_of(condition)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if found is not None and short is not None and not found[3].startswith((">", "<", "=")):
             return short
