@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         math_verify_match,
         token_match,
     )
+    from rlhf_pipeline.environments.agent_program import AgentProgram
     from rlhf_pipeline.environments.environment import Environment, Step, Turn
     from rlhf_pipeline.environments.games import FrozenLake, LakeMaps, Sokoban, Warehouses
     from rlhf_pipeline.environments.tools import Tools
@@ -72,6 +73,7 @@ _NAMES = {
     "data.rewards": "LeftOut Matches Reward SoftOverlong exact_match final_number final_number_match mask_truncated "
     "math_verify_match token_match",
     "environments.games": "FrozenLake LakeMaps Sokoban Warehouses",
+    "environments.agent_program": "AgentProgram",
     "environments.environment": "Environment Step Turn",
     "environments.tools": "Tools",
     "errors": "PipelineError",
@@ -101,6 +103,7 @@ _ADAPTED |= {"MCAdvantage", "TrajectoryReplayBuffer", "TrajectoryStorage"}
 """Names that take a policy, or a model that an adapter makes into one, or TensorDicts in a form of TorchRL's."""
 
 __all__ = [
+    "AgentProgram",
     "Buffer",
     "Collect",
     "CopyDigits",

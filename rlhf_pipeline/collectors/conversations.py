@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import json
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from rlhf_pipeline.config import Collect
+from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.rewards import describe_error
 from rlhf_pipeline.environments.environment import (
@@ -32,6 +34,7 @@ from rlhf_pipeline.environments.environment import (
     rewards_of_environment,
     tools_of,
 )
+from rlhf_pipeline.environments.histories import Histories, canonical
 from rlhf_pipeline.environments.makers import Environments, Maker, maker_of
 from rlhf_pipeline.environments.outcomes import CALLS, FAILED, LENGTH, STOP, TURNS, failure_kind
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
@@ -50,7 +53,7 @@ from rlhf_pipeline.policies.engines.turn_requests import converse
 from rlhf_pipeline.policies.engines.turn_rows import Answer, Answers, EndedTurn, TurnRow
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
+from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of, with_ids
 from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_info, checked_messages, checked_rewards, plain_json
 from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
@@ -67,6 +70,37 @@ _LONG_S: Final = 1.0
 """Steps in place that take longer than this in one rollout, and most of its time, are mentioned."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShownTools:
+    """The tools that the policy is shown, and what reads its calls."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    parser: TurnParser | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowTurn:
+    """The place of a turn in its row.
+
+    Attributes:
+        row: the row.
+        num_messages: messages of the row, this turn included.
+        num_exchanged: the same of those that the environment knows.
+        began: the place of its first token.
+        ended: the place after its last token.
+        text: the turn as text.
+        variant: see `Step.variant`.
+    """
+
+    row: ConversationRow
+    num_messages: int
+    num_exchanged: int
+    began: int
+    ended: int
+    text: str
+    variant: str
+
+
 @dataclass(slots=True, eq=False)
 class ConversationRow:
     """One row of a conversation: what the policy was shown, and what it sampled.
@@ -77,6 +111,9 @@ class ConversationRow:
         row: its tokens, once a turn has ended.
         last_text: its last turn as text.
         turns: the numbers of its turns in the conversation, from 0.
+        tools: those that the policy is shown.
+        exchanged: the messages as the environment knows them, which were perhaps shown in another form.
+        variant: see `Step.variant`.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -84,6 +121,9 @@ class ConversationRow:
     row: TurnRow | None = None
     last_text: str = ""
     turns: list[int] = field(default_factory=list[int])
+    tools: ShownTools = field(default_factory=ShownTools)
+    exchanged: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
+    variant: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +148,9 @@ class Conversation:
         prompt_text: what the model read before it, if a reward function asks for that.
         closing: what the environment replied to the last turn, which the policy was not shown.
         as_chat: it goes through the chat template.
+        row_turns: its turns.
+        returned: those of them that a history may continue, by the messages up to each.
+        edited_histories: histories that contain a turn of the policy in another form than it was returned.
     """
 
     prompt: Prompt
@@ -127,6 +170,11 @@ class Conversation:
     prompt_text: str | None = None
     closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     as_chat: bool = False
+    row_turns: list[RowTurn] = field(default_factory=list[RowTurn])
+    returned: Histories[RowTurn] = field(default_factory=Histories[RowTurn])
+    edited_histories: int = 0
+    first_key: int = 0
+    """What the stream of random numbers of the conversation has been moved by."""
 
     @property
     def at(self) -> ConversationRow:
@@ -148,10 +196,20 @@ class Conversation:
         """The rows in which the policy had a turn, in the order in which they ended: as they are stored."""
         return sorted((one for one in self.rows if one.turns), key=lambda one: one.turns[-1])
 
-    def begin(self, messages: Sequence[dict[str, Any]], row: TurnRow | None = None) -> None:
+    def begin(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: ShownTools,
+        row: TurnRow | None = None,
+        *,
+        exchanged: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ConversationRow:
         """Begin a row."""
-        self.rows.append(ConversationRow([*messages], len(messages), row))
+        begun = ConversationRow([*messages], len(messages), row, tools=tools)
+        begun.exchanged = [*(messages if exchanged is None else exchanged)]
+        self.rows.append(begun)
         self.current = len(self.rows) - 1
+        return begun
 
     def gain(self, gains: Mapping[str, float]) -> None:
         """Add named rewards to those of the newest turn and of the conversation."""
@@ -170,11 +228,23 @@ class _Kind:
     """One environment of a definition: what makes it, and how its tools are shown and its calls read."""
 
     make: Maker
-    tools: list[dict[str, Any]]
-    parser: TurnParser | None
+    tools: ShownTools
     rewards: tuple[str, ...] | None
     overlaps: bool
     """Its calls run beside sampling, see `environments.environment.is_parallel`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _First:
+    """What begins a conversation."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    ids: list[int]
+    as_chat: bool = False
+    tools: ShownTools = field(default_factory=ShownTools)
+    variant: str = ""
+    is_other: bool = False
+    """It is a history other than the prompt, so its random numbers follow from its tokens."""
 
 
 class Conversations:
@@ -200,6 +270,8 @@ class Conversations:
         self.template = dict(template)
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
+        self._parsers: dict[str, TurnParser] = {}
+        """By the tools that they read calls of."""
         makers = self.make.makers if isinstance(self.make, Environments) else {"": self.make}
         self.kinds = {name: self._kind(make) for name, make in makers.items()}
         self.names = tuple(names)
@@ -225,14 +297,20 @@ class Conversations:
         self._may_retry = False
 
     def _kind(self, make: Maker) -> _Kind:
-        tools = [schema_of(tool) for tool in tools_of(make)]
-        parser = None
-        if tools:
-            if not self.has_template:
-                raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
+        return _Kind(make, self._shown_tools(tools_of(make)), rewards_of_environment(make), is_parallel(make))
+
+    def _shown_tools(self, tools: Sequence[Any]) -> ShownTools:
+        """Return tools as the policy is shown them."""
+        if not tools:
+            return ShownTools()
+        if not self.has_template:
+            raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
+        schemas = [schema_of(tool) for tool in tools]
+        name = json.dumps(schemas, sort_keys=True)
+        if name not in self._parsers:
             model_type = getattr(getattr(self.policy.model, "config", None), "model_type", None)
-            parser = TurnParser(self.policy.tokenizer, model_type, tools)
-        return _Kind(make, tools, parser, rewards_of_environment(make), is_parallel(make))
+            self._parsers[name] = TurnParser(self.policy.tokenizer, model_type, schemas)
+        return ShownTools(schemas, self._parsers[name])
 
     def _kind_of(self, prompt: Prompt) -> _Kind:
         """Return the environment that answers a prompt."""
@@ -316,18 +394,22 @@ class Conversations:
         whole = len(places) == len(prompts) * size
         try:
             firsts = self._reset(prompts, cursors, most)
+            moved = [conversation.first_key for conversation in self.conversations]
+            begun = [*zip(firsts, moved, strict=True)]
+            whole = whole and all(one == begun[place - place % size] for place, one in enumerate(begun))
+            streams = [int(cursors[place // size]) + key for place, key in zip(places, moved, strict=True)]
             truncation = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
             rows = converse(
                 self.policy.engine,
                 Request(
-                    prompts=[*firsts.values()] if whole else [firsts[place // size] for place in places],
+                    prompts=firsts[::size] if whole else firsts,
                     group_size=size if whole else 1,
                     members=None if whole else [place % size for place in places],
                     max_new_tokens=self.config.max_new_tokens,
                     temperature=self.temperature,
                     end_token_ids=self.policy.eos_token_ids,
                     seed=self.seed,
-                    stream_ids=[int(cursors[place // size]) for place in places[:: size if whole else 1]],
+                    stream_ids=streams[:: size if whole else 1],
                     truncation=truncation if self.config.is_truncated else None,
                     stops=self.stops,
                 ),
@@ -345,8 +427,8 @@ class Conversations:
 
     # Beginnings
 
-    def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> dict[int, list[int]]:
-        """Make and reset all environments, and return the first tokens of each group that has any."""
+    def _reset(self, prompts: Sequence[Prompt], cursors: Sequence[int], most: int) -> list[list[int]]:
+        """Make and reset all environments, and return the first tokens of each conversation."""
         prompt_of = [place // self.config.group_size for place in self._places]
         self._overlaps = [self._kind_overlaps(prompts[index]) for index in prompt_of]
         every = range(len(prompt_of))
@@ -364,29 +446,34 @@ class Conversations:
                 shown[place] = _readable(outcome)
             except TypeError as error:
                 shown[place] = error
-        self.conversations, firsts = [], dict[int, list[int]]()
+        self.conversations, firsts = [], list[list[int]]()
         for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
             group, prompt = [*members], prompts[index]
             good = [place for place in group if not isinstance(shown[place], BaseException)]
-            messages, firsts[index], as_chat = [], [self.policy.pad_token_id], False
-            if any(shown[place] != shown[good[0]] for place in good):
+            if any(shown[place] != shown[good[0]] and not isinstance(shown[place], Step) for place in good):
                 raise DefinitionError(
                     f"reset shows members of the group of prompt {int(cursors[index])} different things, and a group "
                     "compares answers to one: let it depend on the prompt and the seed alone."
                 )
-            if good:  # otherwise nothing of the group is learned, and the engine needs a token
-                try:
-                    messages, firsts[index], as_chat = self._first(prompt, shown[good[0]], most)
-                except Exception as error:  # noqa: BLE001 - what was shown may be anything; it costs its own group
-                    for place in good:
-                        shown[place] = error
+            begun: tuple[Any, _First] | None = None
             for place in group:
-                said = [dict(message) for message in messages]
-                conversation = Conversation(prompt, made[place], as_chat=as_chat)
-                conversation.begin(said)
+                first = _First(ids=[self.policy.pad_token_id])  # the engine needs a token
+                conversation = Conversation(prompt, made[place])
                 self.conversations.append(conversation)
                 if isinstance(shown[place], BaseException):
                     conversation.fail(shown[place])
+                else:
+                    try:
+                        if begun is None or begun[0] != shown[place]:
+                            begun = shown[place], self._first(prompt, shown[place], most)
+                        first = begun[1]
+                    except Exception as error:  # noqa: BLE001 - what was shown may be anything
+                        conversation.fail(error)
+                conversation.as_chat = first.as_chat
+                conversation.begin([dict(message) for message in first.messages], first.tools).variant = first.variant
+                if first.is_other:
+                    conversation.first_key = self._key(conversation, first.ids, first.variant)
+                firsts.append(first.ids)
         return firsts
 
     def _task_seed(self, cursor: int) -> int:
@@ -442,8 +529,14 @@ class Conversations:
         column = self.make.column if isinstance(self.make, Environments) else None
         return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != column})
 
-    def _first(self, prompt: Prompt, shown: Any, most: int) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """Return the messages and the tokens that begin a conversation, and whether it goes through the template."""
+    def _first(self, prompt: Prompt, shown: Any, most: int) -> _First:
+        """Return what begins a conversation."""
+        tools, variant, is_other = self._kind_of(prompt).tools, "", False
+        if isinstance(shown, Step):
+            tools = tools if shown.tools is None else self._shown_tools(shown.tools)
+            asked = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
+            shown, variant = shown.history or (), shown.variant
+            is_other = bool(variant) or [*map(canonical, shown)] != [*map(canonical, asked)]
         if isinstance(shown, str) and self.as_chat:
             system = [dict(message) for message in prompt.messages or () if message["role"] == "system"]
             shown = [*system, {"role": "user", "content": shown}]
@@ -455,14 +548,14 @@ class Conversations:
         said = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
         if not any(message["content"].strip() for message in said):
             raise DataError("reset shows nothing: its text is empty, and the policy cannot answer that.")
-        tools = self._kind_of(prompt).tools or None
-        ids = encode_prompt(self.policy.tokenizer, shown, as_chat=as_chat, tools=tools, template=self.template)
+        schemas = tools.schemas or None
+        ids = encode_prompt(self.policy.tokenizer, shown, as_chat=as_chat, tools=schemas, template=self.template)
         if len(ids) >= most:
             raise DataError(
                 f"what reset shows has {len(ids)} tokens, and a row has {most}: nothing can follow. Raise "
                 "collect.max_row_tokens, or leave the prompt out."
             )
-        return said, ids, as_chat
+        return _First(messages=said, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
 
     # Turns
 
@@ -534,10 +627,16 @@ class Conversations:
         # A turn of one token has no room for an end: it is whole.
         conversation.whole_turn = ended.stopped or self.config.max_new_tokens == 1
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
-        if conversation.failure is None and (parser := self._kind_of(conversation.prompt).parser) is not None:
+        if conversation.failure is None and (parser := conversation.at.tools.parser) is not None:
             before = ended.row.ids[max(0, ended.row.began - _PREFIX_TOKENS) : ended.row.began]
             parsed = parser.parse(tokens, self.policy.tokenizer.decode(before), text)
+            parsed = with_ids(parsed, f"{self.seed}/{conversation.num_turns}")
         conversation.messages.append(parsed.message)
+        at, row = conversation.at, ended.row
+        at.exchanged.append(parsed.message)
+        conversation.row_turns.append(
+            RowTurn(at, len(at.messages), len(at.exchanged), row.began, len(row.ids), text, at.variant)
+        )
         if conversation.failure is not None:
             return None
         conversation.call_errors += parsed.error is not None
@@ -595,23 +694,77 @@ class Conversations:
     def _next_input(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
         """Return the tokens of a reply, or the row that the policy continues in place of its own; None without room."""
         if step.history is not None:
-            return self._new_row(conversation, [dict(one) for one in step.history])
+            return self._continued(conversation, ended, step.history, step)
         if step.row is None or step.row == conversation.current:
             return self._reply(conversation, ended, step)
         if step.row >= len(conversation.rows) or (row := conversation.rows[step.row].row) is None:
             raise ValueError(f"the step continues row {step.row} of an episode of {len(conversation.rows)} rows")
         conversation.current = step.row
+        return self._going_on(conversation, ended, row, step)
+
+    def _going_on(self, conversation: Conversation, ended: EndedTurn, row: TurnRow, step: Step) -> TurnRow | None:
+        """Return the row of the episode that has the turn now, with a reply."""
         reply = self._reply(conversation, EndedTurn(ended.place, row, stopped=True), step)
         if reply is None or isinstance(reply, TurnRow):
             return reply
         row.reply(reply)
         return row
 
-    def _new_row(self, conversation: Conversation, messages: list[dict[str, Any]]) -> TurnRow | None:
-        """Begin a row of the episode with other messages; return None if they leave no room for a token.
+    def _continued(
+        self, conversation: Conversation, ended: EndedTurn, history: Sequence[Mapping[str, Any]], step: Step
+    ) -> TurnRow | None:
+        """Return the row that a history continues, or a new one; None if there is no room for it and a token."""
+        tools = self._kind_of(conversation.prompt).tools if step.tools is None else self._shown_tools(step.tools)
+        for turn in conversation.row_turns[len(conversation.returned) :]:
+            conversation.returned.add(turn.row.exchanged[: turn.num_exchanged], turn, tools=turn.row.tools.schemas)
+        found = conversation.returned.find(history, tools=tools.schemas)
+        if found.is_edited:
+            conversation.edited_histories += 1
+            process_runtime().notice(
+                "a history contains a turn of the policy in another form than it was returned (other text, even a "
+                "space, or other messages before it). It begins a new row of the episode, in which that turn is read "
+                "as text. `edited_histories` in meta counts these.",
+                once="edited history",
+            )
+        turn = found.place
+        if turn is None or turn.row.row is None:
+            return self._new_row(conversation, [dict(one) for one in history], tools=tools, variant=step.variant)
+        reply = Step([dict(one) for one in history[found.count :]])
+        row = turn.row.row
+        if len(row.ids) == turn.ended:
+            conversation.current = conversation.rows.index(turn.row)
+            going = self._going_on(conversation, ended, row, reply)
+            if going is row and step.variant != turn.row.variant:
+                turn.row.variant, row.key = step.variant, self._key(conversation, row.ids, step.variant)
+            return going
+        # The row went on in another way: a new one begins with its tokens up to this turn.
+        until = row.another(row.ids[: turn.ended], 0)
+        until.turn_spans = [(turn.began, POLICY_ROLE)]
+        current = conversation.current
+        branch = conversation.begin(
+            turn.row.messages[: turn.num_messages], tools, exchanged=turn.row.exchanged[: turn.num_exchanged]
+        )
+        branch.num_asked, branch.last_text, branch.variant = turn.row.num_asked, turn.text, step.variant
+        ids = self._reply(conversation, EndedTurn(ended.place, until, stopped=True), reply)
+        if ids is None or isinstance(ids, TurnRow):
+            conversation.rows.remove(branch)
+            conversation.current = current if ids is None else len(conversation.rows) - 1
+            return ids
+        branch.num_asked = len(branch.messages)
+        prompt = [*until.ids, *ids]
+        branch.row = until.another(prompt, self._key(conversation, prompt, step.variant))
+        return branch.row
 
-        Its random numbers follow from its tokens and from how many rows of the episode began with the same.
-        """
+    def _new_row(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        *,
+        tools: ShownTools,
+        variant: str = "",
+        exchanged: Sequence[Mapping[str, Any]] | None = None,
+    ) -> TurnRow | None:
+        """Begin a row of the episode with other messages; return None if they leave no room for a token."""
         before = conversation.at.row
         assert before is not None
         as_chat = conversation.as_chat or any(one["role"] != "user" for one in messages)
@@ -619,36 +772,49 @@ class Conversations:
             self.policy.tokenizer,
             messages if as_chat else "".join(one["content"] for one in messages),
             as_chat=as_chat,
-            tools=self._kind_of(conversation.prompt).tools or None,
+            tools=tools.schemas or None,
             template=self.template,
         )
         if len(ids) >= before.most:
             return None
-        same = sum(one.row is not None and one.row.ids[: one.row.num_prompt] == ids for one in conversation.rows)
-        digest = hashlib.blake2b(np.array([same, *ids], np.int64).tobytes(), digest_size=8).digest()
-        row = before.another(ids, int.from_bytes(digest, "little") | 1)
-        conversation.begin(messages, row)
+        row = before.another(ids, self._key(conversation, ids, variant))
+        conversation.begin(messages, tools, row, exchanged=exchanged).variant = variant
         return row
+
+    @staticmethod
+    def _key(conversation: Conversation, ids: Sequence[int], variant: str) -> int:
+        """Return the key of the random numbers of a row.
+
+        They follow from its tokens, and from how many turns of the episode had the same ones before them: the order in
+        which a program sends requests does not change what it receives.
+        """
+        same = sum(
+            turn.variant == variant and turn.row.row is not None and turn.row.row.ids[: turn.began] == ids
+            for turn in conversation.row_turns
+        )
+        digest = hashlib.blake2b(np.array([same, *ids], np.int64).tobytes() + variant.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") | 1) - conversation.first_key
 
     def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         may_begin, codec = self.config.history == "rewritten", self.policy.tokenizer
         room = ended.row.most if may_begin else ended.row.room
-        replies = _messages_of(step.reply)
+        exchanged = replies = _messages_of(step.reply)
         if not replies and conversation.as_chat and isinstance(step.reply, str):
             replies = [{"role": "user", "content": ""}]
         if self.config.max_reply_tokens is not None:
             replies = self._cut(conversation, replies, self.config.max_reply_tokens)
         if room < 0 or sum(len(one["content"]) for one in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
             return None
-        if self._kind_of(conversation.prompt).parser is not None:  # it may quote a call, in characters of its own
+        if conversation.at.tools.parser is not None:  # it may quote a call, in characters of its own
             replies = [{**one, "content": known_text(codec, one["content"])} for one in replies]
         if conversation.as_chat or any(one["role"] != "user" for one in replies):
             shown = self._shown(conversation, ended, replies) if may_begin else None
             if shown is None:
                 ids, replies = self._encoded(conversation, ended, replies)
             elif (ids := shown[0]) is None:
-                return self._new_row(conversation, shown[1])
+                exchanged = [*conversation.at.exchanged, *exchanged]
+                return self._new_row(conversation, shown[1], tools=conversation.at.tools, exchanged=exchanged)
             else:
                 conversation.messages[-1] = shown[1][len(conversation.messages) - 1]
         else:
@@ -656,6 +822,7 @@ class Conversations:
         if len(ids) > ended.row.room:
             return None
         conversation.messages.extend(replies)
+        conversation.at.exchanged.extend(exchanged)
         return ids
 
     def _shown(
@@ -674,7 +841,7 @@ class Conversations:
                     ended.tokens,
                     said,
                     replies,
-                    tools=self._kind_of(conversation.prompt).tools or None,
+                    tools=conversation.at.tools.schemas or None,
                     template=self.template,
                     end_token_ids=self.policy.eos_token_ids,
                 )
@@ -683,7 +850,7 @@ class Conversations:
 
     def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
         """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
-        has_parser = self._kind_of(conversation.prompt).parser is not None
+        has_parser = conversation.at.tools.parser is not None
         cut: list[dict[str, Any]] = []
         for place, one in enumerate(replies):
             most, content = left // (len(replies) - place), one["content"]
@@ -722,7 +889,7 @@ class Conversations:
                     ended.tokens,
                     told,
                     turn=said,
-                    tools=self._kind_of(conversation.prompt).tools or None,
+                    tools=conversation.at.tools.schemas or None,
                     template=self.template,
                     end_token_ids=self.policy.eos_token_ids,
                 )
@@ -802,6 +969,10 @@ def _readable(shown: Any) -> Any:
     """Return what `reset` showed as text, messages or None; an error unchanged."""
     if shown is None or isinstance(shown, (str, BaseException)):
         return shown
+    if isinstance(shown, Step):
+        if shown.history is None:
+            raise TypeError("what reset returned is Step, without a history; it must be text or a list of messages")
+        return checked(shown)
     return checked_messages(shown, "what reset returned")
 
 

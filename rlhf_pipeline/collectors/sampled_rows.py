@@ -176,6 +176,7 @@ def _meta(conversation: Conversation, one: ConversationRow) -> dict[str, Any]:
         "retried": conversation.retried,
         "call_errors": conversation.call_errors,
         "cut_replies": conversation.cut_replies,
+        "edited_histories": conversation.edited_histories,
     }
     return known | {"graded": graded} | {name: value for name, value in beside.items() if value}
 

@@ -70,8 +70,14 @@ class Step:
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values that are stored with the trajectory as JSON; a later turn's replace those of the same name."""
     history: Sequence[Message] | None = None
-    """In place of a reply: the messages that the policy sees next, as a new row of the episode: a compacted history, or
-    what a sub-agent or a judge that shares the policy reads."""
+    """In place of a reply: all messages that the policy sees next, for example a compacted history, or what a sub-agent
+    or a judge that shares the policy reads. If they continue a turn of the policy, the tokens up to it are the stored
+    ones: its row goes on, or, if it has gone on in another way, a new row begins with them. Other messages begin a new
+    row of the episode."""
+    tools: Sequence[Any] | None = None
+    """With a history: the tools that the policy sees; None shows those of the environment."""
+    variant: str = ""
+    """With a history: another variant draws another sample for equal messages."""
     row: int | None = None
     """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
     that has the turn."""
@@ -95,8 +101,10 @@ class Environment(Protocol):
       different conversations run side by side.
     """
 
-    def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message] | None:
+    def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message] | Step | None:
         """Begin a conversation and return what the policy sees first; None shows it the prompt.
+
+        A `Step` with a history may show tools, and other messages to each member of a group.
 
         Args:
             prompt: of the definition's source.
@@ -170,13 +178,15 @@ def checked(step: object) -> Step:
         raise TypeError(f"done is {step.done!r:.60}; it must be True or False")
     reply = step.reply if isinstance(step.reply, str) else checked_messages(step.reply, "the reply")
     if step.history is not None and (len(reply) or step.row is not None):
-        raise TypeError("a step has a history and a reply or a row; a history begins a new row, without a reply")
+        raise TypeError("a step has a history and a reply or a row; a history contains all messages, the reply too")
     if step.row is not None and (not isinstance(step.row, int) or step.row < 0):
         raise TypeError(f"row is {step.row!r:.60}; it must be the number of a row of the episode, from 0")
     return Step(
         reply,
         done=bool(step.done),
         history=None if step.history is None else checked_messages(step.history, "the history"),
+        tools=step.tools,
+        variant=step.variant,
         row=step.row,
         rewards=checked_rewards(step.rewards),
         info=plain_json(checked_info(step.info)),

@@ -50,34 +50,63 @@ def _call(call: Any) -> list[Any]:
     return [function["name"], arguments or {}, call.get("id")]
 
 
+@dataclass(frozen=True, slots=True)
+class Continued(Generic[Place]):
+    """What some messages continue."""
+
+    place: Place | None = None
+    """Of the newest returned turn that they continue; None if they continue none."""
+    count: int = 0
+    """The number of messages up to that turn."""
+    is_edited: bool = False
+    """They contain a turn that was returned, with other text or after other messages."""
+
+
 @dataclass(slots=True)
 class Histories(Generic[Place]):
-    """The turns that were returned to one program, each by the messages up to it.
+    """The turns that were returned in one conversation, each by the messages up to it.
 
     >>> asked, turn = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
     >>> histories = Histories[int]()
     >>> histories.add([asked, turn], place=7)
-    >>> histories.longest([asked, turn, {"role": "user", "content": "Sure?"}])
-    (7, 2)
-    >>> histories.longest([asked, {"role": "assistant", "content": "4 "}, {"role": "user", "content": "Sure?"}])
-    (None, 0)
+    >>> histories.find([asked, turn, {"role": "user", "content": "Sure?"}])
+    Continued(place=7, count=2, is_edited=False)
+    >>> histories.find([asked, {"role": "assistant", "content": "4 "}, {"role": "user", "content": "Sure?"}])
+    Continued(place=None, count=0, is_edited=True)
     """
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     """By the digest of the messages up to a turn, and of the tools that were shown with them."""
+    asked: set[str] = field(default_factory=set[str])
+    """The digests of the messages before turns."""
+    turns: set[str] = field(default_factory=set[str])
+    """The turns, in canonical form."""
+    num_turns: int = 0
+
+    def __len__(self) -> int:
+        return self.num_turns
 
     def add(self, messages: Sequence[Message], place: Place, *, tools: Sequence[Any] = ()) -> None:
         """Note a returned turn, the last of these messages; of equal histories the first one counts."""
-        *_, last = _digests(messages, tools)
+        *before, last = _digests(messages, tools)
         self.places.setdefault(last, place)
+        self.asked.update(before[-1:])
+        self.turns.add(canonical(messages[-1]))
+        self.num_turns += 1
 
-    def longest(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> tuple[Place | None, int]:
-        """Return the newest turn that these messages continue, and the number of messages up to it."""
-        found: tuple[Place | None, int] = (None, 0)
-        for number, digest in enumerate(_digests(messages, tools), start=1):
+    def find(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> Continued[Place]:
+        """Return the newest turn that these messages continue."""
+        place, count, digests = None, 0, [*_digests(messages, tools)]
+        for number, digest in enumerate(digests, start=1):
             if digest in self.places:
-                found = (self.places[digest], number)
-        return found
+                place, count = self.places[digest], number
+        is_edited = any(
+            message["role"] == "assistant"
+            and (canonical(message) in self.turns or (number > 0 and digests[number - 1] in self.asked))
+            for number, message in enumerate(messages)
+            if number >= count
+        )
+        return Continued(place, count, is_edited)
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Any]) -> Iterator[str]:

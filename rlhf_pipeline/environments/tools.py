@@ -19,7 +19,7 @@ from rlhf_pipeline.environments.outcomes import FAILED, STOP
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.generators import SeededGenerators
-from rlhf_pipeline.user_code.outputs import checked_rewards, text_of
+from rlhf_pipeline.user_code.outputs import named_rewards, text_of
 from rlhf_pipeline.user_code.runtime import in_thread
 
 TOLD: Final = (
@@ -178,7 +178,7 @@ class Session:
         if not hasattr(self.owner, "get_reward") or reason == FAILED:
             return {}
         given = self.owner.get_reward()
-        return _awaited_rewards(given) if inspect.isawaitable(given) else _named(given)
+        return _awaited_rewards(given) if inspect.isawaitable(given) else named_rewards(given)
 
     async def _called(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return what the policy reads of a call, and whether it could be made."""
@@ -228,15 +228,8 @@ async def _awaited_shown(prompt: Prompt, shown: Awaitable[Any]) -> Sequence[Mapp
     return _shown(prompt, await shown)
 
 
-def _named(given: Any) -> dict[str, float]:
-    """Return what `get_reward` returned, by name; nothing for None, which says that it does not apply."""
-    if given is None:
-        return {}
-    return checked_rewards(given if isinstance(given, Mapping) else {"reward": given})
-
-
 async def _awaited_rewards(given: Awaitable[Any]) -> dict[str, float]:
-    return _named(await given)
+    return named_rewards(await given)
 
 
 def _name(function: Callable[..., Any]) -> str:

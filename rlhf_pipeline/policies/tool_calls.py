@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.user_code.outputs import clean_text, plain_json, text_of
+
+_LETTERS: Final = string.ascii_letters + string.digits
+_ID_LETTERS: Final = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,26 @@ class TurnParser:
             # Templates read a name and arguments of each call, whatever the policy left out.
             message["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
         return ParsedTurn(message=message, calls=tuple(calls))
+
+
+def with_ids(turn: ParsedTurn, name: str) -> ParsedTurn:
+    """Return a turn whose calls have ids: nine letters and digits each, which the strictest templates accept.
+
+    Args:
+        turn: the turn.
+        name: of the turn; the ids follow from it and from the places of the calls.
+    """
+    if not turn.calls:
+        return turn
+    ids = [_call_id(f"{name}/{place}") for place in range(len(turn.calls))]
+    calls = tuple({"id": number, **call} for number, call in zip(ids, turn.calls, strict=True))
+    written = [{**call, "id": number} for number, call in zip(ids, turn.message["tool_calls"], strict=True)]
+    return replace(turn, message={**turn.message, "tool_calls": written}, calls=calls)
+
+
+def _call_id(name: str) -> str:
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return "".join(_LETTERS[number // len(_LETTERS) ** power % len(_LETTERS)] for power in range(_ID_LETTERS))
 
 
 def _call(item: Any) -> Mapping[str, Any]:

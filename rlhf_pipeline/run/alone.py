@@ -39,7 +39,7 @@ def collect_and_learn(job: Run, *, parent: int | None, on_event: EventHandler) -
             source,
             stop=stop,
             on_event=on_event,
-            after=heartbeat.beat_step,
+            after=lambda step, _: heartbeat.beat("running", step=step),
             evaluator=evaluator,
             started=started,
         )

@@ -73,7 +73,7 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
                         source,
                         stop=stop,
                         on_event=on_event,
-                        after=heartbeat.beat_step,
+                        after=lambda step, _: heartbeat.beat("running", step=step),
                         evaluator=evaluator,
                         started=started,
                     )

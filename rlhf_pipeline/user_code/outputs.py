@@ -182,6 +182,17 @@ def checked_rewards(rewards: object) -> dict[str, float]:
     return numbers
 
 
+def named_rewards(reward: object) -> dict[str, float]:
+    """Return a reward by name: a mapping of names, a number as `reward`, or None, which does not apply.
+
+    >>> named_rewards(1), named_rewards({"right": 0.5}), named_rewards(None)
+    ({'reward': 1.0}, {'right': 0.5}, {})
+    """
+    if reward is None:
+        return {}
+    return checked_rewards(cast("Any", reward) if isinstance(reward, Mapping) else {"reward": reward})
+
+
 def plain_json(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON has it: NumPy's and torch's as numbers and lists, what JSON has no form for as text.
 

@@ -211,6 +211,15 @@ class Runtime:
         call.event.wait(timeout_s)
         return call.outcome
 
+    def renew(self, call: Call, timeout_s: float | None) -> None:
+        """Let the deadline of a call begin again, with so many seconds; None suspends it."""
+        with self._lock:
+            if call.started is not None:
+                call.started = time.monotonic()
+            if self._loop is not None:
+                call.blocked_before, call.blocking_s = self._loop.blocked_s, 0.0
+            call.timeout_s = timeout_s
+
     def give_up(self, calls: Sequence[Call]) -> None:
         """End calls whose outcome nobody waits for."""
         for call in calls:

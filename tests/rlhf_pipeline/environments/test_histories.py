@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.environments.histories import Histories, canonical
+from rlhf_pipeline.environments.histories import Continued, Histories, canonical
 
 ASKED = {"role": "user", "content": "What is 17 + 25?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
@@ -38,10 +38,18 @@ def histories() -> Histories[str]:
 def test_a_turn_is_found_by_the_whole_history(histories):
     """The newest turn counts, whatever follows it."""
     more = {"role": "user", "content": "Sure?"}
-    assert histories.longest([ASKED, CALLS, TOLD, SAID, more], tools=["add"]) == ("answer", 4)
-    assert histories.longest([ASKED, CALLS, TOLD], tools=["add"]) == ("call", 2)
-    assert histories.longest([ASKED, CALLS, TOLD, {**SAID, "content": "It is 43."}, more], tools=["add"]) == ("call", 2)
-    assert histories.longest([more, SAID], tools=["add"]) == (None, 0)
+    assert histories.find([ASKED, CALLS, TOLD, SAID, more], tools=["add"]) == Continued("answer", 4)
+    assert histories.find([ASKED, CALLS, TOLD], tools=["add"]) == Continued("call", 2)
+    assert histories.find([ASKED], tools=["add"]) == Continued()
+
+
+def test_changed_histories_are_recognized(histories):
+    """A turn with other text, and a turn after other messages; an example of a program's is neither."""
+    more = {"role": "user", "content": "Sure?"}
+    changed = [ASKED, CALLS, TOLD, {**SAID, "content": "It is 43."}, more]
+    assert histories.find(changed, tools=["add"]) == Continued("call", 2, is_edited=True)
+    assert histories.find([more, SAID, more], tools=["add"]) == Continued(is_edited=True)
+    assert histories.find([more, {**SAID, "content": "Yes."}, more], tools=["add"]) == Continued()
 
 
 @pytest.mark.parametrize(
@@ -57,12 +65,13 @@ def test_a_turn_is_found_by_the_whole_history(histories):
 )
 def test_calls_are_compared_as_values(histories, turn, same):
     """Arguments may be written in another way; name, values, id and text may not change."""
-    assert histories.longest([ASKED, turn, TOLD], tools=["add"]) == (("call", 2) if same else (None, 0))
+    expected = Continued("call", 2) if same else Continued(is_edited=True)
+    assert histories.find([ASKED, turn, TOLD], tools=["add"]) == expected
 
 
 def test_other_tools_are_another_conversation(histories):
     """Tools stand at the beginning of what the policy reads."""
-    assert histories.longest([ASKED, CALLS, TOLD], tools=["add", "sub"]) == (None, 0)
+    assert histories.find([ASKED, CALLS, TOLD], tools=["add", "sub"]).place is None
 
 
 def test_texts_cannot_imitate_several_messages():
@@ -71,5 +80,5 @@ def test_texts_cannot_imitate_several_messages():
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     histories = Histories[int]()
     histories.add(two, 1)
-    assert histories.longest([joined]) == (None, 0)
+    assert histories.find([joined]) == Continued()
     assert canonical(joined) != "\n".join(map(canonical, two))

@@ -1,0 +1,169 @@
+"""Agent programs with the real `openai` client, beside environments that have the same conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rlhf_pipeline import AgentProgram, Collect, Prompt, Step, Turn
+from rlhf_pipeline.collectors.conversations import Conversation, Conversations
+from tests.rlhf_pipeline.small import talker
+
+openai = pytest.importorskip("openai")
+
+ADD: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add digits.",
+        "parameters": {"type": "object", "properties": {"digits": {"type": "string"}}},
+    },
+}
+CALLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "A:",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "[+024]",
+            "close": "<|im_end|>",
+            "repeats": True,
+            "content": "text",
+            "transform": {"type": "function", "function": {"name": "add", "arguments": {"digits": "{content}"}}},
+        },
+        "content": {"content": "text", "close": "<|im_end|>"},
+    },
+}
+"""What follows one of these characters is a call."""
+
+
+def policy(seed: int = 0) -> Any:
+    """A tiny policy whose turns have calls."""
+    made = talker(seed)
+    made.tokenizer.response_template = CALLS
+    return made
+
+
+def run(environment: Any, *texts: str, model: Any = None, **changes: Any) -> list[Conversation]:
+    """Groups of conversations, one for each text."""
+    limits = {"group_size": 2, "max_new_tokens": 6, "max_turns": 12, "max_row_tokens": 120, "step_timeout_s": 60.0}
+    runner = Conversations(
+        environment,
+        policy=model or policy(),
+        config=Collect(**{**limits, **changes}),
+        temperature=1.0,
+        seed=3,
+        as_chat=True,
+        template={},
+    )
+    return runner.run([Prompt(text=text) for text in texts], list(range(len(texts))))
+
+
+def rows_of(conversations: list[Conversation]) -> list[Any]:
+    """What is stored of conversations: tokens, log-probs, turns, messages and rewards of each row."""
+    found: list[Any] = []
+    for one in conversations:
+        rows = [(row.row, row.messages) for row in one.sampled_rows if row.row is not None]
+        found.append((one.rewards, one.finish_reason, one.info))
+        for row, messages in rows:
+            log_probs = np.array(row.log_probs, np.float32).tobytes()
+            found.append((row.ids, row.mask, log_probs, row.turn_spans, messages))
+    return found
+
+
+class Drops(httpx.AsyncHTTPTransport):
+    """Loses the first response, after it was sent."""
+
+    dropped = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request."""
+        response = await super().handle_async_request(request)
+        if not self.dropped:
+            self.dropped = True
+            await response.aclose()
+            raise httpx.ReadError("the connection was dropped")
+        return response
+
+
+def told(message: Any) -> list[dict[str, Any]]:
+    """What follows a turn: the results of its calls, or a question."""
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    if not calls:
+        return [{"role": "user", "content": "12"}]
+    return [{"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "7"} for call in calls]
+
+
+async def everything(base_url: str, api_key: str, prompt: Prompt) -> dict[str, float]:
+    """Two turns with tools, one of them streamed, and a retry; a sub-agent; a third turn; an edited history."""
+    async with httpx.AsyncClient(transport=Drops()) as drops:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=drops)
+        main: list[Any] = [{"role": "user", "content": prompt.text}]
+
+        async def turn() -> None:
+            answer = await client.chat.completions.create(model="policy", messages=main, tools=[ADD])
+            main.append(answer.choices[0].message.model_dump(exclude_none=True))
+            main.extend(told(main[-1]))
+
+        await turn()
+        text, calls = "", list[dict[str, Any]]()
+        stream = await client.chat.completions.create(model="policy", messages=main, tools=[ADD], stream=True)
+        async for chunk in stream:
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            calls += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
+        main.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+        main.extend(told(main[-1]))
+        asked = [{"role": "user", "content": "4+4"}]
+        agent = await client.chat.completions.create(model="policy", messages=asked)
+        asked += [agent.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "9"}]
+        agent = await client.chat.completions.create(model="policy", messages=asked)
+        await turn()
+        edited = [main[0], {"role": "assistant", "content": "11"}, {"role": "user", "content": "0"}]
+        await client.chat.completions.create(model="policy", messages=edited, tools=[ADD])
+    return {"length": float(len(main)), "agent": float(len(agent.choices[0].message.content))}
+
+
+class Everything:
+    """The same conversations, of an environment."""
+
+    parallel = True  # as a program, so that the same rows share batches
+    tools = (ADD,)
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Show the prompt."""
+        self.text, self.length = prompt.text, 1
+
+    def step(self, turn: Turn) -> Step:
+        """Say what comes next."""
+        calls = [{"id": call["id"]} for call in turn.tool_calls]
+        reply = told({"tool_calls": calls})
+        if turn.number in (1, 2, 5):
+            self.length += 1 + len(reply)
+        if turn.number == 1:
+            return Step(reply)
+        if turn.number == 2:
+            self.reply = reply
+            return Step(history=[{"role": "user", "content": "4+4"}], tools=())
+        if turn.number == 3:
+            return Step([{"role": "user", "content": "9"}])
+        if turn.number == 4:
+            self.agent = len(turn.text)
+            return Step(self.reply, row=0)
+        if turn.number == 5:
+            edited = [("user", self.text), ("assistant", "11"), ("user", "0")]
+            return Step(history=[{"role": role, "content": text} for role, text in edited])
+        return Step(done=True, rewards={"length": self.length, "agent": self.agent})
+
+
+def test_rows_equal_those_of_an_environment():
+    """Tools, a stream, turns, a retry, a sub-agent and an edited history: the same tokens, log-probs and messages."""
+    asked, answered = run(AgentProgram(everything), "1+2", "34"), run(Everything, "1+2", "34")
+    assert [one.failure for one in (*asked, *answered)] == [None] * 8
+    assert rows_of(asked) == rows_of(answered)
+    assert {len(one.sampled_rows) for one in asked} == {3}
+    assert any(row.messages[1].get("tool_calls") for one in asked for row in one.sampled_rows)
+    assert [one.edited_histories for one in asked] == [1] * 4
