@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
 from trajectory_store.format import PRESENT, SegmentMeta, offsets_name
-from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
+from trajectory_store.ragged import Int64Array, RaggedArray, is_masked, offsets_of
 from trajectory_store.schema import Column, Schema
 
 
@@ -184,7 +184,7 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
     values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
     for name, column_values in data.items():
-        given = column_values.tolist() if np.ma.is_masked(column_values) else column_values  # None where masked
+        given = column_values.tolist() if is_masked(column_values) else column_values  # None where masked
         values[name] = given
         column = schema.find(name) if isinstance(given, (list, tuple)) else None
         if column is None:
@@ -234,7 +234,7 @@ def as_array(given: Any) -> npt.NDArray[Any]:
         ValueError: rows of different lengths, or masked values.
         TypeError: these are no values.
     """
-    if np.ma.is_masked(given):
+    if is_masked(given):
         raise ValueError("some of its values are masked: fill them, or leave the row out")
     if hasattr(given, "detach"):
         tensor = given.detach().cpu()
@@ -259,7 +259,7 @@ def _numbers(column: Column, given: Any) -> npt.NDArray[Any]:
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
     axis = cast("str", column.axis)
     known = lengths.setdefault(axis, sizes)
-    if known is sizes or np.array_equal(known, sizes):
+    if known is sizes or (len(known) == len(sizes) and bool((known == sizes).all())):
         return
     if len(known) == len(sizes):
         row = int(np.flatnonzero(known != sizes)[0])

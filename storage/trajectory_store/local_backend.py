@@ -316,6 +316,8 @@ class LocalWriter(SegmentWriter):
         self._opened[CHECKS] = fs.OpenFile(checks_path(folder), os.O_WRONLY)
         self._fds = {name: file.fd for name, file in self._opened.items()}
         self._checks_end = 0
+        self._sizes = {name: (spec.itemsize, block_elements(spec) * spec.itemsize) for name, spec in self.specs.items()}
+        """Per array, the bytes of an element and of a block."""
         self._pid = os.getpid()
         self._synced = 0
         self._failed = False
@@ -383,9 +385,9 @@ class LocalWriter(SegmentWriter):
                     values, start = values[1:] + start, self.rows + 1
                     ends[spec.axis] = int(values[-1])
             if len(values):
-                raw = values.view(np.uint8)
-                fs.pwrite(self._fds[name], raw, start * spec.itemsize)
-                crcs += block_crcs(raw, block_elements(spec) * spec.itemsize)  # after the write: now it is in the cache
+                raw, (itemsize, block_bytes) = values.view(np.uint8), self._sizes[name]
+                fs.pwrite(self._fds[name], raw, start * itemsize)
+                crcs += block_crcs(raw, block_bytes)  # after the write: now it is in the cache
         checks = np.array(crcs, "<u4").view(np.uint8)
         fs.pwrite(self._fds[CHECKS], checks, 4 * self._checks_end)
         return ends, crc32c(checks), self._checks_end + len(crcs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,11 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Int64Array:
     out = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=out[1:])
     return out
+
+
+def is_masked(values: object) -> bool:
+    """Return whether some values are masked; for all other arrays it is faster than NumPy's function."""
+    return isinstance(values, np.ma.MaskedArray) and bool(np.ma.is_masked(cast("Any", values)))
 
 
 def distinct(numbers: Int64Array) -> list[int]:
@@ -52,7 +57,7 @@ class RaggedArray:
     __slots__ = ("_offsets", "lengths", "values")
 
     def __init__(self, values: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        if np.ma.is_masked(values):
+        if is_masked(values):
             raise BatchError("a RaggedArray takes flat values; some of these are masked. Fill them first.")
         self.values: npt.NDArray[Any] = np.asarray(values)
         counts: npt.NDArray[Any] = np.asarray(lengths)
