@@ -357,6 +357,13 @@ class WritePath(Settings):
     turn_discount: float = setting(
         1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in a turn's own."
     )
+    episode_return: Literal["sum", "verl", "skyrl"] = setting(
+        "sum",
+        help="What is ranked of an episode of several rows, which all get its advantage. `sum`: the rewards of all "
+        "rows, less the penalty of each token. `verl`: the rewards of the last row, less the penalty of its tokens. "
+        "`skyrl`: the reward of the last turn, less the penalty of its tokens. With one row and one turn all are the "
+        "same.",
+    )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
         None,
@@ -847,6 +854,11 @@ class Learn(Settings):
         help="Parts into which each pass cuts a rollout at random, an optimizer step on each: every trajectory is in "
         "one of them. For `sample.strategy=fresh`; with `replay`, without `sample.batch_size`, a step takes as many as "
         "a part has.",
+    )
+    episode_weight: Literal["one", "rows"] = setting(
+        "one",
+        help="Whether an episode of several rows counts as one trajectory in the loss, or as one per row, as in verl "
+        "and SkyRL; see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")

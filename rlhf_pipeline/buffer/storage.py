@@ -67,6 +67,7 @@ from rlhf_pipeline.errors import (
     RunMismatchError,
     did_you_mean,
 )
+from rlhf_pipeline.transforms.base import outcomes
 from rlhf_pipeline.transforms.waiting_rows import RowUpdate
 from trajectory_store import (
     BufferPool,
@@ -763,7 +764,7 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
                 "it with schema=trajectory_schema(token_rewards=True)"
             )
     if isinstance(task, Flat):
-        stored_reward = task.values.detach().double().reshape(-1)
+        stored_reward = outcomes(columns, task.values)
         differs = (total - stored_reward).abs() > segment_sum(rounding, lengths) + 4 * eps * stored_reward.abs()
         differs |= total.isnan() != stored_reward.isnan()
         if bool(differs.any()):

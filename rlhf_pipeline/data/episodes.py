@@ -1,20 +1,22 @@
 """Episodes of several rows: which rows of a batch or a store are of one conversation, and where each ends.
 
 The rows of an episode come one after the other, in the order of their `episode_row`, and the last one has the outcome.
-Without the columns, every row is an episode.
+Without the columns, every row is an episode. Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.data.keys import EPISODE_ID, EPISODE_ROW, EPISODE_SIZE
-from rlhf_pipeline.data.trajectories import Trajectories
 from rlhf_pipeline.errors import DataError
 from trajectory_store.reads import StoreReads
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.data.trajectories import Trajectories
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,6 +52,28 @@ def last_rows(rows: Trajectories) -> npt.NDArray[np.bool_]:
     return rows.numbers(EPISODE_ROW) == rows.numbers(EPISODE_SIZE) - 1
 
 
+def episode_bounds(rows: Trajectories) -> list[int]:
+    """Return where the episodes of a batch begin, and its end: `k + 1` numbers.
+
+    Raises:
+        DataError: an episode lacks a row, or its rows are not one after the other.
+    """
+    last = last_rows(rows)
+    bounds = [0, *(np.flatnonzero(last) + 1).tolist()]
+    if last.all():
+        return bounds
+    position, size = rows.numbers(EPISODE_ROW), rows.numbers(EPISODE_SIZE)
+    starts = np.repeat(bounds[:-1], np.diff(bounds))
+    alike = np.repeat(position[bounds[:-1]] == 0, np.diff(bounds))
+    in_turn = bounds[-1] == rows.n and alike.all() and (position == np.arange(rows.n) - starts).all()
+    if not in_turn or (EPISODE_ID in rows and (np.diff(rows.numbers(EPISODE_ID))[~last[:-1]] != 0).any()):
+        raise DataError(
+            f"the {rows.n} rows are not whole episodes: {EPISODE_ROW} {position[:8].tolist()} and {EPISODE_SIZE} "
+            f"{size[:8].tolist()}. Pass all rows of an episode in one call, one after the other."
+        )
+    return bounds
+
+
 def stored_last_rows(store: StoreReads, ids: Ints | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
     """Return which rows of a store are the last of their episode, bool `[n]`.
 
@@ -62,6 +86,21 @@ def stored_last_rows(store: StoreReads, ids: Ints | None = None, *, checked: boo
         return np.ones(len(store.ids()) if ids is None else len(ids), np.bool_)
     position, size = (store.read_scalars(str(name), ids, checked=checked) for name in (EPISODE_ROW, EPISODE_SIZE))
     return position == size - 1
+
+
+def episode_names(store: StoreReads, ids: Ints, names: Ints, *, checked: bool = True) -> Ints:
+    """Return what identifies the episode of each row, int64 `[n]`: its id, or the row's own name.
+
+    Args:
+        store: to read.
+        ids: int64 [n], row ids.
+        names: int64 [n], what identifies rows that are episodes by themselves.
+        checked: as for `TrajectoryStore.read_scalars`.
+    """
+    if EPISODE_ID not in store.schema:
+        return names
+    episodes = store.read_scalars(str(EPISODE_ID), ids, checked=checked)
+    return np.where(episodes < 0, names, episodes)
 
 
 def whole_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:

@@ -43,6 +43,7 @@ def token_weights(
     mode: str = "token_mean",
     *,
     groups: torch.Tensor | None = None,
+    episodes: torch.Tensor | None = None,
     max_completion_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -60,6 +61,11 @@ def token_weights(
     * `sequence_sum`: `1 / trajectories`.
     * `dr_grpo`: `1 / (trajectories * max_completion_tokens)`. arXiv:2503.20783.
 
+    With `episodes`, the rows of an episode count as one trajectory: `L` is the number of tokens of all its rows, and
+    `trajectories` is the number of episodes. So an episode of five rows weighs as much as one of one row with the same
+    tokens. Without, each row is a trajectory, and the episode counts as five; `token_mean` and `group_mean` count
+    tokens and are the same either way.
+
     A trajectory with `L = 0` gets weight 0 and is not counted. Tokens without a finite behaviour log-prob
     must not be counted in any length. A group without tokens is not counted either.
 
@@ -68,6 +74,7 @@ def token_weights(
         mode: one of `AGGREGATIONS`, `prompt_mean` or `bnpo`.
         groups: int64 [N], the group of each trajectory, any numbers; for `group_mean`. A trajectory with a negative
             number is a group by itself.
+        episodes: int64 [N], the episode of each row, any numbers; None counts each row.
         max_completion_tokens: the constant of `dr_grpo`, the limit of the sampler.
         dtype: of the result; the division is float64.
 
@@ -79,17 +86,24 @@ def token_weights(
     tensor([0.1667, 0.5000, 0.0000])
     >>> token_weights(torch.tensor([3, 1, 2]), "group_mean", groups=torch.tensor([7, 7, 4]))
     tensor([0.1250, 0.1250, 0.2500])
+    >>> token_weights(torch.tensor([3, 1, 4]), "sequence_mean", episodes=torch.tensor([7, 7, 4]))
+    tensor([0.1250, 0.1250, 0.1250])
     """
     name = canonical_aggregation(mode)
     lengths_N = lengths.double()
     ones_N = torch.ones_like(lengths_N)
     tokens, sequences = lengths_N.sum().clamp_min(1), (lengths > 0).sum().double().clamp_min(1)
+    if episodes is not None:
+        _, episode_N = episodes.unique(return_inverse=True)
+        tokens_E = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+        tokens_E = tokens_E.index_add(0, episode_N, lengths_N)
+        lengths_N, sequences = tokens_E[episode_N], (tokens_E > 0).sum().double().clamp_min(1)
     if name == "token_mean":
         weight_N = ones_N / tokens
     elif name == "sequence_mean":
         weight_N = ones_N / (sequences * lengths_N.clamp_min(1))
     elif name == "group_mean":
-        group_tokens_N, counted = _group_tokens(lengths_N, groups)
+        group_tokens_N, counted = _group_tokens(lengths.double(), groups)
         weight_N = ones_N / (counted * group_tokens_N.clamp_min(1))
     elif name == "sequence_sum":
         weight_N = ones_N / sequences

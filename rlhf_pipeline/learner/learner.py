@@ -15,6 +15,7 @@ import torch
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.samplers import StoreView
 from rlhf_pipeline.config import Learn, Sample
+from rlhf_pipeline.data.episodes import episode_names, stored_last_rows, whole_episodes
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
@@ -314,11 +315,12 @@ class Learner:
         if row_ids is None:
             chosen = self.chosen_rows(step)
             if admitted is None and self.chooses_a_part:
-                admitted = self.admitted_rows(step).row_ids
+                admitted = whole_episodes(store, self.admitted_rows(step).row_ids)[0]
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
-            chosen = ChosenRows(row_ids, ages, trajectory_names(store, row_ids))
+            chosen = self._whole(ChosenRows(row_ids, ages, trajectory_names(store, row_ids)))
+            admitted = None if admitted is None else whole_episodes(store, admitted)[0]
         if len(chosen.row_ids) == 0:
             self._notices.append(
                 f"step {step} has nothing to learn from and changes nothing: no trajectory that is young enough has "
@@ -418,7 +420,16 @@ class Learner:
             max_completion_tokens=self.max_completion_tokens,
             policy=self.policy,
             shards=self.shards,
+            whole_episodes=self.config.episode_weight == "one",
         )
+
+    def _whole(self, chosen: ChosenRows) -> ChosenRows:
+        """Return the rows of all episodes that rows were chosen from, one after the other."""
+        row_ids, place = whole_episodes(self.buffer.store, chosen.row_ids)
+        if len(row_ids) == len(chosen.row_ids):
+            return chosen
+        names = trajectory_names(self.buffer.store, row_ids)
+        return ChosenRows(row_ids, chosen.ages[place], names, chosen.left_out)
 
     def _fresh(self, version: int, watermark: int | None) -> ChosenRows:
         """Return the graded trajectories with an advantage that are young enough for the weights of a version."""
@@ -446,10 +457,13 @@ class Learner:
         young = (ages >= 0) & (ages <= oldest)
         graded = np.isfinite(store.read_scalars("task_reward", seen, checked=False))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
-        usable, left_out = young & graded, {"failed": int((young & ~graded).sum())}
+        # Only the last row of an episode has a reward; the others are learned from with it.
+        last = stored_last_rows(store, seen, checked=False)
+        usable, left_out = young & graded, {"failed": int((young & ~graded & last).sum())}
         ready = self.buffer.trajectories.ready(seen)
         if ready is not None:
-            left_out = {"failed": int((young & ready & ~graded).sum()), "waiting": int((young & ~ready).sum())}
+            waiting = int((young & ~ready & last).sum())
+            left_out = {"failed": int((young & ready & ~graded & last).sum()), "waiting": waiting}
             usable &= ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
@@ -459,7 +473,8 @@ class Learner:
         row_ids = seen[usable]
         found = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids), left_out)
         # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
-        _, from_the_end = np.unique(found.trajectory_ids[::-1], return_index=True)
+        names = episode_names(store, row_ids, found.trajectory_ids, checked=False)
+        _, from_the_end = np.unique(names[::-1], return_index=True)
         return found.take(len(row_ids) - 1 - from_the_end)
 
     def admitted_rows(
@@ -469,7 +484,10 @@ class Learner:
         keep: Callable[[ChosenRows], np.ndarray] | None = None,
         watermark: int | None = None,
     ) -> ChosenRows:
-        """Return the trajectories that `chosen_rows` chooses from, in the order of their ids; arguments as there."""
+        """Return the trajectories that `chosen_rows` chooses from, in the order of their ids; arguments as there.
+
+        Of an episode of several rows this is the last one, which has the reward.
+        """
         fresh = self._fresh(step - 1, watermark)
         return fresh if keep is None else fresh.take(keep(fresh))
 
@@ -491,7 +509,8 @@ class Learner:
                 checksums.
 
         Returns:
-            The trajectories, in the order of their ids; none if the strategy rejects all.
+            The trajectories, in the order of their ids, each with all rows of its episode; none if the strategy rejects
+            all.
 
         Raises:
             DataError: none is young enough, or each has been used as often as allowed.
@@ -499,10 +518,10 @@ class Learner:
         fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
         if self.config.minibatches > 1 and self.sample.strategy == "fresh":
             rollout = fresh.take(fresh.ages <= (step - 1) % self.config.steps_per_rollout)
-            return rollout.take(self.part(len(rollout.row_ids), step))
+            return self._whole(rollout.take(self.part(len(rollout.row_ids), step)))
         most = self.sample.max_uses
         if self.sample.strategy == "fresh" and most is None:
-            return fresh
+            return self._whole(fresh)
         uses = np.zeros(len(fresh.row_ids), np.int64)
         if self._uses is not None and most is not None:
             uses = self._uses.before(step, fresh.trajectory_ids)
@@ -514,7 +533,7 @@ class Learner:
         newest = None if of_newest is None else of_newest(fresh)
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses, newest=newest)
         drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
-        return fresh.take(drawn)
+        return self._whole(fresh.take(drawn))
 
     def part(self, num_rows: int, step: int) -> np.ndarray:
         """Return which of the newest rollout's trajectories a step learns from; see `step_plan.part_of_rollout`."""

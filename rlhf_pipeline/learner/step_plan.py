@@ -65,6 +65,7 @@ class StepPlan:
         produced: int64 [n], tokens of each that the policy produced, except a first token, which nothing predicts.
         scored: int64 [n], produced tokens that are in the loss, because the log-probs that it reads are finite.
         groups: int64 [n], the group of each; negative where none is stored.
+        episodes: int64 [n], the episode of each, if those of several rows count as one trajectory; otherwise None.
         weights: float32 [n], the weight of each scored token in the loss.
         learns: bool [n], which rows have a gradient.
         batches: micro-batches, int64 positions in `row_ids`, of the rows that have a gradient.
@@ -79,6 +80,7 @@ class StepPlan:
     produced: Tensor
     scored: Tensor
     groups: Tensor
+    episodes: Tensor | None
     weights: Tensor
     learns: Tensor
     batches: list[Tensor]
@@ -96,7 +98,11 @@ class StepPlan:
         """
         scored = self.scored - lost
         weights = token_weights(
-            scored, loss.aggregation, groups=self.groups, max_completion_tokens=max_completion_tokens
+            scored,
+            loss.aggregation,
+            groups=self.groups,
+            episodes=self.episodes,
+            max_completion_tokens=max_completion_tokens,
         )
         return dataclasses.replace(self, scored=scored, weights=weights)
 
@@ -130,6 +136,7 @@ def plan_step(
     max_completion_tokens: int,
     policy: TokenPolicy,
     shards: Shards | None = None,
+    whole_episodes: bool = True,
 ) -> StepPlan:
     """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
 
@@ -143,6 +150,7 @@ def plan_step(
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         policy: scores the micro-batches, in its own layout.
         shards: given if several processes share the step.
+        whole_episodes: an episode of several rows counts as one trajectory; otherwise each of its rows does.
     """
     store, names = storage.store, loss.tensor_keys
     columns = column_of_key(store.schema)
@@ -172,6 +180,11 @@ def plan_step(
         torch.from_numpy(store.read_scalars(name, row_ids).astype(np.int64))
         for name in ("num_prompt_tokens", "group_id")
     )
+
+    episodes = None
+    if whole_episodes and keys.EPISODE_ID in columns:
+        stored = torch.from_numpy(store.read_scalars(str(keys.EPISODE_ID), row_ids))
+        episodes = torch.where(stored < 0, -1 - torch.arange(len(row_ids)), stored)
 
     def cut(at: Tensor, layout: str) -> list[Tensor]:
         plan = plan_micro_batches(
@@ -232,7 +245,14 @@ def plan_step(
         produced=produced,
         scored=scored,
         groups=group_ids,
-        weights=token_weights(scored, loss.aggregation, groups=group_ids, max_completion_tokens=max_completion_tokens),
+        episodes=episodes,
+        weights=token_weights(
+            scored,
+            loss.aggregation,
+            groups=group_ids,
+            episodes=episodes,
+            max_completion_tokens=max_completion_tokens,
+        ),
         learns=useful,
         batches=batches,
         measured=measured,

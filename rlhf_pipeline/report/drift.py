@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.data.keys import EPISODE_SIZE, POLICY_ROLE
 from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
 
@@ -57,11 +57,14 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
         for ids in stored.blocks():
             ids = ids[stored.store.lengths("turn_spans", ids) > 0]
             rows = stored.store.read(ids, [*_NEEDED, "input_ids", "group_id"])
+            alone = np.ones(len(ids), bool)  # rows of an episode of several begin with other prompts
+            if EPISODE_SIZE in stored.columns:
+                alone = stored.store.read_scalars(str(EPISODE_SIZE), ids) == 1
             for i, row in enumerate(ids.tolist()):
                 columns = [rows[name][i] for name in _NEEDED]
                 problem, group = turns_problem(*columns), int(rows["group_id"][i])
                 prompt = rows["input_ids"][i][: columns[-1]].tobytes()
-                if problem is None and group >= 0 and prompts.setdefault(group, prompt) != prompt:
+                if problem is None and alone[i] and group >= 0 and prompts.setdefault(group, prompt) != prompt:
                     problem = f"its prompt has other tokens than that of another member of group {group}"
                 if problem is not None:
                     yield row, problem

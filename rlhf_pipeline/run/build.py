@@ -284,6 +284,7 @@ def build_parts(
         pipeline.collect.group_size,
         estimator=pipeline.write.estimator,
         turn_discount=pipeline.write.turn_discount,
+        episode_return=pipeline.write.episode_return,
         rewards=pipeline.reward_weights,
         batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
         scored_in=models.policy.head_weight.dtype,

@@ -20,8 +20,12 @@ import torch
 
 from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, USES, WAITING, trajectory_schema
 from rlhf_pipeline.config import Pipeline
+from rlhf_pipeline.data.episodes import episode_bounds, stored_last_rows, whole_episodes
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
+    EPISODE_ID,
+    EPISODE_ROW,
+    EPISODE_SIZE,
     LOG_PROBS,
     REF_LOG_PROBS,
     REWARD,
@@ -29,6 +33,7 @@ from rlhf_pipeline.data.keys import (
     TASK_REWARD,
     TURN_ADVANTAGES,
     TURN_REWARDS,
+    TURN_SPANS,
     Key,
     column_name,
     reward_column,
@@ -167,7 +172,8 @@ class Gatherer:
     def _normalise(self) -> None:
         """Normalise the advantages computed here by the spread of all of them, instead of that of their commit."""
         ids = self.target.ids()
-        ids = ids[(self.target.read_scalars(COMPUTED.name) & _ADVANTAGE) > 0]
+        computed = (self.target.read_scalars(COMPUTED.name) & _ADVANTAGE) > 0
+        ids = ids[computed & stored_last_rows(self.target)]
         if not len(ids):
             return
         returns, groups = (torch.from_numpy(self.target.read_scalars(name, ids)) for name in ("return", "group_id"))
@@ -182,7 +188,11 @@ class Gatherer:
             rounding=rounding,
             named=self._named({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
         )
-        new = {"advantage": normalised.advantages.numpy(), "degenerate": normalised.degenerate.numpy()}
+        ids, place = whole_episodes(self.target, ids)
+        new = {
+            "advantage": normalised.advantages.numpy()[place],
+            "degenerate": normalised.degenerate.numpy()[place],
+        }
         if any(not np.array_equal(self.target.read_scalars(name, ids), values) for name, values in new.items()):
             self.target.update(ids, **new)
 
@@ -258,6 +268,10 @@ class Gatherer:
             WAITING.name: np.full(n, -1),
             COMPUTED.name: np.zeros(n),
         }
+        if str(EPISODE_ID) in schema:
+            first = np.arange(n) - values[str(EPISODE_ROW)]
+            names = fixed["trajectory_id"][first.astype(np.int64)]
+            fixed[str(EPISODE_ID)] = np.where(values[str(EPISODE_SIZE)] > 1, names, -1)
         everywhere = np.ones(n, bool)
         for name, constant in fixed.items():
             batch.put(schema[name], constant, everywhere)
@@ -322,23 +336,32 @@ class Gatherer:
         if coef > 0:
             columns[REF_LOG_PROBS] = Flat(torch.from_numpy(np.array(values["ref_log_probs"], np.float32)), lengths)
             columns |= KLReward(coef=coef).new_columns(Trajectories(n, columns), writing=False)
+        columns |= _episode_columns(batch, schema)
         eps, at = torch.finfo(self.policy.head_weight.dtype).eps, np.flatnonzero(whole)
-        reward = columns.get(REWARD, columns[TASK_REWARD])
-        scores = scores_of(Trajectories(n, columns), reward, range(n + 1), None, eps).take(torch.from_numpy(at))
+        reward, rows = columns.get(REWARD, columns[TASK_REWARD]), Trajectories(n, columns)
+        bounds = np.array(episode_bounds(rows), np.int64)
+        ends, sizes = bounds[1:] - 1, np.diff(bounds)
+        members = np.flatnonzero(whole[ends])
         how, rewards, name = self.pipeline.write, None, column_name(TURN_ADVANTAGES)
+        scores = scores_of(rows, reward, bounds.tolist(), None, eps, how.episode_return).take(torch.from_numpy(members))
         counts = batch.lengths[str(schema[name].axis)] if name in schema else np.zeros(n, np.int64)
         if estimator_of(how.estimator).by_turn:
-            each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), counts.cumsum()[:-1])
-            rewards = [each[row].tolist() for row in at.tolist()]
+            of_episodes = np.add.reduceat(counts, bounds[:-1]) if len(ends) < n else counts
+            each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), of_episodes.cumsum()[:-1])
+            rewards = [each[member].tolist() for member in members.tolist()]
+        named = {name: values[name][ends[members]] for name in values if name.startswith("reward_")}
         graded = graded_groups(
             scores,
-            torch.from_numpy(codes[at].astype(np.int64)),
+            torch.from_numpy(codes[ends[members]].astype(np.int64)),
             how.estimator,
             None,
             turns=rewards,
             turn_discount=how.turn_discount,
-            named_rewards=self._named({name: values[name][at] for name in values if name.startswith("reward_")}),
+            named_rewards=self._named(named),
         )
+        if len(ends) < n:
+            turns = torch.from_numpy(counts[at]) if name in schema else None
+            graded = graded.by_row(torch.from_numpy(sizes[members]), turns)
         if name in schema:
             turns = np.array(values[name])
             turns[np.repeat(whole, counts)] = (
@@ -347,7 +370,7 @@ class Gatherer:
             batch.put(schema[name], turns, whole)
         for name, new in (
             ("advantage", graded.advantages.numpy()),
-            ("return", scores.returns.numpy()),
+            ("return", graded.returns.double().numpy() if len(ends) < n else scores.returns.numpy()),
             ("degenerate", graded.degenerate.numpy()),
             *([("kl_coef", np.full(len(at), coef))] if coef > 0 else []),
         ):
@@ -371,6 +394,23 @@ class Gatherer:
         rewards[np.repeat(~complete, lengths)] = 0.0
         rewards[last[missing]] = batch.values["task_reward"][lengths > 0][missing]
         return Flat(torch.from_numpy(rewards), torch.from_numpy(lengths))
+
+
+def _episode_columns(batch: Batch, schema: Schema) -> dict[Key, Flat]:
+    """Return the columns that episodes of several rows are scored by, as far as the stores have them."""
+    values: dict[str, Any] = dict(batch.values)
+    if str(EPISODE_SIZE) not in values:
+        return {}
+    found: dict[Key, Flat] = {
+        key: Flat(torch.from_numpy(np.array(values[str(key)], np.int64)))
+        for key in (EPISODE_ID, EPISODE_ROW, EPISODE_SIZE)
+    }
+    for key in (TURN_REWARDS, TURN_SPANS):
+        name = column_name(key)
+        if name in values:
+            lengths = torch.from_numpy(batch.lengths[str(schema[name].axis)])
+            found[key] = Flat(torch.from_numpy(np.array(values[name])), lengths)
+    return found
 
 
 def _axis(schema: Schema) -> str:

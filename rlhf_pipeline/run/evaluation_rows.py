@@ -14,6 +14,7 @@ from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.buffer.trajectory_schema import reward_names
 from rlhf_pipeline.config import Evaluate, Pipeline, PretrainedPolicy, passes_of
 from rlhf_pipeline.config_text import to_json
+from rlhf_pipeline.data.episodes import stored_last_rows, totals
 from rlhf_pipeline.data.keys import reward_column
 from rlhf_pipeline.functional.pass_at_k import mean_interval, pass_at_k
 from rlhf_pipeline.run import filenames
@@ -71,13 +72,15 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
 
     Args:
         store: where its rows are.
-        rows: int64 [n], their ids.
+        rows: int64 [n], their ids; figures count episodes.
         evaluate: says what counts as right: `success` and `success_at`, of the definition or as a run recorded it.
 
     Raises:
         CorruptionError: some of the rows do not match their checksums.
     """
     check_rows(store, rows)
+    last, every = stored_last_rows(store, rows), rows
+    rows = rows[last]
     rewards = store.read_scalars("task_reward", rows).astype(np.float64)
     _, prompt = np.unique(store.read_scalars("group_id", rows), return_inverse=True)
     graded = np.isfinite(rewards)
@@ -87,7 +90,7 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
     values = rewards if success is None else by_reward.get(success, np.full(len(rows), np.nan))
     counts = np.bincount(prompt[graded], minlength=int(prompt.max()) + 1)
     right = np.bincount(prompt[graded], values[graded] >= success_at, minlength=len(counts)).astype(np.int64)
-    lengths = np.asarray(store.lengths("input_ids", rows)) - store.read_scalars("num_prompt_tokens", rows)
+    lengths = np.asarray(store.lengths("input_ids", every)) - store.read_scalars("num_prompt_tokens", every)
     reasons = store.read(rows, ["finish_reason"])["finish_reason"]
     most = int(np.bincount(prompt).max())
     means = _means(rewards, prompt)
@@ -106,7 +109,7 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
             for name, of_one in by_reward.items()
             if len(means := _means(np.where(graded, of_one, np.nan), prompt))
         },
-        "evaluation/completion_length": float(lengths.mean()),
+        "evaluation/completion_length": float(totals(lengths, last).mean()),
         "evaluation/cut_off": sum(reason == "length" for reason in reasons) / len(reasons),
         "evaluation/failed": int((~graded).sum()),
     }

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rlhf_pipeline.buffer.samplers import StoreView, TrajectorySampler, step_generator
 from rlhf_pipeline.config import Replay, Sample
+from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.step_plan import StepLedger, UseCounts, sampler_of
 from trajectory_store import TrajectoryStore
@@ -137,7 +138,7 @@ class Batches:
         ledger: StepLedger | None,
     ) -> None:
         ids = np.asarray(store.ids())
-        ids = ids[store.read_scalars("priority", ids) > 0]
+        ids = ids[(store.read_scalars("priority", ids) > 0) & stored_last_rows(store, ids)]
         if not len(ids):
             raise DataError("every trajectory has priority 0 (groups without spread): there is nothing to learn from.")
         source = store.read_scalars("source", ids)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Replay
+from rlhf_pipeline.data.episodes import stored_last_rows, whole_episodes
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
@@ -191,7 +192,9 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
         ids = select(store, [condition], ids)
         counts.append(len(ids))
     learnable = learnable_rows(store, ids, skip_damaged=replay.skip_damaged)
+    # A filter decides by the last row of an episode, which has its reward; the others follow it.
     ids, num_unscored = learnable.row_ids, learnable.num_unscored
+    ids, _ = whole_episodes(store, ids[stored_last_rows(store, ids)])
     named, groups = numbered(store, "trajectory_id", ids), numbered(store, "group_id", ids)
     if len(np.unique(named)) < len(named):
         named = np.arange(len(named))  # numbers that start again in each group do not identify trajectories

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.trajectory_schema import POLICY_DIGEST
 from rlhf_pipeline.collectors.collector import Rollout
 from rlhf_pipeline.config import Pipeline, Replay
+from rlhf_pipeline.data.episodes import episode_names, stored_last_rows
 from rlhf_pipeline.errors import DataError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import ChosenRows, trajectory_names
@@ -200,7 +201,9 @@ class Arrivals(_Collected):
         self._parts.buffer.trajectories.check_new()
         store, size = self._parts.buffer.store, self._pipeline.collect.prompts_per_rollout
         row_ids = self._parts.collector.stored.rows(index * size, (index + 1) * size - 1)
-        row_ids = row_ids[np.argsort(store.read_scalars("trajectory_id", row_ids), kind="stable")]
+        row_ids = row_ids[stored_last_rows(store, row_ids)]
+        names = episode_names(store, row_ids, store.read_scalars("trajectory_id", row_ids))
+        row_ids = row_ids[np.argsort(names, kind="stable")]
         stored = self._waiting.get(index) or self._rollouts.known(index)
         lost = stored.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":

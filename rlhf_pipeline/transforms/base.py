@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
+from rlhf_pipeline.data.episodes import last_rows
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, EPISODE_SIZE, LOG_PROBS, NUM_PROMPT_TOKENS, TOKENS, Key
 from rlhf_pipeline.data.padding import length_mask
 from rlhf_pipeline.data.tensordicts import along_one_dimension, attach, put, steps_of
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
@@ -85,6 +86,14 @@ class ColumnTransform(Transform):
             return td
         td = self.prepared(rows)
         return attach(td, self.new_columns(steps_of(td), writing=writing))
+
+
+def outcomes(rows: Trajectories, rewards: Tensor) -> Tensor:
+    """Return rewards of rows with 0 in place of NaN where another row of the episode has the outcome, float64 `[n]`."""
+    values = rewards.detach().reshape(-1).double()
+    if EPISODE_SIZE not in rows:
+        return values
+    return torch.where(torch.from_numpy(last_rows(rows)) | values.isfinite(), values, 0.0)
 
 
 def in_environment(transform: Transform) -> bool:

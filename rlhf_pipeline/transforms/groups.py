@@ -21,12 +21,15 @@ from torch import Tensor
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     DEGENERATE,
+    EPISODE_SIZE,
     KL_COEF,
     LOG_PROBS,
     PRIORITY,
     RETURN,
     TASK_REWARD,
     TURN_ADVANTAGES,
+    TURN_REWARDS,
+    TURN_SPANS,
     Key,
 )
 from rlhf_pipeline.data.tensordicts import ROWS, with_all_columns
@@ -50,6 +53,7 @@ from rlhf_pipeline.functional.advantage import (
     turn_advantage,
     whitened_step_rewards,
 )
+from rlhf_pipeline.transforms.base import outcomes
 from trajectory_store import BufferPool
 
 Ints = npt.NDArray[np.int64]
@@ -64,7 +68,20 @@ _log = logging.getLogger("rlhf_pipeline")
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A trajectory of a group."""
+    """An episode of a group: usually one row.
+
+    Attributes:
+        group: the group's identity.
+        name: identifies the episode in its group; -1 if it has no name.
+        since: when it arrived.
+        scores: see `MemberScores`.
+        batch: its rows in memory, from `first` to `end`.
+        rows: its row ids in a store.
+        num_rows: how many rows of a store it takes.
+        failed: how many members of the group have failed, as stored with it.
+        turns: the rewards of its turns, row after row.
+        named_rewards: its rewards one by one.
+    """
 
     group: Hashable
     name: int
@@ -73,7 +90,8 @@ class Member:
     batch: Trajectories | None = None
     first: int = 0
     end: int = 1
-    row: int = -1
+    rows: Sequence[int] = ()
+    num_rows: int = 1
     failed: int = 0
     turns: Sequence[float] = ()
     named_rewards: Sequence[float] = ()
@@ -105,6 +123,7 @@ class GroupRules:
     turn_discount: float
     by_reward: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    episode_return: str = "sum"
 
     def named_rewards(self, members: Sequence[Member]) -> NamedRewards | None:
         """Return the named rewards of members, if the estimator takes them and there are any."""
@@ -340,9 +359,22 @@ class MemberScores(NamedTuple):
         return list(zip(*(values.tolist() for values in self), strict=True))
 
 
-def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float) -> MemberScores:
-    """Return the scores of trajectories; a trajectory without rewards has return 0."""
+def scores_of(
+    batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str | None, eps: float, counted: str = "sum"
+) -> MemberScores:
+    """Return the scores of trajectories; a trajectory without rewards has return 0.
+
+    Args:
+        batch: the rows.
+        reward: their rewards, per row or per token.
+        bounds: where each trajectory's rows begin, and the end.
+        how: how rewards become a return.
+        eps: of the dtype that the models compute in.
+        counted: which rewards of an episode of several rows count, see `MCAdvantage`.
+    """
     n, k = bounds[-1], len(bounds) - 1
+    if EPISODE_SIZE in batch and k < n:
+        return _episode_scores(batch, reward, bounds, eps, counted)
     values = reward.values.detach().double()
     counts = reward.lengths if reward.lengths is not None else torch.ones(n, dtype=torch.int64)
     counts = counts * (values[0].numel() if values.shape[0] else 1)
@@ -362,18 +394,76 @@ def scores_of(batch: Trajectories, reward: Flat, bounds: Sequence[int], how: str
     return with_penalty(batch, returns, lengths, eps)
 
 
-def with_penalty(batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float) -> MemberScores:
-    """Return scores; if returns include a KL penalty, with the rewards before it and its rounding error."""
-    coef, task, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
+def _episode_scores(batch: Trajectories, reward: Flat, bounds: Sequence[int], eps: float, counted: str) -> MemberScores:
+    """Return the scores of episodes.
+
+    `sum` adds up the rewards of all rows: the outcome, which is stored with the last row, less the penalty of every
+    token. `verl` counts the last row alone and `skyrl` its last turn: rewards of other turns, and the penalty of other
+    tokens, are left out.
+    """
+    last = torch.tensor(bounds[1:]) - 1
+    rewards = outcomes(batch, reward.values) if reward.lengths is None else segment_sum(reward.values, reward.lengths)
+    task = batch.get(TASK_REWARD)
+    before = outcomes(batch, task.values) if isinstance(task, Flat) else rewards
+    mask, tokens = batch.get(ASSISTANT_MASK), torch.ones(batch.n, dtype=torch.int64)
+    if isinstance(mask, Flat) and mask.lengths is not None:
+        tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
+    scores = with_penalty(batch, rewards, tokens, eps, before)
+    sizes = torch.tensor(bounds).diff()
+    if counted == "sum":
+        returns, lengths, before, rounding = (segment_sum(values, sizes) for values in scores)
+        return MemberScores(returns, lengths.to(torch.int64), before, rounding)
+    scores = scores.take(last)
+    spans, other = batch.get(TURN_SPANS), other_rewards(batch, sizes, counted)
+    returns = scores.returns
+    if counted == "skyrl" and reward.lengths is not None and isinstance(spans, Flat) and spans.lengths is not None:
+        begins = spans.values[spans.lengths.cumsum(0) - 1, 0]  # a row ends with a turn of the policy
+        place = torch.arange(len(reward.values)) - spread(reward.lengths.cumsum(0) - reward.lengths, reward.lengths)
+        newest = torch.where(place >= spread(begins, reward.lengths), reward.values.double().reshape(-1), 0.0)
+        returns = segment_sum(newest, reward.lengths)[last]
+    return MemberScores(returns - other, scores.lengths, scores.task - other, scores.rounding)
+
+
+def other_rewards(batch: Trajectories, sizes: Tensor, counted: str) -> Tensor:
+    """Return what an outcome has of turns that do not count, float64 `[k]`: the rewards of the turns add up to it.
+
+    Args:
+        batch: the rows of whole episodes.
+        sizes: int64 `[k]`, the rows of each.
+        counted: `verl` counts the turns of the last row, `skyrl` the last turn.
+    """
+    turns = batch.get(TURN_REWARDS)
+    if not isinstance(turns, Flat) or turns.lengths is None:
+        return torch.zeros(len(sizes), dtype=torch.float64)
+    counts = segment_sum(turns.lengths, sizes).to(torch.int64)
+    left = turns.lengths[sizes.cumsum(0) - 1] if counted == "verl" else counts.clamp_max(1)
+    place = torch.arange(len(turns.values)) - spread(counts.cumsum(0) - counts, counts)
+    return segment_sum(torch.where(place < spread(counts - left, counts), turns.values.double(), 0.0), counts)
+
+
+def with_penalty(
+    batch: Trajectories, returns: Tensor, lengths: Tensor, eps: float, task: Tensor | None = None
+) -> MemberScores:
+    """Return scores; if returns include a KL penalty, with the rewards before it and its rounding error.
+
+    Args:
+        batch: the rows.
+        returns: float64 `[n]`, one for each row.
+        lengths: int64 `[n]`, completion tokens.
+        eps: of the dtype that the models compute in.
+        task: float64 `[n]`, the rewards before the penalty; None takes those of the batch.
+    """
+    coef, given, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
     if (
         isinstance(coef, Flat)
         and bool((coef.values > 0).any())
-        and isinstance(task, Flat)
+        and isinstance(given, Flat)
         and isinstance(log_probs, Flat)
         and log_probs.lengths is not None
-        and coef.values.numel() == task.values.numel() == log_probs.lengths.numel() == returns.numel()
+        and coef.values.numel() == given.values.numel() == log_probs.lengths.numel() == returns.numel()
     ):
-        before, weights = task.values.reshape(-1).double(), coef.values.reshape(-1)
+        before = given.values.reshape(-1).double() if task is None else task
+        weights = coef.values.reshape(-1)
         rounding = penalty_rounding(weights, before, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps)
         return MemberScores(returns, lengths, before, rounding)
     return MemberScores(returns, lengths, returns, torch.zeros_like(returns))
@@ -402,6 +492,23 @@ class Graded(NamedTuple):
         if turns is not None:
             turns = [turns[i] for i in torch.arange(len(turns))[index].tolist()]
         return Graded(*(values[index] for values in columns), turns=turns)
+
+    def by_row(self, sizes: Tensor, turns: Tensor | None) -> Graded:
+        """Return the same for each row of the episodes.
+
+        Args:
+            sizes: int64 `[k]`, rows of each episode.
+            turns: int64, the turns in each row, which then has the advantages of its own turns; None if they are not
+                told apart.
+        """
+        found = self.take(spread(torch.arange(len(sizes)), sizes))
+        if self.turns is None or turns is None:
+            return found
+        each = list(torch.cat(self.turns).split(turns.tolist()))
+        largest = [
+            one[one.abs().argmax()].double() if len(one) else torch.zeros((), dtype=torch.float64) for one in each
+        ]
+        return found._replace(advantages=torch.stack(largest), turns=each)
 
     def followed_by(self, waits: Sequence[Member]) -> Graded:
         """Append trajectories that have no advantage yet; their returns are exact, so all become float64."""
@@ -490,7 +597,9 @@ def new_columns(
 ) -> dict[Key, Flat]:
     """Return the new columns of trajectories, one row per step."""
     if len(bounds) != bounds[-1] + 1:
-        graded = graded.take(spread(torch.arange(len(bounds) - 1), torch.tensor(bounds).diff()))
+        turns = batch.get(TURN_REWARDS) if EPISODE_SIZE in batch else None
+        counts = turns.lengths if isinstance(turns, Flat) else None
+        graded = graded.by_row(torch.tensor(bounds).diff(), counts)
     mask, degenerate = batch.get(ASSISTANT_MASK), graded.degenerate
     if one_each:
         advantage = Flat(graded.advantages.to(torch.float32))

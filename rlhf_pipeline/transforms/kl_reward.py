@@ -27,6 +27,7 @@ from rlhf_pipeline.functional.kl import kl_figures, kl_k1
 from rlhf_pipeline.transforms.base import (
     ColumnTransform,
     as_scorer,
+    outcomes,
     score,
     scored_positions,
 )
@@ -237,7 +238,7 @@ class KLReward(ColumnTransform):
                 "must be one per trajectory or one per token"
             )
         base = torch.zeros(total, dtype=torch.float64)
-        base[last_position(mask, lengths)] = values.reshape(-1)
+        base[last_position(mask, lengths)] = outcomes(batch, values)
         return base, (total,)
 
     def _measure(self, lp: Tensor, lr: Tensor, kl: Tensor, coef: float) -> None:

@@ -19,10 +19,13 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from rlhf_pipeline.config import close_policy_rule
+from rlhf_pipeline.data.episodes import episode_bounds
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
     DONE,
+    EPISODE_ID,
+    EPISODE_SIZE,
     GROUP_ID,
     KL_COEF,
     LOG_PROBS,
@@ -99,6 +102,7 @@ _STATS = (
 """The counters, under TorchRL's names where those exist."""
 
 _RETURNS, _POLICIES = ("sum", "mean", "max", None), ("keep", "drop", "mark")
+_EPISODE_RETURNS = ("sum", "verl", "skyrl")
 _QUEUED = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -166,6 +170,13 @@ class MCAdvantage(Transform):
             the trajectory is that of its turn furthest from 0.
         rewards: the names of the rewards that a batch has one by one, under the keys `reward_NAME`, with their weights;
             `gdpo` and functions that ask for them take these. None takes the return as the only one.
+        episode_return: the return of an episode of several rows (`episode_size`), which are ranked as one trajectory
+            and all get its advantage. `sum`: the rewards of all rows, each less the penalty of its tokens. `verl`: the
+            rewards of the last row, less the penalty of its tokens, as verl 0.9.1 has it for GRPO
+            (`compute_advantage_for_multi_trajectories` in `verl/trainer/ppo/v1/utils.py`: the final output of a session
+            is ranked, and the others get its advantage). `skyrl`: the reward of the last turn, less the penalty of its
+            tokens, as SkyRL 0.4 has it for `step_wise_trajectories` (`compute_advantages_and_returns` in
+            `skyrl/train/trainer.py`: a row is a turn, the last one is ranked, and rewards of others are ignored).
         **unknown: refused, with a reason for TorchRL's arguments.
 
     Raises:
@@ -205,6 +216,7 @@ class MCAdvantage(Transform):
         scored_in: torch.dtype = torch.float32,
         turn_discount: float = 1.0,
         rewards: Mapping[str, float] | None = None,
+        episode_return: Literal["sum", "verl", "skyrl"] = "sum",
         **unknown: Any,
     ) -> None:
         parameters = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
@@ -229,6 +241,7 @@ class MCAdvantage(Transform):
         self.scored_in = scored_in
         self.turn_discount = float(turn_discount)
         self.by_turn = estimator_of(self.estimator).by_turn
+        self.episode_return = episode_return
         prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
         self._identities: list[Key] = [GROUP_ID, *prompts] if group_key is None else [group_key]
         self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
@@ -249,6 +262,7 @@ class MCAdvantage(Transform):
             turn_discount=self.turn_discount,
             by_reward=takes_rewards(self.estimator),
             rewards=self.rewards,
+            episode_return=episode_return,
         )
         self._stats: dict[str, float] = {}
         self.reset_stats()
@@ -278,6 +292,10 @@ class MCAdvantage(Transform):
             ),
             (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
             close_policy,
+            (
+                self.episode_return in _EPISODE_RETURNS,
+                f"episode_return is {self.episode_return!r}; it must be 'sum', 'verl' or 'skyrl'.",
+            ),
             (0.0 <= self.turn_discount <= 1.0, f"turn_discount is {self.turn_discount}; it must lie between 0 and 1."),
             (1 <= least <= size, f"min_group_size is {least}; it must lie between 1 and grpo_size ({size})."),
             (timeout is None or timeout >= 0, f"group_timeout_s is {timeout}; it must not be negative."),
@@ -336,14 +354,14 @@ class MCAdvantage(Transform):
                 hold([member for member in arrived if member in queue.waiting.get(member.group, ())])
                 return done
             # A group with members in the store is completed there once the others are stored, and a batch as a whole.
-            apart = [group for group in closed if any(member.row >= 0 for member in group.members)]
+            apart = [group for group in closed if any(member.rows for member in group.members)]
             apart = closed if apart and self.batch_groups is not None else apart
             call.close(apart)
             later = {id(member) for group in apart if group.learned for member in group.members}
             call.waits = [m for m in arrived if id(m) in later or m in queue.waiting.get(m.group, ())]
             if queue.unique:
                 call.rows.check_new(
-                    [m for m in call.waits if m.group in queue.waiting and queue.waiting[m.group][0].row < 0]
+                    [m for m in call.waits if m.group in queue.waiting and not queue.waiting[m.group][0].rows]
                 )
             return self._finish([group for group in closed if not any(group is separate for separate in apart)])
 
@@ -363,7 +381,7 @@ class MCAdvantage(Transform):
     def _members(self, batch: Trajectories, now: float) -> list[Member]:
         """Return the trajectories of a batch, which arrive now."""
         n, ended = batch.n, ends(batch, self.done_key)
-        bounds = list(range(n + 1))
+        bounds, has_episodes = episode_bounds(batch), EPISODE_SIZE in batch
         if ended is not None and not bool(ended.all()):
             bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
             if bounds[-1] != n:
@@ -390,12 +408,19 @@ class MCAdvantage(Transform):
         reward = batch.get(self._reward_key(batch))
         if not isinstance(reward, Flat):
             raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
-        scores = scores_of(batch, reward, bounds, self.trajectory_return, torch.finfo(self.scored_in).eps).each()
+        eps = torch.finfo(self.scored_in).eps
+        scores = scores_of(batch, reward, bounds, self.trajectory_return, eps, self.episode_return).each()
         trajectory_ids, names = batch.get(TRAJECTORY_ID), [-1] * len(groups)
         if isinstance(trajectory_ids, Flat) and trajectory_ids.lengths is None and trajectory_ids.values.numel() == n:
             names = trajectory_ids.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
+        if has_episodes and EPISODE_ID in batch:
+            episodes = batch.numbers(EPISODE_ID)[bounds[:-1]].tolist()
+            names = [name if episode < 0 else episode for name, episode in zip(names, episodes, strict=True)]
         each = zip(groups, names, scores, bounds, bounds[1:], strict=False)
         members = [Member(group, name, now, score, batch, first, end) for group, name, score, first, end in each]
+        if has_episodes:
+            for member in members:
+                member.num_rows = member.end - member.first
         if self.by_turn:
             self._give_turns(members, batch.get(TURN_REWARDS))
         if self._rules.by_reward and self.rewards:
@@ -505,7 +530,7 @@ class MCAdvantage(Transform):
         (members, graded), call = self._queue.grade(closed), self._store_call
         waits = [] if call is None else call.waits
         if call is not None:
-            call.num_rows = len(members) + len(waits)
+            call.num_rows = sum(member.num_rows for member in (*members, *waits))
         if not members and not waits:
             return None
         batch, bounds = gather([*members, *waits], self._pool)
@@ -540,6 +565,7 @@ class MCAdvantage(Transform):
                 rows.eps = torch.finfo(self.scored_in).eps
                 name, schema = rows.column_of(self.advantage_key), rows.store.schema
                 rows.by_turn = self.by_turn and column_name(TURN_REWARDS) in schema
+                rows.episode_return = self.episode_return
                 rows.by_reward = tuple(self.rewards) if self._rules.by_reward else ()
                 rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
             self._queue = GroupQueue(self._rules, self._stats)
@@ -591,8 +617,9 @@ class MCAdvantage(Transform):
                 f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put "
                 "transforms that change the number of trajectories behind it in the list, so that they run before."
             )
-        for member, row in zip(call.waits, rows[len(rows) - len(call.waits) :].tolist(), strict=True):
-            member.row, member.batch = row, None
+        at = len(rows) - sum(member.num_rows for member in call.waits)
+        for member in call.waits:
+            member.rows, member.batch, at = rows[at : at + member.num_rows].tolist(), None, at + member.num_rows
         return call.rows.completed(call.closed, self._queue) + call.rows.failures(self._queue)
 
     # -- figures -----------------------------------------------------------------------------------------------
@@ -693,7 +720,7 @@ class MCAdvantage(Transform):
         if self.rows is None:
             return with_all_columns(gather([member])[0])
         name, names = None if key is None else self.rows.column_of(key), self.rows.store.schema.names
-        return self.rows.columns(names if key is None else [name] if name else [], np.array([member.row]))
+        return self.rows.columns(names if key is None else [name] if name else [], np.array(member.rows))
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
         """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
@@ -753,7 +780,7 @@ class _StoreCall:
     def close(self, groups: Sequence[Closed]) -> None:
         """Complete groups at the end of the call."""
         self.closed += groups
-        self.rows.score([member for group in groups for member in group.members if member.row >= 0])
+        self.rows.score([member for group in groups for member in group.members if member.rows])
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     CREATED_AT,
@@ -33,7 +34,18 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.transforms.groups import Closed, Graded, GroupQueue, GroupRules, Ints, Member, shaped, with_penalty
+from rlhf_pipeline.transforms.groups import (
+    Closed,
+    Graded,
+    GroupQueue,
+    GroupRules,
+    Ints,
+    Member,
+    MemberScores,
+    other_rewards,
+    shaped,
+    with_penalty,
+)
 from trajectory_store import TrajectoryStore
 from trajectory_store.recorder.standard import LEFT_OUT
 
@@ -77,6 +89,7 @@ class WaitingRows:
         self.refresh = refresh
         self.eps = torch.finfo(torch.float32).eps
         self.one_each = self.by_turn = False
+        self.episode_return = "sum"
         self.by_reward: tuple[str, ...] = ()
         """The named rewards that the estimator takes one by one."""
 
@@ -114,10 +127,16 @@ class WaitingRows:
             near = (count >= rules.least)[code] | np.isin(groups, open_groups)
             rows, groups, failed = rows[near], groups[near], failed[near]
         names, since = self._scalars("trajectory_id", rows, -1), self._scalars("created_at", rows, math.nan)
-        returns = self._scalars("return", rows, 0.0)
-        read = (values.tolist() for values in (rows, groups, failed, names, since, returns))
-        for row, group, lost, name, at, value in zip(*read, strict=True):
-            queue.add(Member(group, name, at, (value, 0.0, value, 0.0), row=row, failed=lost))
+        returns, last = self._scalars("return", rows, 0.0), np.flatnonzero(stored_last_rows(self.store, rows))
+        if len(last) < len(rows):
+            episodes = self.store.read_scalars("episode_id", rows)
+            names = np.where(episodes < 0, names, episodes)
+        of_members = np.split(rows, last + 1)[: len(last)]
+        read = (values[last].tolist() for values in (groups, failed, names, since, returns))
+        for own_rows, group, lost, name, at, value in zip(of_members, *read, strict=True):
+            member = Member(group, name, at, (value, 0.0, value, 0.0), rows=own_rows.tolist(), failed=lost)
+            member.num_rows = len(own_rows)
+            queue.add(member)
             if lost:
                 queue.failed[group] = queue.failed.get(group, 0) + lost
 
@@ -129,20 +148,47 @@ class WaitingRows:
         """Complete the scores of members that `read` gave."""
         if not members:
             return
-        rows = np.array([member.row for member in members], np.int64)
+        rows = np.array([row for member in members for row in member.rows], np.int64)
+        sizes = torch.tensor([len(member.rows) for member in members])
+        last = sizes.cumsum(0) - 1
         read: Any = self.columns(["assistant_mask", *_SCORED, "return"], rows)
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
-        for member, scores in zip(members, with_penalty(read, returns, tokens, self.eps).each(), strict=True):
-            member.scores = scores
+        if len(last) == len(rows):
+            scores = with_penalty(read, returns, tokens, self.eps)
+        else:
+            scores = self._episode_scores(read, returns, tokens, rows, sizes)
+        for member, member_scores in zip(members, scores.each(), strict=True):
+            member.scores = member_scores
         if self.by_reward:
-            reward_values = np.stack([self._scalars(reward_column(name), rows, math.nan) for name in self.by_reward], 1)
+            ends = rows[last.numpy()]
+            reward_values = np.stack([self._scalars(reward_column(name), ends, math.nan) for name in self.by_reward], 1)
             for member, values in zip(members, reward_values.tolist(), strict=True):
                 member.named_rewards = values
         if self.by_turn:
             turns = self.store.read_ragged(column_name(TURN_REWARDS), rows)
-            for member, values in zip(members, np.split(turns.values, np.cumsum(turns.lengths)[:-1]), strict=True):
-                member.turns = values.tolist()
+            of_rows = iter(np.split(turns.values, np.cumsum(turns.lengths)[:-1]))
+            for member in members:
+                member.turns = [value for _ in member.rows for value in next(of_rows).tolist()]
+
+    def _episode_scores(
+        self, read: Trajectories, returns: torch.Tensor, tokens: torch.Tensor, rows: Ints, sizes: torch.Tensor
+    ) -> MemberScores:
+        """Return the scores of stored episodes of several rows, each of which has the return of its episode."""
+        last, given = sizes.cumsum(0) - 1, read[TASK_REWARD]
+        assert isinstance(given, Flat)
+        is_last = torch.zeros(len(rows), dtype=torch.bool)
+        is_last[last] = True
+        outcome = torch.where(is_last | given.values.isfinite(), given.values.double(), 0.0)
+        of_rows = with_penalty(read, returns, tokens, self.eps, outcome)
+        if self.episode_return == "sum":
+            rounding, lengths = segment_sum(of_rows.rounding, sizes), segment_sum(tokens, sizes).to(torch.int64)
+            task = segment_sum(outcome, sizes)
+        else:
+            rounding, lengths = of_rows.rounding[last], tokens[last]
+            turns = self.columns([column_name(TURN_REWARDS)], rows)
+            task = outcome[last] - other_rewards(turns, sizes, self.episode_return)
+        return MemberScores(returns[last], lengths, task if bool(rounding.any()) else returns[last], rounding)
 
     def check_new(self, members: Sequence[Member]) -> None:
         """Look for members that begin groups among the newest rows of the store."""
@@ -200,15 +246,20 @@ class WaitingRows:
     def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[RowUpdate]:
         """Return the updates that complete closed groups whose members are in the store."""
         (members, graded), rules = queue.grade(groups), queue.rules
-        rows, graded_members = (
-            np.array([member.row for member in members], np.int64),
-            {id(member) for member in members},
-        )
+        sizes = np.array([len(member.rows) for member in members], np.int64)
+        rows = np.array([row for member in members for row in member.rows], np.int64)
+        graded_members = {id(member) for member in members}
+        if len(rows) > len(members):
+            turns = self.column_of(TURN_ADVANTAGES) and self.store.lengths(column_name(TURN_REWARDS), rows)
+            graded = graded.by_row(
+                torch.from_numpy(sizes), None if turns is None else torch.from_numpy(np.array(turns))
+            )
         left = [
-            member.row
+            row
             for group in groups
             for member in group.members
-            if member.row >= 0 and id(member) not in graded_members
+            if id(member) not in graded_members
+            for row in member.rows
         ]
         out = [RowUpdate(np.array(left), {"waiting": np.full(len(left), LEFT_OUT)}, complete=False)] if left else []
         is_present = self.store.holds(rows)  # a ring may have evicted some
@@ -233,7 +284,7 @@ class WaitingRows:
         if self.column_of(FAILED_MEMBERS) is None:
             return []
         first = [(members[0], queue.failed.get(group, 0)) for group, members in queue.waiting.items()]
-        new = [(member.row, failed) for member, failed in first if failed != member.failed]
+        new = [(row, failed) for member, failed in first if failed != member.failed for row in member.rows]
         rows, counts = np.array(new, np.int64).reshape(-1, 2).T
         return [RowUpdate(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
 

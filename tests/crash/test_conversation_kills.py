@@ -42,6 +42,23 @@ class Dies(FrozenLake):
         return dataclasses.replace(step, call_errors=int(turn.text[-1:] not in "LDRU"))
 
 
+class Forgets(Dies):
+    """Every second turn shows the newest cells alone: a new row of the episode."""
+
+    def step(self, turn: Turn) -> Step:
+        """Walk on, and forget."""
+        step = super().step(turn)
+        if turn.number % 2 or step.done:
+            return step
+        return dataclasses.replace(step, reply="", history=[{"role": "user", "content": str(step.reply)}])
+
+
+def of_several_rows() -> Pipeline:
+    """Learns from episodes of several rows, evaluates such, and penalises the KL of each row."""
+    held_out = Evaluate(prompts=LakeMaps(held_out=True), every=1, num_prompts=6, group_size=2, temperature=1.0)
+    return dataclasses.replace(pipeline(write__kl_coef=0.1), environment=Forgets, evaluate=held_out)
+
+
 def pipeline(**changes: Any) -> Pipeline:
     """Three steps on small rollouts."""
     settings = {"collect__prompts_per_rollout": 4, "collect__group_size": 4, "learn__steps": 3}
@@ -84,7 +101,7 @@ def stores(run_dir: Path) -> dict[str, dict[str, list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("made", [evaluated, by_turns])
+@pytest.mark.parametrize("made", [evaluated, by_turns, of_several_rows])
 def test_a_run_killed_in_its_conversations(made, tmp_path):
     """Killed early, in the middle and late, in rollouts and in evaluations."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -107,6 +124,9 @@ def test_a_run_killed_in_its_conversations(made, tmp_path):
     assert process.exitcode == 0
     assert stores(killed) == stores(straight)
     assert weights(killed) == weights(straight)
+    if made is of_several_rows:
+        sizes = {*stores(killed)["store"]["episode_size"]}
+        assert len(sizes) > 1
 
 
 def test_a_collector_killed_in_its_conversations(tmp_path):

@@ -39,6 +39,15 @@ class Killed(NotedLake):
         return super().step(turn)
 
 
+class Forgets(Killed):
+    """Each turn shows the newest cells alone: a new row of the episode. It dies between episodes and within one."""
+
+    def step(self, turn: Turn) -> Step:
+        """Walk on, and forget."""
+        step = super().step(turn)
+        return step if step.done else Step(history=[{"role": "user", "content": str(step.reply)}], rewards=step.rewards)
+
+
 def pipeline() -> Pipeline:
     """Two steps on a rollout of four groups of four each."""
     return small_lake(
@@ -46,14 +55,18 @@ def pipeline() -> Pipeline:
     )
 
 
-def live(folder: Path, kill_after: int | None) -> int | None:
+def live(folder: Path, kill_after: int | None, environment: type[Killed] = Killed) -> int | None:
     """Go on with a run in a process of its own; return its exit code."""
 
     def act() -> None:
         torch.set_num_threads(1)
         os.environ[NOTES], Killed.kill_after = str(folder / "notes"), kill_after
         (folder / "notes").touch()
-        run(pipeline(), run_dir=folder / "run", resume=RunFolder(folder / "run").is_recorded)
+        run(
+            dataclasses.replace(pipeline(), environment=environment),
+            run_dir=folder / "run",
+            resume=RunFolder(folder / "run").is_recorded,
+        )
 
     process = multiprocessing.get_context("fork").Process(target=act)
     process.start()
@@ -86,6 +99,32 @@ def test_a_kill_repeats_no_conversation_that_has_ended(tmp_path):
     assert 5 <= stored[0] < 16 < 21 <= stored[1] < NUM
     assert live(killed, None) == 0
     assert Counter(notes.read_text().split())["ends"] == NUM
+    assert rows(killed) == rows(straight)
+    with TrajectoryStore.open(killed / "run" / "store") as store:
+        assert not torch.tensor(store.read_scalars("advantage")).isnan().any()
+
+
+def test_a_kill_leaves_all_rows_of_an_episode_or_none(tmp_path):
+    """An episode of several rows is one commit: killed between and within episodes, the rows are those of no kill."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    assert live(straight, None, Forgets) == 0
+    for kill_after in (5, 21):
+        assert live(killed, kill_after, Forgets) == -signal.SIGKILL
+        with TrajectoryStore.open(killed / "run" / "store") as store:
+            names = ("episode_id", "episode_row", "episode_size")
+            each = zip(*(store.read_scalars(name).tolist() for name in names), strict=True)
+        stored = dict[int, list[int]]()
+        for episode, row, size in each:
+            stored.setdefault(episode, []).append(row)
+            assert row < size
+        sizes = [len(positions) for positions in stored.values()]
+        assert all(positions == [*range(len(positions))] for positions in stored.values())
+        assert len(stored) == Counter((killed / "notes").read_text().split())["ends"]
+        assert max(sizes) > 1
+    assert live(killed, None, Forgets) == 0
+    assert Counter((killed / "notes").read_text().split())["ends"] == NUM
     assert rows(killed) == rows(straight)
     with TrajectoryStore.open(killed / "run" / "store") as store:
         assert not torch.tensor(store.read_scalars("advantage")).isnan().any()

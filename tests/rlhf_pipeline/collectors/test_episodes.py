@@ -1,0 +1,238 @@
+"""Episodes of several rows: exact rows, one commit each, and advantages of episodes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.envs.transforms import Compose
+
+from rlhf_pipeline import (
+    CausalLMPolicy,
+    Collect,
+    Collector,
+    KLRewardTransform,
+    MCAdvantage,
+    Prompt,
+    RetrieveLogProb,
+    Step,
+    TrajectoryReplayBuffer,
+    TrajectoryStorage,
+    Turn,
+    scratch_policy,
+)
+from rlhf_pipeline.buffer.trajectory_schema import EPISODE, FAILURES, TURN_FIGURES, TURNS
+from rlhf_pipeline.data.rewards import environment_reward
+from rlhf_pipeline.policies.chat import encode_prompt
+from tests.rlhf_pipeline.small import talker
+
+THINKING = (
+    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' }}"
+    "{% if m.role == 'assistant' %}{{ m.content.split('+')[-1] + eos_token }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+"""A template that drops the thinking of earlier turns: everything up to a plus."""
+
+
+class Questions:
+    """Prompts that are asked through the chat template."""
+
+    as_chat = True
+
+    def prompt(self, cursor: int, seed: int) -> Prompt:
+        return Prompt(text=f"{cursor}+2:")
+
+
+class Four:
+    """Asks three times more; each turn earns its share of odd characters."""
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Show the prompt."""
+
+    def step(self, turn: Turn) -> Step:
+        odd = sum(ord(letter) % 2 for letter in turn.text) / 16
+        return Step(f"{turn.number}:", done=turn.number == 4, rewards={"odd": odd})
+
+
+def thinker(**options: Any) -> CausalLMPolicy:
+    policy = talker(**options)
+    policy.tokenizer.chat_template = THINKING
+    return policy
+
+
+def collected(
+    path: Path,
+    environment: Any = Four,
+    policy: CausalLMPolicy | None = None,
+    *,
+    transforms: Any = (),
+    columns: Any = (),
+    **collect: Any,
+) -> dict[str, Any]:
+    """The rows of a rollout."""
+    storage = TrajectoryStorage(path, extra=[*FAILURES, TURNS, *columns])
+    config = {"prompts_per_rollout": 2, "group_size": 4, "max_new_tokens": 8, "max_turns": 4, "history": "rewritten"}
+    collector = Collector(
+        policy=policy or thinker(),
+        prompts=Questions(),
+        reward=environment_reward,
+        buffer=TrajectoryReplayBuffer(storage=storage, transform=Compose(*transforms) if transforms else None),
+        config=Collect(**{**config, **collect}),
+        seed=1,
+        environment=environment,
+    )
+    rollout = collector.collect(0, policy_version=0)
+    store = storage.store
+    rows = {"row_id": store.ids(), **store.read(store.ids()), "rollout": rollout}
+    assert rollout.num_trajectories == 8
+    storage.close()
+    return rows
+
+
+def thinks_like_qwen() -> CausalLMPolicy:
+    """A random model with TRL's copy of the template of Qwen 3, and a character for each token."""
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("trl is not installed")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    tokenizer: Any = scratch_policy(alphabet, hidden_size=16, num_layers=1, num_heads=2).tokenizer
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = (Path(spec.origin).parent / "chat_templates" / "qwen3.jinja").read_text("utf-8")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=2, **sizes)
+    )
+    return CausalLMPolicy(model, tokenizer, eos_token_id=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+
+
+@pytest.mark.parametrize(
+    ("make", "limits"),
+    [
+        (thinker, {"max_new_tokens": 8}),
+        pytest.param(thinks_like_qwen, {"max_new_tokens": 40}, marks=pytest.mark.peer),
+    ],
+)
+def test_every_row_is_what_the_policy_was_shown(make, limits, tmp_path):
+    """A row begins with what the template shows, and each sampled token has the log-prob of teacher forcing."""
+    policy = make()
+    rows = collected(tmp_path / "store", policy=policy, **limits)
+    sizes = rows["episode_size"]
+    assert set(sizes.tolist()) > {1, 2} or set(sizes.tolist()) > {2, 3}
+    firsts = np.flatnonzero(rows["episode_row"] == 0)
+    assert len(firsts) == 8
+    for first in firsts.tolist():
+        episode = range(first, first + sizes[first])
+        assert {rows["episode_id"][row] for row in episode} == {rows["group_id"][first] * 4 + first_of(rows, first)}
+        assert [rows["episode_row"][row] for row in episode] == [*range(sizes[first])]
+        assert np.isfinite([rows["task_reward"][row] for row in episode]).tolist() == [False] * (len(episode) - 1) + [
+            True
+        ]
+        metas = [json.loads(rows["meta"][row]) for row in episode]
+        assert sum(len(meta["turn_rewards"]) for meta in metas) == 4
+        for row, meta in zip(episode, metas, strict=True):
+            turns = len(meta["turn_rewards"])
+            asked = meta["messages"][: -(2 * turns - 1)]
+            ids, prompt = rows["input_ids"][row].tolist(), int(rows["num_prompt_tokens"][row])
+            assert ids[:prompt] == encode_prompt(policy.tokenizer, asked)
+            mask = torch.from_numpy(rows["assistant_mask"][row].copy())[None]
+            scored = policy.log_probs(torch.tensor([ids]), torch.ones_like(mask), mask).detach()[0]
+            np.testing.assert_allclose(rows["log_probs"][row][mask[0]], scored[mask[0]], rtol=0, atol=1e-5)
+            assert np.isnan(rows["log_probs"][row][~mask[0].numpy()]).all()
+    assert len(np.unique(rows["trajectory_id"])) == len(rows["trajectory_id"])
+
+
+def first_of(rows: dict[str, Any], first: int) -> int:
+    """The member that an episode is, from the id of its first row."""
+    return int(rows["trajectory_id"][first]) - 4 * int(rows["group_id"][first])
+
+
+def test_one_row_as_long_as_the_template_keeps_turns(tmp_path):
+    """The rows of a template that rewrites nothing are those of `history="sampled"`, without further columns."""
+    names = ("input_ids", "log_probs", "trajectory_id", "meta", "task_reward")
+    policy = talker()
+    policy.tokenizer.pad_token = policy.tokenizer.eos_token  # otherwise a sampled one is not in the text of a turn
+    both = [collected(tmp_path / history, policy=policy, history=history) for history in ("sampled", "rewritten")]
+    for rows in both:
+        assert not {column.name for column in EPISODE} & set(rows)
+    for name in names:
+        for one, other in zip(both[0][name], both[1][name], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class Returns(Four):
+    """Earns a third of the outcome at the end."""
+
+    def end(self, reason: str) -> dict[str, float]:
+        return {"reached": 0.5}
+
+
+KL = 0.25
+
+
+def write_path(rule: str, estimator: str, kl: bool) -> list[Any]:
+    reference = thinker(seed=5)
+    shaped = [KLRewardTransform(coef=KL), RetrieveLogProb(reference)] if kl else []
+    return [MCAdvantage(4, estimator=estimator, episode_return=rule), *shaped]
+
+
+def expected_returns(rows: dict[str, Any], rule: str, kl: bool) -> np.ndarray:
+    """The returns of the episodes by the rules, in float64."""
+    found, earned = list[float](), list[list[float]]()
+    for row in range(len(rows["input_ids"])):
+        mask = rows["assistant_mask"][row].astype(bool)
+        k1 = np.where(mask, rows["log_probs"][row].astype(np.float64) - rows["ref_log_probs"][row], 0.0)
+        begin = rows["turn_spans"][row][-1][0] if rule == "skyrl" else 0
+        penalty = KL * k1[begin:].sum() if kl else 0.0
+        earned.append(rows["turn_rewards"][row].astype(np.float64).tolist())
+        if rows["episode_row"][row] == 0:
+            total, episode = 0.0, list[float]()
+        total += -penalty
+        episode += earned[-1]
+        if rows["episode_row"][row] == rows["episode_size"][row] - 1:
+            if rule == "sum":
+                found.append(float(rows["task_reward"][row]) + total)
+            else:
+                found.append(sum(earned[-1] if rule == "verl" else earned[-1][-1:]) - penalty)
+    return np.array(found)
+
+
+def of_group(returns: np.ndarray, estimator: str) -> np.ndarray:
+    """The advantages of a group, in float64."""
+    centred = returns - returns.mean()
+    return centred / centred.std(ddof=1) if estimator == "grpo" else centred * len(returns) / (len(returns) - 1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rule", "kl"),
+    [("grpo", "sum", False), ("rloo", "sum", True), ("grpo", "verl", True), ("grpo", "skyrl", True)],
+)
+def test_rows_get_the_advantage_of_their_episode(estimator, rule, kl, tmp_path):
+    """Returns and advantages equal float64 references written from the rules, in one commit or one each episode."""
+    rows = collected(tmp_path / "store", Returns, transforms=write_path(rule, estimator, kl), columns=TURN_FIGURES)
+    last = rows["episode_row"] == rows["episode_size"] - 1
+    returns = expected_returns(rows, rule, kl)
+    np.testing.assert_allclose(rows["return"][last], returns, rtol=0, atol=2e-6)
+    wanted = np.concatenate([of_group(part, estimator) for part in np.split(returns, 2)])
+    place = np.cumsum(last) - last
+    np.testing.assert_allclose(rows["advantage"], wanted[place], rtol=0, atol=2e-5)
+    assert (rows["return"] == rows["return"][last][place]).all()
+
+    class Alone(Returns):
+        has_effects = True
+
+    each = collected(tmp_path / "each", Alone, transforms=write_path(rule, estimator, kl), columns=TURN_FIGURES)
+    order = np.lexsort((each["episode_row"], each["episode_id"]))
+    for name in ("input_ids", "trajectory_id", "task_reward", "turn_rewards"):
+        for number, row in enumerate(order.tolist()):
+            np.testing.assert_array_equal(each[name][row], rows[name][number], name)
+    for name in ("return", "advantage"):
+        np.testing.assert_allclose(each[name][order], rows[name], rtol=0, atol=1e-6)
