@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -41,7 +42,9 @@ from _peers import PEERS  # noqa: E402
 from _peers.base import Batch, Clocks, Memcpy, Peer, installed, make_commits  # noqa: E402
 from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, disk_bytes, have_pages  # noqa: E402
 
-PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datasets", "lmdb", "pylance")
+from trajectory_store import RaggedArray  # noqa: E402
+
+PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datasets", "lmdb", "pylance", "duckdb")
 
 
 def check(peer: Peer, commits: list[Batch], rows: np.ndarray) -> None:
@@ -183,6 +186,73 @@ def measure_samples(peers: list[Peer], root: Path, commits: list[Batch], memcpy:
     return {"clocks": clocks, "payload": float(np.mean([lengths[p].sum() for p in picks])) * BYTES_PER_TOKEN}
 
 
+def measure_rows(peers: list[Peer], count: int, commits: list[Batch]) -> dict[str, dict[str, float]]:
+    """Return the time of one row by id and by place, in microseconds, of the stores that read single rows."""
+    rng, reads = np.random.default_rng(5), {}
+    numbers = rng.integers(0, count, 300).tolist()
+    for peer in peers:
+        if type(peer).row is Peer.row:
+            continue
+        row = peer.row(numbers[0])
+        for name in TOKEN_COLUMNS:
+            if not np.array_equal(row[name], commits[numbers[0] // BATCH][name][numbers[0] % BATCH]):
+                raise ValueError(f"{peer.name}: column {name} of row {numbers[0]} is not what was written.")
+        reads |= {(peer.name, "row"): peer.row, (peer.name, "place"): peer.place}
+    clocks = {key: Clocks() for key in reads}
+    for turn in range(4):
+        for key, read in reads.items():
+            start = time.perf_counter()
+            for number in numbers:
+                with clocks[key] if turn else Clocks():
+                    read(number)
+                if time.perf_counter() - start > 1:
+                    break
+    times: dict[str, dict[str, float]] = {}
+    for (name, kind), clock in clocks.items():
+        times.setdefault(name, {})[kind] = clock.result()[0] * 1e6
+    return times
+
+
+def measure_small_commits(root: Path) -> dict[str, dict[str, float]]:
+    """Return the processor time of 64 rows of 500 commits of one row: a reader's first batch, and later ones, in ms."""
+    times: dict[str, dict[str, float]] = {}
+    commits = make_commits(8)
+    for kind in (kind for kind in PEERS if kind.name.startswith("trajectory_store")):
+        writer, path = kind(), root / f"single-{kind.backend}"
+        writer.create(path, 500)
+        for number in range(500):
+            row = {name: commits[number // BATCH][name][number % BATCH] for name in TOKEN_COLUMNS}
+            writer.append({name: RaggedArray(values, [len(values)]) for name, values in row.items()})
+        writer.close()
+        first, later = Clocks(), Clocks()
+        for _ in range(7):
+            reader = kind()
+            reader.open(path, 500)
+            rng = np.random.default_rng(6)
+            with first:
+                reader.sample(rng.choice(500, BATCH, replace=False))
+            for _ in range(30):
+                reader.sample(rng.choice(500, BATCH, replace=False))
+            for _ in range(30):
+                with later:
+                    reader.sample(rng.choice(500, BATCH, replace=False))
+            reader.store.close()
+        times[kind.name] = {"first": first.result()[1] * 1e3, "later": later.result()[1] * 1e3}
+    return times
+
+
+def small_reads(rows: dict[str, dict[str, float]], single: dict[str, dict[str, float]]) -> str:
+    """The small reads as Markdown tables: the ratios are to LMDB, and of our backends to memmap."""
+    base = rows.get("LMDB")
+    lines = ["| store | a row by id, us | x LMDB | by place, us | x LMDB |", "|---|---|---|---|---|"]
+    for name, times in rows.items():
+        ratios = [f"{times[kind] / base[kind]:.1f}" if base else "-" for kind in ("row", "place")]
+        lines.append(f"| {name} | {times['row']:.1f} | {ratios[0]} | {times['place']:.1f} | {ratios[1]} |")
+    lines += ["", "| 64 rows of 500 commits of one row | first batch, ms | later batches, ms |", "|---|---|---|"]
+    lines += [f"| {name} | {times['first']:.2f} | {times['later']:.2f} |" for name, times in single.items()]
+    return "\n".join(lines)
+
+
 def survived(rounds: list[dict[str, Any]]) -> str:
     """The cell of the table on SIGKILL."""
     total, kept = sum(r["acknowledged"] for r in rounds), sum(r["rows"] for r in rounds)
@@ -235,9 +305,10 @@ def versions() -> str:
 
 def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
     """Measure everything and return the numbers."""
-    import torch
+    if importlib.util.find_spec("torch"):
+        import torch
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
     commits, memcpy = make_commits(30 if quick else 160), Memcpy()
     peers = [kind() for kind in kinds]
     for peer in peers:
@@ -246,6 +317,10 @@ def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
     payload = sum(len(c["input_ids"].values) for c in commits) * BYTES_PER_TOKEN
     appends = measure_appends(peers, root, commits, memcpy)
     samples = measure_samples(peers, root, commits, memcpy, 3 if quick else 6)
+    small = {
+        "rows": measure_rows([peer for peer in peers if peer.on_disk], len(commits) * BATCH, commits),
+        "single": measure_small_commits(root),
+    }
     rates, rng, results = memcpy.rates(), random.Random(), {}
     rounds = 2 if quick else 3
     for peer in peers:
@@ -270,6 +345,7 @@ def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
         "payload_mb": payload / 1e6,
         "memcpy_gb_s": [rate / 1e9 for rate in rates],
         "kills": rounds,
+        "small_reads": small,
         "results": results,
     }
 
@@ -298,6 +374,7 @@ def main() -> int:
         f"{found['kills']} kills per store; the run took {time.perf_counter() - start:.0f} s\n"
     )
     print(table(found["results"]) + "\n")
+    print(small_reads(**found["small_reads"]) + "\n")
     for name, result in found["results"].items():
         for kill in result.get("kills", []):
             if kill["error"]:

@@ -426,8 +426,8 @@ class Buffer(Settings):
     max_bytes: int | None = setting(
         None,
         min=1,
-        help="The most bytes that the run folder may take on disk: the run says a day ahead, at its present rate, that "
-        "they will be used up, and stops, saved, when they are. None: all that is free, which it says ahead as well.",
+        help="The most bytes that the run folder may take on disk: the run warns a day ahead, at its current rate, and "
+        "stops, saved, before one more step and its checkpoint would exceed them. None: all that is free.",
     )
     max_staleness: int = setting(
         0,

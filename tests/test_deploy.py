@@ -37,11 +37,9 @@ def test_the_files_have_the_form_of_their_platform():
         assert rules[0] == {
             "action": "FailJob",
             "onExitCodes": {"containerName": container["name"], "operator": "In", "values": [2]},
+            "onPodConditions": [],
         }
         assert {"memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
-        parse(shlex.split(container["livenessProbe"]["exec"]["command"][-1].split("&&")[0])[1:]) if container[
-            "name"
-        ] == "collector" else parse(container["livenessProbe"]["exec"]["command"][1:])
     assert yaml.safe_load(text_of("skypilot.yaml"))["resources"]["job_recovery"]["recover_on_exit_codes"] == [3]
     script = text_of("slurm.sh")
     subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
@@ -51,7 +49,35 @@ def test_the_files_have_the_form_of_their_platform():
     assert tasks[0] == sum(tasks[1:])
 
 
-@pytest.mark.parametrize("version", ["1.30", "1.37"])
+PROBES = {"startupProbe": True, "livenessProbe": True, "readinessProbe": False}
+"""The probes of each container, and whether they look at this machine alone."""
+
+
+def test_probes_that_restart_a_pod_read_the_machine_alone():
+    """Startup and liveness read the heartbeat without a request; readiness reads the run, for a few seconds."""
+    for job in yaml.safe_load_all(text_of("kubernetes.yaml")):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        for name, is_local in PROBES.items():
+            words = shlex.split(" ".join(container[name]["exec"]["command"]).replace("$JOB_COMPLETION_INDEX", "7"))
+            args = parse(words[words.index("rlhf-pipeline") + 1 :])
+            assert (args.command, args.check, args.local) == ("status", True, is_local)
+            assert args.process == container["name"].replace("collector", "collector-7")
+            assert is_local or "TRAJECTORY_STORE_PATIENCE_S=20" in words
+
+
+VERSIONS = ["1.27", "1.30", "1.37"]
+"""The versions of Kubernetes that docs/many_machines.md names."""
+
+
+def test_the_page_names_the_versions_that_are_checked():
+    """No version is promised without a check."""
+    page = (DEPLOY.parent / "docs" / "many_machines.md").read_text(encoding="utf-8")
+    promised = re.search(r"full schemas of Kubernetes ([\d., and]+)\b", page)
+    assert promised is not None
+    assert re.findall(r"\d\.\d+", promised[1]) == VERSIONS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_its_file(version: str):
     """The whole schemas of its API, in which no unknown field is allowed."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from _stores import TOKEN_COLUMNS
 
-from _peers.base import Batch, Padder, Peer, make_commits, octets
+from _peers.base import Batch, Padder, Peer, make_commits, octets, row_of_table
 
 
 def arrow_table(commit: Batch) -> Any:
@@ -160,3 +160,51 @@ class Lance(Peer):
 
     def sample(self, rows):
         return pad_table(self.data.take(rows.tolist(), columns=list(TOKEN_COLUMNS)), self.pad)
+
+    def row(self, number):
+        return row_of_table(self.data.take([number], columns=list(TOKEN_COLUMNS)))
+
+
+class DuckDb(Peer):
+    """One table with a list per column, inserted from Arrow, one transaction per commit; read by the row's number."""
+
+    name = "DuckDB"
+    needs = "duckdb"
+
+    def create(self, path, rows):
+        import duckdb
+
+        self.database, self.at = duckdb.connect(str(path)), 0
+        kinds = {"int32": "integer[]", "bool": "utinyint[]", "float32": "float[]"}
+        columns = ", ".join(f"{name} {kinds[dtype]}" for name, dtype in TOKEN_COLUMNS.items())
+        self.database.execute(f"create table rows (number bigint primary key, {columns})")
+
+    def append(self, commit):
+        new = arrow_table(commit)  # noqa: F841 - the statement names it
+        names = ", ".join(TOKEN_COLUMNS)
+        self.database.execute(f"insert into rows select {self.at} + row_number() over () - 1, {names} from new")
+        self.at += len(commit["input_ids"])
+
+    def close(self):
+        self.database.close()
+
+    def open(self, path, rows):
+        import duckdb
+
+        self.database = duckdb.connect(str(path), read_only=True)
+        self.database.execute("set threads = 1")
+        self.pad, self.names = Padder(), ", ".join(TOKEN_COLUMNS)
+
+    def count(self):
+        return self.database.execute("select count(*) from rows").fetchone()[0]
+
+    def sample(self, rows):
+        numbers = ", ".join(map(str, rows.tolist()))
+        found = self.database.execute(f"select number, {self.names} from rows where number in ({numbers})")
+        table = found.to_arrow_table()
+        order = np.argsort(table["number"].to_numpy())[np.argsort(np.argsort(rows))]
+        return pad_table(table.take(order), self.pad)
+
+    def row(self, number):
+        found = self.database.execute(f"select {self.names} from rows where number = ?", [number])
+        return row_of_table(found.to_arrow_table())

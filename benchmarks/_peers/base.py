@@ -98,6 +98,20 @@ class Peer:
         """Four padded columns `[64, T]`."""
         raise NotImplementedError
 
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the four columns of one row, each an array that belongs to the caller."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> dict[str, Any]:
+        """Return the same by the place of the row in the order of arrival."""
+        return self.row(number)
+
+
+def row_of_table(table: Any) -> dict[str, np.ndarray]:
+    """Return the columns of an Arrow table of one row as arrays that belong to the caller."""
+    columns = {name: table[name].chunk(0).values.to_numpy().copy() for name in TOKEN_COLUMNS}
+    return {name: values.view(TOKEN_COLUMNS[name]) for name, values in columns.items()}
+
 
 def installed(kinds: list[type[Peer]]) -> list[type[Peer]]:
     """The stores that can run here; the others are named."""

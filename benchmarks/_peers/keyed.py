@@ -96,6 +96,15 @@ class Lmdb(Peer):
                 views[name], skip = [blob[a:b] for blob, a, b in cuts], after
             return self.pad(views, lengths)
 
+    def row(self, number):
+        with self.env.begin(buffers=True) as txn:
+            blob = txn.get(number.to_bytes(8, "big"))
+            length, at, row = int.from_bytes(blob[:8], "little"), 8, {}
+            for name, dtype in TOKEN_COLUMNS.items():
+                row[name] = np.frombuffer(blob, dtype, length, at).copy()
+                at += row[name].nbytes
+            return row
+
 
 class LmdbSynced(Lmdb):
     """The same with a sync of the disk per transaction."""

@@ -35,6 +35,12 @@ class Ours(Peer):
     def sample(self, rows):
         return self.store.read_padded(self.ids[rows], self.names)
 
+    def row(self, number):
+        return {name: rows[0] for name, rows in self.store.read(self.ids[number : number + 1], self.names).items()}
+
+    def place(self, number):
+        return self.store[number]
+
 
 class OursZarr(Ours):
     """The same calls on the backend for object stores, here on local files."""

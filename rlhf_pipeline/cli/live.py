@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.errors import PipelineError, plain
+from rlhf_pipeline.report.alarms import SILENT_S
 from rlhf_pipeline.report.formatting import duration, number, one_line
 from rlhf_pipeline.report.query import Answer, View
-from rlhf_pipeline.report.status import SILENT_S
 from rlhf_pipeline.run.address import Address
 from trajectory_store import StoreError
 

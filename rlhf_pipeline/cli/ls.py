@@ -31,16 +31,16 @@ def execute(args: argparse.Namespace) -> int:
     from trajectory_store import StoreError
 
     folder = Path(args.folder).expanduser()
-    runs = [path for path in ([folder] if is_run(folder) else sorted(folder.glob("*/"))) if is_run(path)]
-    if not runs:
-        raise not_found(folder, "run")
     summaries, broken = [], list[str]()
-    for path in runs:
+    for path in [folder] if is_run(folder) else sorted(folder.glob("*/")):
         try:
-            with closing(View(path)) as view:
-                summaries.append(view.about())
-        except (PipelineError, StoreError) as error:  # one that is damaged hides no other
+            if is_run(path):
+                with closing(View(path)) as view:
+                    summaries.append(view.about())
+        except (PipelineError, StoreError, OSError) as error:  # one that cannot be read hides no other
             broken.append(f"{typed(path)}: {error}")
+    if not summaries and not broken:
+        raise not_found(folder, "run")
     if broken:
         warn("\n".join(broken))
     if args.json:

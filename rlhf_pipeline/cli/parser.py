@@ -241,7 +241,7 @@ def add_steps(command: argparse.ArgumentParser) -> None:
 
 
 def add_watching(command: argparse.ArgumentParser) -> None:
-    """Add `--progress-timeout` and `--metrics-port`."""
+    """Add `--progress-timeout`, `--metrics-port` and `--metrics-host`."""
     command.add_argument(
         "--progress-timeout",
         type=seconds,
@@ -254,6 +254,12 @@ def add_watching(command: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="PORT",
         help="serve state, alarms and figures as Prometheus text at http://HOST:PORT/metrics (extra: prometheus)",
+    )
+    command.add_argument(
+        "--metrics-host",
+        default="localhost",
+        metavar="HOST",
+        help="the address to serve them at; 0.0.0.0 for all addresses of this machine (default: %(default)s)",
     )
 
 

@@ -65,8 +65,9 @@ def conduct(
             return start(torchrun.joined(run), parent=parent, launch=launch, on_event=view)
 
     port = getattr(args, "metrics_port", None)
+    serving = nullcontext() if port is None else metrics_served(run.run_dir, port, args.metrics_host)
     try:
-        with signals_seen(signals), nullcontext() if port is None else metrics_served(run.run_dir, port):
+        with signals_seen(signals), serving:
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":

@@ -4,55 +4,68 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import closing
+from typing import Any
 
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json
+from rlhf_pipeline.errors import DefinitionError
 
-HELP = "say what a run does now: processes, waits, disk, alarms"
+HELP = "report what a run does now: processes, waits, disk, alarms"
 DETAILS = """\
 examples:
   rlhf-pipeline status runs/copy_digits
-  rlhf-pipeline status runs/copy_digits --json | jq .alarms
-  rlhf-pipeline status runs/copy_digits --check            one line, for a probe or a cron job
+  rlhf-pipeline status runs/copy_digits --json | jq '.alarms[] | select(.severity == "page")'
+  rlhf-pipeline status runs/copy_digits --check            for a cron job or a readiness probe
   rlhf-pipeline status runs/mine --check --process learner
+  rlhf-pipeline status s3://bucket/run --check --process learner --local       for a liveness probe
 
-Exit code 1 if there is an alarm: nothing runs, a process is frozen or gone, no step for long, no space."""
+Alarms have a severity. `page`: nothing runs before the end, the run is incomplete, a process is frozen, failed or gone,
+no step for long, no space. `note`: failed trajectories, no gradients although the task is not solved, a day of space.
+The exit code is 1 if there is an alarm of severity `page`."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
-    command.add_argument("--check", action="store_true", help="print `healthy`, or the alarms and nothing else")
+    command.add_argument(
+        "--check", action="store_true", help="print the alarms and nothing else; `healthy` if none is a `page`"
+    )
     command.add_argument(
         "--process",
         metavar="NAME",
-        help="look at one process only, `learner` or `collector-3`, as a probe beside it does",
+        help="check one process only, `learner` or `collector-3`, as a probe beside it does",
+    )
+    command.add_argument(
+        "--local",
+        action="store_true",
+        help="with --process: read only the heartbeat that the process writes on this machine, without any request to "
+        "an object store, so that an outage of the store does not look like a frozen process",
     )
     add_json(command)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print the state of a run; 1 if there is an alarm."""
+    """Print the state of a run; 1 if there is an alarm of severity `page`."""
     from rlhf_pipeline.report.formatting import aligned, count, duration, number
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.report.status import process_alarms, status
+    from rlhf_pipeline.report.status import alarms_of_process, local_alarms, status
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.folder import is_run, not_found
 
-    if not is_run(address := address_of(args.path)):
+    address, now = address_of(args.path), time.time()
+    if args.local:
+        if args.process is None:
+            raise DefinitionError("--local checks one process on this machine. Add its name: --process learner")
+        return _checked({"alarms": local_alarms(address, args.process, now)}, as_json=args.json)
+    if not is_run(address):
         raise not_found(address, "run")
-    view, now = View(address), time.time()
-    found = status(view, now)
-    view.close()
+    with closing(View(address)) as view:
+        found = status(view, now)
     if args.process is not None:
-        found["alarms"] = process_alarms(found, args.process, now)
-    if args.check and not args.json:
-        say("\n".join(found["alarms"]) or "healthy")
-        return 1 if found["alarms"] else 0
-    code = 1 if found["alarms"] else 0
-    if args.json:
-        say_json(found)
-        return code
+        found["alarms"] = alarms_of_process(found, args.process, now)
+    if args.check or args.json:
+        return _checked(found, as_json=args.json)
 
     def ago(at: float | None) -> str:
         return "-" if at is None else f"{duration(max(now - at, 0.0))} ago"
@@ -67,15 +80,31 @@ def execute(args: argparse.Namespace) -> int:
         ("  seen", ago(found["seen"])),
         ("  stored", f"{count(found['stored'], 'trajectory')}, {found['failed']:,} of them failed"),
         ("  disk", f"{found['bytes'] / 1e6:.1f} MB" + ("" if growth is None else f", {growth / 1e6:.1f} MB per hour")),
-        *((f"  {one['name']}", _process(one, ago(one["seen"]))) for one in found["processes"]),
+        *((f"  {one['name']}", _process(one, ago(one["seen"]), found["state"])) for one in found["processes"]),
         *(("  grader", f"from step {grader['from_step']}: {grader['what']}") for grader in found["graders"]),
         *(("  waits", text) for text in found["waits_for"]),
-        *(("  ALARM", text) for text in found["alarms"]),
+        *(("  ALARM" if alarm["severity"] == "page" else "  note", alarm["text"]) for alarm in found["alarms"]),
     ]
     say("\n".join(aligned(rows)))
-    return code
+    return _code(found)
 
 
-def _process(one: dict[str, object], seen: str) -> str:
-    state = str(one.get("state")) if one["alive"] or one.get("state") == "ended" else f"gone, was: {one.get('state')}"
+def _checked(state: dict[str, Any], *, as_json: bool) -> int:
+    """Print the alarms alone, or all as JSON; return the exit code."""
+    if as_json:
+        say_json(state)
+    else:
+        lines = [f"{alarm['severity']}: {alarm['text']}" for alarm in state["alarms"]]
+        say("\n".join(lines if _code(state) else ["healthy", *lines]))
+    return _code(state)
+
+
+def _code(state: dict[str, Any]) -> int:
+    return int(any(alarm["severity"] == "page" for alarm in state["alarms"]))
+
+
+def _process(process: dict[str, Any], seen: str, run_state: str) -> str:
+    state = str(process.get("state"))
+    if not process["alive"] and state != "ended":
+        state = "ended" if run_state == "ended" else f"gone, was: {state}"
     return f"{state}, seen {seen}"

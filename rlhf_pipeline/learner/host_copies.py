@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,12 +13,15 @@ from torch import Tensor
 _SHARE: Final = 0.5
 """The share of the available host memory that new copies may take; the rest is left to sampling and the page cache."""
 
+Queued = Mapping[torch.device, Any]
+"""For each CUDA device an event after the work that was queued there."""
+
 
 class HostCopies:
     """Host memory for one copy of some tensors; the next copy reuses it.
 
-    The copy of a tensor on a GPU is in pinned memory, which the device fills without the host: the host waits once for
-    all of them. Tensors that share memory (a head tied to the embedding) share the memory of their copy.
+    The copy of a tensor on a GPU is in pinned memory and made on a stream of its own, beside the kernels of the thread
+    that uses the tensor. Tensors that share memory (a head tied to the embedding) share the memory of their copy.
 
     >>> copies = HostCopies()
     >>> weight = torch.ones(2)
@@ -29,6 +33,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
+        self._streams: dict[torch.device, Any] = {}
 
     def bytes_missing(self, tensors: Mapping[str, Tensor]) -> int:
         """Return how many bytes the copies need beyond the memory that is there from an earlier copy."""
@@ -41,19 +46,51 @@ class HostCopies:
         return missing == 0 or missing <= _SHARE * available_bytes()
 
     @torch.no_grad()
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of each tensor, valid until the next call."""
+    def of(self, tensors: Mapping[str, Tensor], queued: Queued | None = None) -> dict[str, Tensor]:
+        """Return a copy of each tensor, valid until the next call; any thread may call this.
+
+        Args:
+            tensors: nothing may change them before this returns.
+            queued: what `queued_work` returned when the tensors had the values to copy; None means now.
+        """
         first, same_as = _distinct(tensors)
-        kept: dict[str, Tensor] = {}
-        for name, tensor in first.items():
-            memory = self._memory.pop(name, None)
-            if memory is None or not _fits(memory, tensor):
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            kept[name] = memory.copy_(tensor, non_blocking=tensor.is_cuda)
-        self._memory = kept
-        for device in {tensor.device for tensor in first.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        return {name: kept[same_as[name]] for name in tensors}
+        before, self._memory = self._memory, {}
+        work = queued_work(first.values()) if queued is None else queued
+        for device in {tensor.device for tensor in first.values()}:
+            with self._beside(device, work.get(device)):
+                for name, tensor in first.items():
+                    if tensor.device == device:
+                        memory = before.pop(name, None)
+                        if memory is None or not _fits(memory, tensor):
+                            memory = _memory_for(tensor)
+                        self._memory[name] = memory.copy_(tensor, non_blocking=tensor.is_cuda)
+        return {name: self._memory[same_as[name]] for name in tensors}
+
+    @contextmanager
+    def _beside(self, device: torch.device, after: Any) -> Iterator[None]:
+        """On a CUDA device, run on a stream of its own, after an event, and wait for it at the end."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(after)
+            yield
+            stream.synchronize()
+
+
+def queued_work(tensors: Iterable[Tensor]) -> dict[torch.device, Any]:
+    """Return an event after the work that this thread has queued so far, for each CUDA device of some tensors."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
+def _memory_for(tensor: Tensor) -> Tensor:
+    """Return host memory for a copy, which a GPU can fill by itself where the system allows that."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError:  # the system locks no more memory: copies are slower without
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -32,7 +32,7 @@ from rlhf_pipeline.learner.metrics import (
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
 from rlhf_pipeline.learner.reference import MovingReference
-from rlhf_pipeline.learner.state import LearnerState, learner_state, read_state, read_tensors, write_tensors
+from rlhf_pipeline.learner.state import LearnerState, StateCopy, learner_state, read_state, read_tensors, write_tensors
 from rlhf_pipeline.learner.step_plan import (
     ChosenRows,
     StepLedger,
@@ -187,6 +187,7 @@ class Learner:
         self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()
         self._copies = HostCopies()
+        self._copy: StateCopy | None = None
 
     @property
     def ledger(self) -> StepLedger:
@@ -217,13 +218,26 @@ class Learner:
         if self.shards.is_first:
             write_tensors(folder, self._files())
 
-    def copied_state(self) -> LearnerState | None:
-        """Return a copy of everything that `write` writes, for a thread that writes it while steps are taken.
+    def begin_copy(self) -> StateCopy | None:
+        """Return a copy of everything that `write` writes, for a thread to make and to write while steps are taken.
 
         It is valid until the next call, which reuses its memory. None if this machine has too little memory for it, or
         if several processes hold the state in shards.
         """
-        return None if self.shards is not None else self._state().copied(self._copies)
+        if self.shards is not None:
+            return None
+        self._settle_copy()
+        state = self._state()
+        if not self._copies.fit(state.changing()):
+            return None
+        self._copy = StateCopy(state, self._copies)
+        return self._copy
+
+    def _settle_copy(self) -> None:
+        """Wait until a copy of the state is made that was begun; called before anything changes the state."""
+        if self._copy is not None:
+            self._copy.settle()
+            self._copy = None
 
     def _state(self) -> LearnerState:
         return learner_state(policy=self.policy, optimizer=self.optimizer, more=self._files())
@@ -245,6 +259,7 @@ class Learner:
         Raises:
             DataError: the folder is damaged, or belongs to another model.
         """
+        self._settle_copy()
         moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
         uses = read_tensors(folder, "uses")
         if self.shards is not None:
@@ -368,6 +383,7 @@ class Learner:
         if self.config.keep_token_figures:
             self._keep_token_figures(plan)
         lr = self.config.learning_rate(step)
+        self._settle_copy()
         self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.after_step(step)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from rlhf_pipeline.config import Learn
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.learner.host_copies import HostCopies
+from rlhf_pipeline.learner.host_copies import HostCopies, queued_work
 from rlhf_pipeline.learner.lora import write_unnamed_base
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.optimizer_state import (
@@ -65,23 +66,56 @@ class LearnerState:
         write_unnamed_base(self.policy, self.weights, folder)
         write_tensors(folder, self.files)
 
-    def copied(self, copies: HostCopies) -> LearnerState | None:
-        """Return the same state in host memory, which later steps do not change; None if there is too little memory.
+    def changing(self) -> dict[str, Tensor]:
+        """Return the tensors that steps change, with names of their own."""
+        found = {f"{_MODEL}/{name}": tensor for name, tensor in self.weights.items() if name not in self.frozen}
+        return found | {
+            f"{at}/{name}": tensor for at, tensors in self.files.items() for name, tensor in tensors.items()
+        }
 
-        Args:
-            copies: the memory of the previous copy, which becomes that of this one.
-        """
-        changing = {name: tensor for name, tensor in self.weights.items() if name not in self.frozen}
-        live = {f"{_MODEL}/{name}": tensor for name, tensor in changing.items()}
-        live |= {f"{file}/{name}": tensor for file, tensors in self.files.items() for name, tensor in tensors.items()}
-        if not copies.fit(live):
-            return None
-        copied = copies.of(live)
+    def with_changing(self, copied: Mapping[str, Tensor]) -> LearnerState:
+        """Return the same state with other tensors for those of `changing`."""
         return replace(
             self,
             weights={name: copied.get(f"{_MODEL}/{name}", tensor) for name, tensor in self.weights.items()},
             files={file: {name: copied[f"{file}/{name}"] for name in tensors} for file, tensors in self.files.items()},
         )
+
+
+class StateCopy:
+    """A copy of a learner's state in host memory, made once, by the thread that writes it.
+
+    Until it is made, the learner may compute gradients and sample, but not change its state: it calls `settle` before
+    that, which waits for the thread, or makes the copy itself if the thread has not begun.
+
+    Args:
+        live: the learner's own tensors.
+        copies: the memory of the previous copy, which becomes that of this one.
+    """
+
+    def __init__(self, live: LearnerState, copies: HostCopies) -> None:
+        self._live, self._copies = live, copies
+        self._queued = queued_work(live.changing().values())
+        self._making = Lock()
+        self._copied: LearnerState | None = None
+        self._failure: Exception | None = None
+
+    def settle(self) -> None:
+        """Make the copy if that has not been done; `state` raises what made that fail."""
+        with self._making:
+            if self._copied is not None or self._failure is not None:
+                return
+            try:
+                self._copied = self._live.with_changing(self._copies.of(self._live.changing(), self._queued))
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failure = error
+
+    def state(self) -> LearnerState:
+        """Return the copy, made now if that has not been done; valid until the next one is made."""
+        self.settle()
+        if self._copied is None:
+            raise self._failure or AssertionError
+        return self._copied
 
 
 def write_tensors(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from rlhf_pipeline.errors import DefinitionError, PipelineError
 from rlhf_pipeline.report.query import View
@@ -16,20 +17,22 @@ from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.folder import is_run
 from trajectory_store import StoreError
 
+LOCALHOST: Final = "localhost"
 _PREFIX = "rlhf_pipeline_"
 _ROWS = 16
 
 
 @contextmanager
-def metrics_served(run_dir: Address, port: int) -> Iterator[int]:
+def metrics_served(run_dir: Address, port: int, host: str = LOCALHOST) -> Iterator[int]:
     """Serve a run's metrics at a port of this machine while the block runs; yield the port.
 
     Args:
         run_dir: the run; it need not exist yet.
         port: the port; 0 takes a free one.
+        host: the address to listen at: `localhost` for this machine alone, `0.0.0.0` for all of its addresses.
 
     Raises:
-        DefinitionError: prometheus-client is not installed, or the port is taken.
+        DefinitionError: prometheus-client is not installed, or the address cannot be used.
     """
     try:
         client: Any = importlib.import_module("prometheus_client")
@@ -41,9 +44,11 @@ def metrics_served(run_dir: Address, port: int) -> Iterator[int]:
     registry = client.CollectorRegistry()
     registry.register(_RunMetrics(run_dir, client))
     try:
-        server, thread = client.start_http_server(port, registry=registry)
+        server, thread = client.start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise DefinitionError(f"--metrics-port {port} cannot be used: {error}. Choose another.") from error
+        raise DefinitionError(
+            f"--metrics-host {host} --metrics-port {port} cannot be used: {error}. Choose another port or host."
+        ) from error
     try:
         yield server.server_port
     finally:
@@ -58,13 +63,22 @@ class _RunMetrics:
     def __init__(self, run_dir: Address, client: Any) -> None:
         self._run_dir = run_dir
         self._gauge = client.metrics_core.GaugeMetricFamily
+        self._reading = threading.Lock()
 
     def describe(self) -> list[Any]:
         """Return nothing: the figures of a run are not known before it has taken a step."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics."""
+        """Yield the metrics; none while an earlier scrape still waits for an object store."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            yield from self._samples()
+        finally:
+            self._reading.release()
+
+    def _samples(self) -> Iterator[Any]:
         if not is_run(self._run_dir):
             return
         now = time.time()
@@ -79,7 +93,7 @@ class _RunMetrics:
         except (PipelineError, StoreError):  # a file that is being replaced: the next scrape sees it
             return
         gauges = {
-            "healthy": not state["alarms"],
+            "healthy": not any(alarm["severity"] == "page" for alarm in state["alarms"]),
             "alarms": len(state["alarms"]),
             "step": state["step"] or 0,
             "steps": state["of"],
@@ -94,6 +108,10 @@ class _RunMetrics:
         for name, value in newest.items():
             if name not in ("step", "time") and isinstance(value, (int, float)):
                 yield self._gauge(f"{_PREFIX}metric_{metric_name(name)}", f"the newest {name}", value=float(value))
+        active = self._gauge(f"{_PREFIX}alarm", "1 for each alarm", labels=["name", "severity", "process"])
+        for alarm in state["alarms"]:
+            active.add_metric([alarm["name"], alarm["severity"], alarm["process"] or ""], 1.0)
+        yield active
         alive = self._gauge(f"{_PREFIX}process_alive", "1 if the process is alive", labels=["process", "state"])
         silent = self._gauge(f"{_PREFIX}process_silent_seconds", "since it was last seen", labels=["process"])
         for process in state["processes"]:

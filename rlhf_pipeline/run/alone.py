@@ -39,7 +39,7 @@ def collect_and_learn(job: Run, *, parent: int | None, on_event: EventHandler) -
             source,
             stop=stop,
             on_event=on_event,
-            after=lambda step, _: heartbeat.beat("running", step=step),
+            after=heartbeat.beat_step,
             evaluator=evaluator,
             started=started,
         )

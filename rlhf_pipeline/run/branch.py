@@ -11,7 +11,7 @@ from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
 from rlhf_pipeline.run.config_diff import carries_over, changes
 from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder, Setup, is_run
 
 _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
 """What counts the steps and trajectories of the first run, and means nothing in the new one."""
@@ -20,7 +20,8 @@ _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.
 def checkpoint_named(text: str) -> tuple[RunFolder, Path]:
     """Return the run and the checkpoint that `RUN` or `RUN@STEP` names, by default the newest whole one."""
     place, at, number = text.rpartition("@")
-    step = int(number) if at and number.isdecimal() else None
+    is_step = bool(at) and number.isdecimal() and not is_run(address_of(text))  # a folder may be named `x@3`
+    step = int(number) if is_step else None
     run = RunFolder.open(address_of(place if step is not None else text))
     return run, checkpoint_of(run, step, form="--from {run}@{step}")
 

@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import DataError, MissingPathError, RunStorageError
-from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy
+from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy, unname_folder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.learner.learner import Learner
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"
+_PREVIOUS = "The previous one is intact: continue from it with --resume."
+_UNUSED = "The newest one is intact: continue from it with --resume."
 
 
 def save_checkpoint(
@@ -61,9 +64,10 @@ def _write(final: Path, write: Callable[[Path], None], content: str) -> None:
 class CheckpointWriter:
     """Writes the checkpoints of a run in a thread while the run takes its next steps, one at a time.
 
-    `begin` copies the learner's state and starts the thread. Only when `finish` has returned a checkpoint does it
-    count: the loop then deletes older ones, copies it to the bucket and names it in errors. A checkpoint that a kill
-    interrupts leaves the previous one, which `newest_checkpoint` finds.
+    `begin` starts the thread. It copies the learner's state, which the learner does not change before that, syncs what
+    the checkpoint refers to, and writes. Only when `finish` has returned a checkpoint does it count: the loop then
+    deletes older ones, copies it to the bucket and names it in errors. A checkpoint that a kill interrupts leaves the
+    previous one, which `newest_checkpoint` finds.
 
     Where no copy can be made (too little memory, or several processes that hold the state in shards), `begin` writes
     the checkpoint itself.
@@ -83,22 +87,38 @@ class CheckpointWriter:
         self._thread: Thread | None = None
         self._failure: Exception | None = None
 
-    def begin(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy the state of a step and begin to write it; an earlier checkpoint must be finished.
+    def begin(self, step: int, state: Mapping[str, Any], *, sync: Callable[[], None]) -> None:
+        """Begin to copy and write the state; an earlier checkpoint must be finished.
 
         Args:
             step: the last step that was taken.
-            state: of the rest of the run; it is copied as well.
+            state: of the rest of the run; it is copied at once.
+            sync: called before anything is written, in the thread: waits until what the checkpoint refers to is on the
+                disk.
         """
+        self.finish()
         final, content = checkpoint_path(self._folder, step), _content(step, state)
         self._step = step
-        copy = self._learner.copied_state()
+        copy = self._learner.begin_copy()
+
+        def write() -> None:
+            write_state = self._learner.write if copy is None else copy.state().write
+            sync()
+            _write(final, write_state, content)
+
         if copy is None:
             self._say_that_it_waits()
-            self._attempt(final, self._learner.write, content)
-            return
-        self._thread = Thread(target=self._attempt, args=(final, copy.write, content), name="checkpoint", daemon=True)
-        self._thread.start()
+            self._attempt(write, f"the checkpoint of step {step} was not written", _PREVIOUS)
+        else:
+            self._start(write, f"the checkpoint of step {step} was not written", _PREVIOUS)
+
+    def remove(self, checkpoints: Sequence[Path]) -> None:
+        """Remove checkpoints: their names at once, their files in the thread."""
+        self.finish()
+        unnamed = [unname_folder(path) for path in checkpoints]
+        if unnamed:
+            names = ", ".join(path.name for path in checkpoints)
+            self._start(lambda: [shutil.rmtree(path) for path in unnamed], f"old checkpoints ({names}) stay", _UNUSED)
 
     @property
     def is_writing(self) -> bool:
@@ -109,20 +129,15 @@ class CheckpointWriter:
         """Wait for the checkpoint that was begun; return its step, or None if there is none to finish.
 
         Raises:
-            RunStorageError: it could not be written. The previous one is intact.
+            RunStorageError: it could not be written, or older ones could not be removed. The others are intact.
             OSError: the same, for a reason that a run folder explains (a full disk).
         """
         self.wait()
         step, self._step = self._step, None
         failure, self._failure = self._failure, None
-        if failure is None:
-            return step
-        what = f"the checkpoint of step {step} was not written"
-        if isinstance(failure, OSError) and type(failure).__module__ == "builtins":
-            raise OSError(failure.errno, f"{what}: {failure.strerror or failure}", failure.filename) from failure
-        raise RunStorageError(
-            f"{what}: {type(failure).__name__}: {failure}. The previous one is intact: continue from it with --resume."
-        ) from failure
+        if failure is not None:
+            raise failure
+        return step
 
     def wait(self) -> None:
         """Wait until the thread has ended, whatever its result."""
@@ -130,11 +145,20 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _attempt(self, final: Path, write: Callable[[Path], None], content: str) -> None:
+    def _start(self, act: Callable[[], object], problem: str, advice: str) -> None:
+        self._thread = Thread(target=self._attempt, args=(act, problem, advice), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _attempt(self, act: Callable[[], object], problem: str, advice: str) -> None:
+        """Act, and keep an error, which `finish` raises in the loop's thread."""
         try:
-            _write(final, write, content)
-        except Exception as error:  # noqa: BLE001 - `finish` raises it in the loop's thread
-            self._failure = error
+            act()
+        except Exception as error:  # noqa: BLE001 - as above
+            if isinstance(error, OSError) and type(error).__module__ == "builtins":
+                self._failure = OSError(error.errno, f"{problem}: {error.strerror or error}", error.filename)
+            else:
+                self._failure = RunStorageError(f"{problem}: {type(error).__name__}: {error}. {advice}")
+            self._failure.__cause__ = error
 
     def _say_that_it_waits(self) -> None:
         if self._has_said:
@@ -149,13 +173,17 @@ class CheckpointWriter:
 
 
 def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:
-    """Drop all checkpoints but the newest `keep` up to a step, and those of other steps that are kept `besides`."""
-    newest = [path for path in list_checkpoints(folder) if step_of(path) <= step][-keep:]
-    for other in list_checkpoints(folder):
-        if other not in newest and (
-            step_of(other) not in besides or step_of(other) > step
-        ):  # too old, or of a later step and skipped when the run was resumed
-            remove_folder(other)
+    """Remove `outdated_checkpoints`."""
+    for path in outdated_checkpoints(folder, step, keep=keep, besides=besides):
+        remove_folder(path)
+
+
+def outdated_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> list[Path]:
+    """Return all checkpoints but the newest `keep` up to a step, and those of other steps that are kept `besides`."""
+    every = list_checkpoints(folder)
+    newest = [path for path in every if step_of(path) <= step][-keep:]
+    # Too old, or of a later step and skipped when the run was resumed.
+    return [path for path in every if path not in newest and (step_of(path) not in besides or step_of(path) > step)]
 
 
 def load_checkpoint(path: Path, learner: Learner, *, checked: bool = False) -> dict[str, Any]:

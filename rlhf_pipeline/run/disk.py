@@ -17,9 +17,9 @@ from trajectory_store.fs import disk_bytes
 
 _LEAST_FREE: Final = 10**9
 _DAY_H: Final = 24.0
-_LOOK_EVERY_S: Final = 60.0
+_MEASURE_EVERY_S: Final = 60.0
 _REMEMBERED: Final = 60
-"""Looks that a rate is taken from: those of an hour."""
+"""Measurements that a rate is taken from: those of an hour."""
 _LEAST_S: Final = 120.0
 """A shorter time says nothing about a day."""
 
@@ -38,15 +38,20 @@ def disk_usage(place: Address) -> int:
 class RunUsage:
     """The bytes that a run takes on disk."""
 
-    total: int
     growing: int
-    """Without checkpoints: `learn.keep_checkpoints` of them stay, however long a run goes on, so they are no rate."""
+    """Without checkpoints: `learn.keep_checkpoints` of them stay, however long a run continues, so they are no rate."""
+    checkpoints: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.growing + self.checkpoints
 
 
 def run_usage(run: Address) -> RunUsage:
     """Return what a run takes on disk, at a folder or a URL."""
-    total = disk_usage(run)
-    return RunUsage(total=total, growing=total - disk_usage(below(run, filenames.CHECKPOINTS)))
+    checkpoints = disk_usage(below(run, filenames.CHECKPOINTS))
+    return RunUsage(growing=disk_usage(run) - checkpoints, checkpoints=checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,25 +80,38 @@ class Room:
         >>> Room(free=10**12, used=0, allowed=None).warning(5e8) is None
         True
         """
-        hours = self.left / bytes_per_hour if bytes_per_hour and bytes_per_hour > 0 else float("inf")
+        hours = self._hours(bytes_per_hour)
         by_budget = self.left < self.free
-        if hours >= _DAY_H and (by_budget or self.free >= _LEAST_FREE):
+        if hours >= _DAY_H and self.left > 0 and (by_budget or self.free >= _LEAST_FREE):
             return None
         space = f"{self.left / 1e9:.1f} GB {'of buffer.max_bytes are left' if by_budget else 'are free'}"
         if hours >= _DAY_H:
             return space
         return f"{space}, at the present rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour) for {hours:.0f} h"
 
+    def is_urgent(self, bytes_per_hour: float | None) -> bool:
+        """Return whether there is no room left, or not for an hour at this rate.
+
+        >>> Room(free=10**9, used=0, allowed=None).is_urgent(5e8), Room(free=10**8, used=0, allowed=None).is_urgent(5e8)
+        (False, True)
+        """
+        return self.left <= 0 or self._hours(bytes_per_hour) < 1.0
+
+    def _hours(self, bytes_per_hour: float | None) -> float:
+        return self.left / bytes_per_hour if bytes_per_hour and bytes_per_hour > 0 else float("inf")
+
 
 class DiskWatch:
-    """Looks now and then at the room of a run; says once that a day is left, and stops it where its budget is used up.
+    """Counts what a run takes, warns a day ahead, and stops the run before it takes more than its budget.
 
-    The rate is that of what grows with the run, see `RunUsage`.
+    The folder is measured once a minute. In between, what the run has written since then is added: a commit is known at
+    once, however many files the folder has. The rate is that of what grows with the run, see `RunUsage`.
 
     Args:
         folder: the run folder.
         allowed: see `Room`.
         say: takes a warning.
+        written: returns a running count of the bytes of trajectories and lines; only its increase matters.
         clock: seconds, for a test.
     """
 
@@ -103,35 +121,65 @@ class DiskWatch:
         allowed: int | None,
         say: Callable[[str], None],
         *,
+        written: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._allowed = allowed
         self._say = say
+        self._written = written
         self._clock = clock
         self._next = clock()
         self._seen: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
         self._has_warned = False
+        self._growing = self._checkpoints = self._newest_checkpoint = 0
+        """Bytes, as of the last measurement: without checkpoints; of these; and of the newest one."""
+        self._written_then = self._written_before = written()
+        self._most_at_once = 0
+        """The most bytes that were written between two looks."""
+
+    @property
+    def used(self) -> int:
+        """The bytes that the run takes: as measured, and what was written since."""
+        return self._growing + self._checkpoints + self._written() - self._written_then
 
     def look(self) -> None:
-        """Look, if the last look is a minute ago.
+        """Compare what the run takes with its budget; call it after each step. Once a minute the folder is measured.
 
         Raises:
-            RunStorageError: the run takes more than it may.
+            RunStorageError: the run would take more than it may, with a step like those before and its checkpoint.
         """
         now = self._clock()
-        if now < self._next:
-            return
-        self._next = now + _LOOK_EVERY_S
-        usage = run_usage(self._folder)
-        room = Room(free=shutil.disk_usage(self._folder).free, used=usage.total, allowed=self._allowed)
-        if room.allowed is not None and room.used > room.allowed:
+        is_due = now >= self._next
+        if is_due:
+            self._next = now + _MEASURE_EVERY_S
+            usage = run_usage(self._folder)
+            self._growing, self._checkpoints, self._written_then = usage.growing, usage.checkpoints, self._written()
+        used, written = self.used, self._written()
+        self._most_at_once = max(self._most_at_once, written - self._written_before)
+        self._written_before = written
+        reserve = self._most_at_once + self._newest_checkpoint
+        if self._allowed is not None and used + reserve > self._allowed:
             raise RunStorageError(
-                f"{self._folder} takes {room.used:,} bytes, and buffer.max_bytes is {room.allowed:,}. Everything is "
-                f"saved. Go on with more: rlhf-pipeline run --resume --out {typed(self._folder)} "
-                f"--set buffer.max_bytes={2 * room.used}"
+                f"{self._folder} takes {used:,} bytes, one more step and its checkpoint up to {reserve:,}, and "
+                f"buffer.max_bytes is {self._allowed:,}. Everything is saved. Continue with more: rlhf-pipeline run "
+                f"--resume --out {typed(self._folder)} --set buffer.max_bytes={2 * (used + reserve)}"
             )
-        self._seen.append((now, usage.growing))
+        if is_due:
+            self._warn(now, used)
+
+    def note_checkpoint(self, path: Path) -> None:
+        """Count the checkpoints again, after one was written and others were dropped.
+
+        Args:
+            path: of the one that was written.
+        """
+        self._checkpoints = disk_usage(path.parent)
+        self._newest_checkpoint = disk_usage(path)
+
+    def _warn(self, now: float, used: int) -> None:
+        room = Room(free=shutil.disk_usage(self._folder).free, used=used, allowed=self._allowed)
+        self._seen.append((now, self._growing))
         (first, before), (last, after) = self._seen[0], self._seen[-1]
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
         warning = room.warning(rate)

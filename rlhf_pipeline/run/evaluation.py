@@ -225,10 +225,10 @@ class Evaluations(ABC):
         """Wait until every evaluation is done; return False if a signal asked to stop before that."""
         return True
 
-    def flush(self) -> None:
-        """Wait until every row is on the disk."""
+    def sync(self) -> None:
+        """Wait until every row that was read or written here is on the disk."""
         for entry in self.sets:
-            entry.store.flush()
+            entry.store.sync()
 
     def _tell(self, entry: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
         """Report an evaluation; it may be the best of those up to the newest step."""

@@ -74,10 +74,14 @@ def new_folder(final: Path, *, sync: bool = True) -> Iterator[Path]:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a kill midway leaves nothing under its name."""
+    shutil.rmtree(unname_folder(folder))
+
+
+def unname_folder(folder: Path) -> Path:
+    """Rename a folder that is to be removed, and return its new path; after a kill, `tidy` removes it."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone)
+    return folder.rename(gone)
 
 
 def tidy(parent: Path) -> None:

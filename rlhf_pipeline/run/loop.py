@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +19,9 @@ from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
     CheckpointWriter,
     checkpoint_path,
-    drop_checkpoints,
-    list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
+    outdated_checkpoints,
 )
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
@@ -31,6 +31,7 @@ from rlhf_pipeline.run.folder import RESTORE, RunFolder, Setup, tell
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import SAMPLE, with_logger
 from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
+from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -150,7 +151,9 @@ class Loop:
         self.num_parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
         allowed = setup.pipeline.buffer.max_bytes
         self._disk = (
-            None if run.place.is_remote else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning))
+            None
+            if run.place.is_remote
+            else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning), written=self._written)
         )
         self._repeated = Repeated()
         self._evicts_nothing = setup.pipeline.buffer.max_trajectories is None
@@ -245,6 +248,7 @@ class Loop:
             if self.evaluator is not None and reason != "interrupted":
                 reason = reason if self.evaluator.wait(self.stop) else "interrupted"
                 self._drop(progress.step)
+                self._finish_checkpoint()
         except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
             tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
             reason = "interrupted"
@@ -311,6 +315,12 @@ class Loop:
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 
+    def _written(self) -> int:
+        """Return the bytes of all commits that this process has seen, and of the lines of all steps."""
+        files = (self.folder.metrics_file, self.folder.ledger_file)
+        lines = sum(file.stat().st_size for file in files if file.is_file())
+        return self.learner.buffer.store.used_bytes + lines
+
     def _look_at(self, disk: DiskWatch) -> None:
         try:
             disk.look()
@@ -337,24 +347,18 @@ class Loop:
 
     def _drop(self, step: int) -> None:
         """Drop, for all processes, the checkpoints that are no longer kept; that of this step is the newest."""
-        folder = self.folder.checkpoints
-        before = list_checkpoints(folder)
-        drop_checkpoints(folder, step, keep=self.learn.keep_checkpoints, besides=self._kept(step))
-        for gone in set(before) - set(list_checkpoints(folder)):
-            self.folder.drop(gone)
+        keep, besides = self.learn.keep_checkpoints, self._kept(step)
+        outdated = outdated_checkpoints(self.folder.checkpoints, step, keep=keep, besides=besides)
+        self._writer.remove(outdated)
+        for path in outdated:
+            self.folder.drop(path)
 
     def _save(self) -> None:
-        """Sync everything that a checkpoint of the last step refers to, then begin to write it."""
+        """Begin to write a checkpoint of the last step."""
         step, store = self.progress.step, self.learner.buffer.store
         if self._begun == step:
             return
         self._finish_checkpoint()
-        store.flush()
-        if self.evaluator is not None:
-            self.evaluator.flush()
-        self.metrics.sync()
-        self.folder.rows(self.folder.ledger_file).sync()
-        sync_path(self.folder.path)
         oldest = self.learner.max_staleness
         rows = served_rows(self.folder, store, step, max_staleness=oldest) if self._evicts_nothing else {}
         self._writer.begin(
@@ -365,11 +369,21 @@ class Loop:
                 "rows": rows,
                 "lines": self.folder.lines_of(step),
             },
+            sync=partial(self._sync, self.folder.rows(self.folder.ledger_file)),
         )
         self._begun = step
         if not (self._evicts_nothing or (self._samples_all_again and self.source.begins(step + 1))):
             # Until it is finished, a resume starts from the one before it. The ring must not evict what that needs.
             self._finish_checkpoint()
+
+    def _sync(self, ledger: StepRows) -> None:
+        """Wait until everything that a checkpoint refers to is on the disk; the thread that writes it calls this."""
+        self.learner.buffer.store.sync()
+        if self.evaluator is not None:
+            self.evaluator.sync()
+        self.metrics.sync()
+        ledger.sync()
+        sync_path(self.folder.path)
 
     def _finish_checkpoint(self) -> None:
         """Wait for the checkpoint that was begun, if there is one; it counts from now on.
@@ -383,3 +397,5 @@ class Loop:
         self.folder.keep(checkpoint_path(self.folder.checkpoints, step))
         self._drop(step)
         self._saved = step
+        if self._disk is not None:
+            self._disk.note_checkpoint(checkpoint_path(self.folder.checkpoints, step))

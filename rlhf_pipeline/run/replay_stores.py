@@ -73,7 +73,7 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
                         source,
                         stop=stop,
                         on_event=on_event,
-                        after=lambda step, _: heartbeat.beat("running", step=step),
+                        after=heartbeat.beat_step,
                         evaluator=evaluator,
                         started=started,
                     )

@@ -6,7 +6,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from trajectory_store.format import (
     KEY,
     ORDINAL_SHIFT,
     PRESENT,
+    RECORD_SIZE,
     ROW_ID,
     ROW_MASK,
     ROW_TIME,
@@ -95,6 +96,7 @@ class Segment(ABC):
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, int] = {}
         self._span: tuple[int, int] | None = None
+        self._used_bytes: int | None = None
         self.row_readers: dict[tuple[str, ...], Any] = {}
         """What `single_row` prepares per list of columns; valid until an array is dropped."""
 
@@ -377,6 +379,18 @@ class Segment(ABC):
         values = sum(count * c.np_dtype.itemsize for count, c in zip(counts, self.schema, strict=True))
         return values + 8 * self.rows * len(ends)
 
+    def used_bytes(self) -> int:
+        """Return about what the segment takes on a disk, in whole blocks, without a look at its files."""
+        if self._used_bytes is not None:
+            return self._used_bytes
+        ends = self.elements()
+        used = _BLOCK * _SMALL_FILES + _blocks(self.records * RECORD_SIZE)
+        for spec in self.specs.values():
+            in_use = self.rows + 1 if spec.edges else self.rows if spec.axis is None else ends[spec.axis]
+            used += _BLOCK + _blocks((spec.capacity if self.meta.preallocated else in_use) * spec.itemsize)
+        self._used_bytes = used if self.finished else None
+        return used
+
     def time_span(self) -> tuple[int, int]:
         """Return the times of the first and the last commit; for a finished segment they are looked up once."""
         if self._span is not None:
@@ -386,6 +400,16 @@ class Segment(ABC):
         span = (int(times.min()), int(times.max())) if len(times) else (created, created)
         self._span = span if self.finished else None
         return span
+
+
+_BLOCK: Final = 4096
+_SMALL_FILES: Final = 5
+"""The files of a segment besides its arrays: metadata, records, checksums and a mark."""
+
+
+def _blocks(size: int) -> int:
+    """Return a number of bytes as the disk space of a file."""
+    return -(-size // _BLOCK) * _BLOCK
 
 
 class SegmentWriter(ABC):

@@ -391,7 +391,7 @@ class Catalog:
         every = (*self.segments.values(), *self.updates.values())
         whole = all(segment.is_checked for segment in every) and not self.lost_updates
         self._checked = self.generation if whole else -1
-        for column in columns if len(columns) == 1 and not self.lost_updates else ():
+        for column in columns if not self.lost_updates else ():
             if all(segment.has_compared(column, flags=flags) for segment in every):
                 self._columns_checked[column.name, flags] = self.generation
         return failed

@@ -263,6 +263,28 @@ class ColumnReader:
         every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
         return catalog.find_damage([*every, *((catalog.any_segment(o), rows) for o, rows in self._base.runs)])
 
+    def check(self, columns: Iterable[Column]) -> None:
+        """Compare the rows of several columns together, as `_check` does one after another; it has less to prepare.
+
+        Columns with later values are left to `_check`.
+        """
+        catalog = self._catalog
+        if not self._unchecked or catalog.updates or catalog.lost_updates:
+            return
+        left = [column for column in columns if not catalog.has_checked(column, flags=False)]
+        if not left:
+            return
+        self._compare(left, self._base.runs, flags=False)
+
+    def _compare(self, columns: Sequence[Column], runs: Sequence[tuple[int, Rows]], *, flags: bool) -> None:
+        """Compare columns of rows, and raise as `_check` does if some do not match."""
+        catalog = self._catalog
+        if catalog.check([(catalog.any_segment(o), rows) for o, rows in runs], columns, flags=flags, warn=self._every):
+            if self._every:
+                raise DamageFoundError(f"{catalog.medium.where}: rows were found damaged")
+            catalog.locate(self.ids)
+        self._checked |= {(column.name, flags) for column in columns}
+
     def _check(self, column: Column, *, flags: bool = False) -> None:
         """Compare the rows of a column, and all its later values, with their checksums, once per reader.
 
@@ -291,12 +313,7 @@ class ColumnReader:
                 raise catalog.unreadable(update, gap, mine)
         places = self._places(column)
         places = [self._base] if places is self._base else [self._base, places]
-        runs = [(catalog.any_segment(ordinal), rows) for found in places for ordinal, rows in found.runs]
-        if catalog.check(runs, (column,), flags=flags, warn=self._every):
-            if self._every:
-                raise DamageFoundError(f"{catalog.medium.where}: rows were found damaged")
-            catalog.locate(self.ids)
-        self._checked.add((column.name, flags))
+        self._compare([column], [run for some in places for run in some.runs], flags=flags)
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:

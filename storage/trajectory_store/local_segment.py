@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,8 @@ FRESH_NS = 50_000_000
 FULL_BYTES = 1 << 16
 """A commit of up to this size is compared as a whole: the calls for its blocks would take longer."""
 _ALL = ""
+AGAIN_BYTES = 1 << 20
+"""A commit of up to this size is compared as a whole when more of it is read."""
 
 FileState = tuple[int, ...] | None
 """What a file is, as far as `stat` says; None if it was written too lately to tell, or `stat` failed."""
@@ -350,7 +353,7 @@ class LocalSegment(Segment):
             self._seqs = np.concatenate([self._seqs, table["seq"].astype(np.int64)])
             self._indexed = self.records
         before = len(self.gaps)
-        for name, some in unknown.items():
+        for name, some in self._without_matching(unknown).items():
             commits = self._ends.searchsorted(some, "right")
             for at in distinct(commits):
                 if at < len(self._seqs):
@@ -361,6 +364,87 @@ class LocalSegment(Segment):
             self._settle(name)
         self.close_log()
         return len(self.gaps) > before
+
+    def _without_matching(self, unknown: dict[str, Int64Array]) -> dict[str, Int64Array]:
+        """Compare rows of arrays block by block, and return those that did not match, or are of small commits.
+
+        Where nothing is damaged, this is all that has to be done: a few steps per commit and array. If some of a commit
+        was compared before, all of it is, unless it is large: of a commit of which more and more is read, this takes
+        less time, and a first batch reads little more than it returns.
+        """
+        left: dict[str, list[Int64Array]] = {}
+        rows, commits = np.empty(0, np.int64), list[tuple[int, Int64Array]]()
+        again: dict[int, bool] = {}
+        for name, some in unknown.items():
+            if not np.array_equal(some, rows):
+                rows, commits = some, self._by_commit(some)
+            for at, mine in commits:
+                matching = self._matching(at, name, mine, again)
+                if matching is None:
+                    left.setdefault(name, []).append(mine)
+                for part in matching or ():
+                    self._mark(name, part)
+        return {name: np.concatenate(parts) for name, parts in left.items()}
+
+    def _by_commit(self, rows: Int64Array) -> list[tuple[int, Int64Array]]:
+        """Return rows by the place of their commit among those of rows."""
+        commits = self._ends.searchsorted(rows, "right")
+        order = commits.argsort(kind="stable")
+        commits, rows = commits[order], rows[order]
+        edges = [0, *(np.flatnonzero(commits[1:] != commits[:-1]) + 1).tolist(), len(rows)]
+        return [(int(commits[a]), rows[a:b]) for a, b in itertools.pairwise(edges)]
+
+    def _matching(self, at: int, name: str, rows: Int64Array, again: dict[int, bool]) -> list[Rows] | None:
+        """Return the rows of an array of a commit that were compared: these, and others in the same blocks.
+
+        None if some do not match, or the whole commit has to be compared. `again` gets, per commit, whether some of it
+        was compared before this read.
+        """
+        record = self.log.get(int(self._seqs[at])) if at < len(self._seqs) else None
+        if record is None or record.meta_crc != self.meta_crc:
+            return None
+        first, end, spec = record.rows_end - record.n_rows, record.rows_end, self.specs[name]
+        parts = self._parts(first, end)
+        total = 0 if parts is None else self._bytes(parts)
+        if parts is None or total <= FULL_BYTES:
+            return None
+        once_more = again.setdefault(record.seq, record.seq in self._crcs)
+        crcs = self._block_crcs(record, self._count(parts))
+        if crcs is None:
+            return None
+        part, before = parts[name]
+        size = block_elements(spec)
+        if len(rows) == record.n_rows or (once_more and total <= AGAIN_BYTES):
+            matches = self._blocks_match(name, part, size, crcs[before:], range(-(-len(part) // size)))
+            return [slice(first, end)] if matches else None
+        if spec.axis is None or spec.edges:
+            blocks = distinct((rows - first) // size)
+            compared = [slice(first + block * size, min(first + (block + 1) * size, end)) for block in blocks]
+            return [*compared] if self._blocks_match(name, part, size, crcs[before:], blocks) else None
+        offsets = self.part(offsets_name(spec.axis), first, end + 1)
+        starts, stops = offsets[rows - first] - part.start, offsets[rows - first + 1] - part.start
+        if int(starts.min()) < 0 or int((stops - starts).min()) < 0 or int(stops.max()) > len(part):
+            return None
+        spans = zip((starts // size).tolist(), (-(-stops // size)).tolist(), strict=True)
+        blocks = sorted(set(itertools.chain.from_iterable(itertools.starmap(range, spans))))
+        return [rows] if self._blocks_match(name, part, size, crcs[before:], blocks) else None
+
+    def _blocks_match(self, name: str, part: range, size: int, crcs: Int64Array, blocks: Sequence[int]) -> bool:
+        """Return whether blocks of an array of a commit match their checksums; adjacent ones are read together."""
+        itemsize, i = self.specs[name].itemsize, 0
+        while i < len(blocks):
+            j = i + 1
+            while j < len(blocks) and blocks[j] == blocks[j - 1] + 1:
+                j += 1
+            begin, end = part.start + blocks[i] * size, min(part.start + (blocks[j - 1] + 1) * size, part.stop)
+            try:
+                raw = self.part(name, begin, end).view(np.uint8)
+            except (CorruptionError, SegmentGoneError):
+                return False
+            if block_crcs(raw, size * itemsize) != crcs[blocks[i] : blocks[j - 1] + 1].tolist():
+                return False
+            i = j
+        return True
 
     def _compared_rows(self, name: str) -> npt.NDArray[np.bool_] | None:
         """Return which rows of an array were compared, or None if all were."""

@@ -121,6 +121,14 @@ class StoreReads:
         return self._catalog.state.schema
 
     @property
+    def used_bytes(self) -> int:
+        """About what the commits that this reader has seen take on disk, in bytes.
+
+        It is added up from counts, without a look at the files: cheap enough to ask for after each commit.
+        """
+        return sum(s.used_bytes() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
+
+    @property
     def max_trajectories(self) -> int | None:
         """How many of the newest trajectories are kept; None for all."""
         return self._root.max_trajectories
@@ -551,6 +559,7 @@ class StoreReads:
             among, every = (self.ids(), True) if ids is None else (as_ids(ids), every)
             reader = ColumnReader(self._catalog, among, self._limits, checked=checked, every=every)
         reader.fetch(columns)
+        reader.check(columns)
         return reader
 
     def _ragged_column(self, name: str) -> Column:

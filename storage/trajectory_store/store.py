@@ -465,9 +465,21 @@ class TrajectoryStore(StoreTable):
             UnsyncedError: everything is in the store, but a sync failed, now or before.
         """
         self._check_writable("flush")
+        if self._catalog.medium.bucket.can_tear:
+            self._catalog.refresh()
+        self.sync()
+
+    def sync(self) -> None:
+        """Wait until every row that this object sees is on the disk, without looking for new ones.
+
+        Unlike `flush`, it changes nothing that the store's other methods return: a thread may call it while another
+        one reads and appends.
+
+        Raises:
+            UnsyncedError: everything is in the store, but a sync failed, now or before.
+        """
         if not self._catalog.medium.bucket.can_tear:
             return  # an object store makes its own promise
-        self._catalog.refresh()
         try:
             self._catalog.sync()
         except OSError as error:

@@ -3,6 +3,7 @@
     python -m tests.crash.kills resume --kills 10    # every variant, killed ten times, at calls drawn by chance
     python -m tests.crash.kills sweep                # each way to run, killed at every call, and again in its resume
     python -m tests.crash.kills sweep several --points 60 --sites   # at 60 calls, and at one of every kind and path
+    python -m tests.crash.kills sweep one --part 2/8                # the second of eight parts of the calls
 
 Every life of a run is a process forked from this one, which has imported everything; a preloaded library counts the
 calls that change files under the run folder and sends SIGKILL before one of them. What is on the disk changes at these
@@ -88,11 +89,13 @@ class Children:
     Args:
         seed: of what differs from life to life and must not matter.
         sites: whether one call of every kind and path is among those to kill at.
+        part: number and count: which part of the calls to kill at, so that a long sweep runs in parts.
     """
 
-    def __init__(self, seed: int = 0, *, sites: bool = False) -> None:
+    def __init__(self, seed: int = 0, *, sites: bool = False, part: tuple[int, int] = (1, 1)) -> None:
         self.rng = random.Random(seed)
         self.sites = sites
+        self.part = part
         self.num_kills = self.num_judged = 0
         self._context = multiprocessing.get_context("fork")
 
@@ -355,12 +358,13 @@ def points(children: Children, calls: Path, few: int | None) -> list[int]:
     """
     lines = calls.read_text().splitlines()
     total, places = len(lines), dict[str, list[int]]()
+    number, count = children.part
     if few is None or few >= total:
-        return children.rng.sample(range(1, total + 1), total)
-    for number, line in enumerate(lines, start=1):
-        places.setdefault(re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "N", line), []).append(number)
-    aimed = {children.rng.choice(numbers) for numbers in places.values()} if children.sites else set[int]()
-    return sorted(aimed | {1 + round(i * (total - 1) / (few - 1)) for i in range(few)})
+        return children.rng.sample(range(1, total + 1), total)[number - 1 :: count]
+    for call, line in enumerate(lines, start=1):
+        places.setdefault(re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "N", line), []).append(call)
+    aimed = {children.rng.choice(calls_there) for calls_there in places.values()} if children.sites else set[int]()
+    return sorted(aimed | {1 + round(i * (total - 1) / (few - 1)) for i in range(few)})[number - 1 :: count]
 
 
 def sweep_one(children: Children, folder: Path, few: int | None) -> str:
@@ -623,6 +627,7 @@ def main(arguments: Sequence[str]) -> int:
     sweeps = commands.add_parser("sweep", help="killed at every call")
     sweeps.add_argument("--points", type=int, help="only so many calls, spread over all of them")
     sweeps.add_argument("--sites", action="store_true", help="and one call of every kind and path")
+    sweeps.add_argument("--part", default="1/1", help="2/8 is the second of eight parts of these calls")
     for command, names in ((resumes, VARIANTS), (sweeps, SWEEPS)):
         command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all by default")
         command.add_argument("--seed", type=int, default=0, help="of the kills")
@@ -633,7 +638,10 @@ def main(arguments: Sequence[str]) -> int:
     for name in args.names or (VARIANTS if args.command == "resume" else SWEEPS):
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix=f"kills-{name}-"))
-        children = Children(args.seed, sites=args.command == "sweep" and args.sites)
+        children = Children(args.seed)
+        if args.command == "sweep":
+            number, count = map(int, args.part.split("/"))
+            children = Children(args.seed, sites=args.sites, part=(number, count))
         try:
             if args.command == "resume":
                 line = resume(children, name, folder, args.kills)

@@ -197,14 +197,31 @@ def test_after_a_failed_sync_no_other_thread_is_told_that_all_is_well(tmp_path, 
         assert store.read_scalars("n").tolist() == [0, 1, 2, 3]
 
 
-def test_a_flush_that_fails_says_that_the_rows_are_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["flush", "sync"])
+def test_a_flush_that_fails_says_that_the_rows_are_there(tmp_path, monkeypatch, name):
     """Also for a writer that promised no syncs."""
     with TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")])) as store:
         store.append({"n": [0]})
-        assert isinstance(Syncs(monkeypatch).fails(0, store.flush), UnsyncedError)
+        assert isinstance(Syncs(monkeypatch).fails(0, getattr(store, name)), UnsyncedError)
         assert store.read_scalars("n").tolist() == [0]
         with pytest.raises(UnsyncedError):
             store.flush()
+
+
+def test_a_sync_changes_nothing_that_is_seen(tmp_path, monkeypatch):
+    """What another process appends is seen at the next refresh, as a thread beside the store's user needs it."""
+    synced: list[str] = []
+    with (
+        TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")])) as store,
+        TrajectoryStore.open(tmp_path / "s", mode="a") as other,
+    ):
+        store.append({"n": [0]})
+        other.append({"n": [1, 2]})
+        monkeypatch.setattr(fs, "sync_path", lambda path: synced.append(path.name))
+        store.sync()
+        assert (store.watermark, "n" in synced) == (1, True)
+        store.flush()
+        assert store.watermark == 3
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])

@@ -82,6 +82,10 @@ class Heartbeat:
             self._write()
             self._changed = min(self._changed, self._written)
 
+    def beat_step(self, step: int, reason: str | None) -> None:
+        """Report a step of a run in one process, and the end of the run; one that was interrupted has not ended."""
+        self.beat("running" if reason in (None, "interrupted") else "ended", step=step)
+
     def _renew(self) -> None:
         while not self._leave.wait(RENEWAL_S):
             with self._lock, suppress(OSError):  # the main thread reports a full disk
@@ -138,6 +142,14 @@ def read_heartbeat(folder: Path, name: str) -> dict[str, Any]:
         return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
+
+
+def read_report(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return the last heartbeat of a process on this machine with `name`, `seen` and `alive`; None if there is none."""
+    heartbeat = read_heartbeat(folder, name)
+    if not heartbeat:
+        return None
+    return {**heartbeat, "name": name, "seen": heartbeat.get("time"), "alive": is_alive(folder, name)}
 
 
 @contextmanager

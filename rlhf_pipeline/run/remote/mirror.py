@@ -73,7 +73,7 @@ class Mirror:
     @functools.cached_property
     def root(self) -> Path:
         """The folder of the copy."""
-        folder = new_copy(self)
+        folder = new_copy(self, self.address)
         for name in SEALED:
             (folder / name).mkdir()
         beside = os.environ.get(BESIDE)

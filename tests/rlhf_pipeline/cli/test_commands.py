@@ -76,6 +76,12 @@ def test_ls_beside_other_folders(cli: Cli, run_dir: Path):
     assert shown.code == 1
     assert str(run_dir.parent / "torn") in shown.err
     assert len(shown.out.splitlines()) == 2
+    (run_dir.parent / "unreadable").mkdir()  # as of another user: a read of this file is an error, also for root
+    (run_dir.parent / "unreadable" / "config.json").symlink_to("/proc/self/mem")
+    shown = cli("ls", run_dir.parent)
+    assert shown.code == 1
+    assert str(run_dir.parent / "unreadable") in shown.err
+    assert len(shown.out.splitlines()) == 2
 
 
 def test_inspect_disagreement(cli: Cli, run_dir: Path, tmp_path: Path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_pipeline import scratch_policy
 from rlhf_pipeline.learner import host_copies
 from rlhf_pipeline.learner.host_copies import HostCopies, available_bytes
+from rlhf_pipeline.learner.state import LearnerState, StateCopy
 
 
 def test_a_copy_keeps_its_values_and_its_memory():
@@ -55,3 +57,43 @@ def test_the_limit_of_a_container_counts(tmp_path):
     assert available_bytes(tmp_path, tmp_path) == 150_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path, tmp_path) == 1024 * 1024
+
+
+def state_of(weight: torch.Tensor) -> LearnerState:
+    """A learner's state of one tensor in a file."""
+    policy = scratch_policy("01", hidden_size=4, num_layers=1, num_heads=1, seed=0)
+    return LearnerState(policy=policy, weights={}, frozen=(), files={"optimizer": {"weight": weight}})
+
+
+def test_a_copy_is_made_once_by_whoever_needs_it_first():
+    """The learner makes it before it changes its state, and the thread takes the same one."""
+    weight = torch.ones(2)
+    copy = StateCopy(state_of(weight), HostCopies())
+    copy.settle()
+    weight.fill_(2.0)
+    copy.settle()
+    assert copy.state().files["optimizer"]["weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_copy_that_fails_lets_the_learner_go_on(monkeypatch):
+    """Its failure is that of the checkpoint: the thread that writes it raises it."""
+    copy = StateCopy(state_of(torch.ones(2)), HostCopies())
+    monkeypatch.setattr(host_copies, "_memory_for", lambda tensor: torch.empty(-1))
+    copy.settle()
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        copy.state()
+
+
+def test_memory_that_cannot_be_locked_is_used_all_the_same(monkeypatch):
+    """A system may lock less memory than it has."""
+    empty, tries = torch.empty, list[bool]()
+
+    def refuse(*shape: int, pin_memory: bool | None = None, **more: object) -> torch.Tensor:
+        tries.append(pin_memory is not None)
+        if tries[-1]:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert HostCopies().of({"a": torch.ones(2)})["a"].tolist() == [1.0, 1.0]
+    assert tries == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -33,9 +34,21 @@ def test_a_scrape_gives_state_alarms_and_figures(tmp_path: Path):
         assert found["rlhf_pipeline_stored_trajectories"] == 48
         assert found["rlhf_pipeline_healthy"] == 0  # nothing runs
         assert found["rlhf_pipeline_alarms"] == 1
+        assert found["rlhf_pipeline_alarmpagestopped"] == 1
         assert "rlhf_pipeline_metric_task_reward" in found
         (run / "processes").mkdir()
         (run / "processes" / "learner.json").write_text('{"state": "learning", "time": 1.0}')
         assert scraped(port)["rlhf_pipeline_process_alivelearnerlearning"] == 0
-        with pytest.raises(DefinitionError, match=f"--metrics-port {port} cannot be used"), metrics_served(run, port):
+        with (
+            pytest.raises(DefinitionError, match=f"--metrics-host localhost --metrics-port {port} cannot be used"),
+            metrics_served(run, port),
+        ):
             pass
+
+
+@pytest.mark.parametrize(("host", "is_reachable"), [("localhost", False), ("0.0.0.0", True)])
+def test_only_a_named_host_is_reachable_by_other_addresses(tmp_path: Path, host: str, is_reachable: bool):
+    """By default the port is bound to localhost alone; another address of the machine is refused."""
+    with metrics_served(tmp_path / "run", 0, host) as port, socket.socket() as client:
+        assert scraped(port) == {}
+        assert (client.connect_ex(("127.0.0.2", port)) == 0) == is_reachable

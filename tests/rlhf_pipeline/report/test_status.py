@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhf_pipeline.cli import main
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.report.status import status
+from rlhf_pipeline.run import start
 from rlhf_pipeline.run.disk import disk_usage
+from rlhf_pipeline.run.files import new_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import process_lock
+from rlhf_pipeline.run.remote.copies import CACHE, new_copy
 from rlhf_pipeline.run.rows import StepRows
+from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column, Schema, TrajectoryStore
 
 from .conftest import write_run
@@ -30,6 +38,11 @@ def told(run: Path, now: float = NOW) -> dict[str, Any]:
         return status(view, now)
     finally:
         view.close()
+
+
+def texts(run: Path, now: float = NOW) -> list[str]:
+    """Return the sentences of a run's alarms."""
+    return [alarm["text"] for alarm in told(run, now)["alarms"]]
 
 
 def says(run: Path, name: str, state: str, age: float, **fields: Any) -> None:
@@ -57,8 +70,16 @@ def test_a_run_that_stopped(run_dir: Path):
     says(run_dir, "supervisor", "running", 300.0)
     found = told(run_dir)
     assert (found["state"], found["step"], found["seen"], found["waits_for"]) == ("stopped", 12, NOW, [])
-    go_on = f"rlhf-pipeline run --resume --out {run_dir}"
-    assert found["alarms"][0] == f"nothing runs, and it stopped after step 12 of 300. Go on: {go_on}"
+    resume = f"rlhf-pipeline run --resume --out {run_dir}"
+    assert found["alarms"][0] == {
+        "name": "stopped",
+        "severity": "page",
+        "text": f"nothing runs, and it stopped after step 12 of 300. Continue: {resume}",
+        "process": None,
+        "window_s": None,
+        "window_steps": None,
+        "since": NOW,
+    }
 
 
 def test_a_run_that_ended(tmp_path: Path):
@@ -96,8 +117,8 @@ def test_processes_that_wait_hang_or_are_gone(run_dir: Path):
         found = told(run_dir)
     assert (found["state"], found["since"], found["seen"]) == ("running", NOW - 600, NOW - 1)
     assert found["waits_for"] == ["learner: waiting for a rollout"]
-    assert found["alarms"][:3] == [
-        "collector-0 has said nothing for 300 s (it was: collecting)",
+    assert [alarm["text"] for alarm in found["alarms"][:3]] == [
+        "collector-0 has not reported for 300 s (it was: collecting)",
         "collector-1 is not running (it was: collecting)",
         "collector-2 failed: every reward call",
     ]
@@ -118,20 +139,6 @@ def test_disk_and_its_growth(run_dir: Path):
     # 48 trajectories, 8 of them before the first step: 40 in 11 minutes.
     grows = found["bytes"] - disk_usage(run_dir / "checkpoints")
     assert found["bytes_per_hour"] == pytest.approx(grows / 48 * 40 / (11 / 60))
-
-
-def test_figures_that_look_wrong(tmp_path: Path):
-    """Failed reward calls, groups without spread and a gradient that is not finite are alarms."""
-    run = write_run(tmp_path / "run", failed=3)
-    timed(run, 1.0, num_trajectories=40, num_taught=2)
-    StepRows(run / "metrics.jsonl").append({"step": 13, "grad_norm": None, "time": NOW})
-    with RunFolder(run).lock():
-        alarms = told(run)["alarms"]
-    assert alarms[0].startswith("3 trajectories of the newest 13 steps failed; why: ")
-    assert alarms[1:3] == [
-        "95% of the newest step's trajectories have no gradient, so they teach nothing",
-        "step 13 has no finite gradient",
-    ]
 
 
 def test_a_finished_run_of_a_hundred_thousand_steps(tmp_path: Path):
@@ -156,11 +163,11 @@ def test_a_run_of_one_process_that_is_frozen_or_stands_still(run_dir: Path):
     timed(run_dir, 60.0)
     says(run_dir, "run", "running", 40.0)
     with process_lock(run_dir / "processes", "run"):
-        assert told(run_dir)["alarms"] == ["run has said nothing for 40 s (it was: running)"]
+        assert texts(run_dir) == ["run has not reported for 40 s (it was: running)"]
         says(run_dir, "run", "running", -899.0)
-        assert told(run_dir, NOW + 599)["alarms"] == []
-        (alarm,) = told(run_dir, NOW + 900)["alarms"]
-        assert alarm == "no step for 15 min 0 s; one of the newest 12 took 1 min 0 s at most"
+        assert texts(run_dir, NOW + 599) == []
+        (alarm,) = texts(run_dir, NOW + 900)
+        assert alarm == "no step for 15 min 0 s; the longest of the newest 12 took 1 min 0 s"
 
 
 def test_a_learner_that_nobody_feeds(run_dir: Path):
@@ -168,9 +175,9 @@ def test_a_learner_that_nobody_feeds(run_dir: Path):
     timed(run_dir, 1.0)
     says(run_dir, "learner", "waiting for a rollout", 1.0, since=NOW - 45)
     with process_lock(run_dir / "processes", "learner"):
-        (alarm,) = told(run_dir)["alarms"]
+        (alarm,) = texts(run_dir)
         assert alarm.startswith(
-            "the learner waits for 45 s, and no collector is alive. Start one: rlhf-pipeline collect"
+            "the learner has waited for 45 s, and no collector is alive. Start one: rlhf-pipeline collect"
         )
         says(run_dir, "collector-0", "collecting", 1.0)
         with process_lock(run_dir / "processes", "collector-0"):
@@ -184,3 +191,182 @@ def test_a_rate_is_of_a_minute_and_of_a_run_that_runs(run_dir: Path):
     timed(run_dir, 0.1)
     with RunFolder(run_dir).lock():
         assert told(run_dir)["bytes_per_hour"] is None
+
+
+def test_a_liveness_probe_reads_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A heartbeat in the copy of a run whose bucket cannot be reached decides; what a process reports does not."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    check = ["status", "s3://no-such-bucket/run", "--check", "--local", "--process", "learner"]
+    assert main(check) == 1
+    assert capsys.readouterr().out == "page: learner has not reported yet\n"
+    owners = type("Owner", (), {})(), type("Owner", (), {})()
+    other, copy = new_copy(owners[0], "s3://no-such-bucket/other"), new_copy(owners[1], "s3://no-such-bucket/run")
+    for folder, age in ((other, 1.0), (copy, 60.0)):
+        (folder / "processes").mkdir()
+        (folder / "processes" / "learner.json").write_text(json.dumps({"state": "x", "time": time.time() - age}))
+    assert main(check) == 1
+    assert capsys.readouterr().out == "page: learner is not running (it was: x)\n"
+    with process_lock(copy / "processes", "learner"):
+        assert main(check) == 1
+        assert "learner has not reported for 60 s" in capsys.readouterr().out
+        (copy / "processes" / "learner.json").write_text(json.dumps({"state": "failed: x", "time": time.time()}))
+        assert main(check) == 0
+    assert capsys.readouterr().out == "healthy\n"
+
+
+def test_a_run_that_ended_reports_so(tmp_path: Path):
+    """The last heartbeat of a run in one process is that it ended, so nothing of it is gone."""
+    start.run(tiny(learn__steps="1"), run_dir=tmp_path / "run")
+    (process,) = told(tmp_path / "run")["processes"]
+    assert (process["state"], process["alive"], process["step"]) == ("ended", False, 1)
+
+
+# -- what `status --check` reports -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def at_work(folder: Path, /, **states: tuple[str, float]) -> Iterator[None]:
+    """Hold the locks of processes that are in a state for 100 s, with how long ago they last reported it."""
+    with ExitStack() as locks:
+        for name, (state, age) in states.items():
+            process = name.replace("_", "-")
+            says(folder, process, state, age, since=time.time() - 100)
+            heartbeat = folder / "processes" / f"{process}.json"
+            heartbeat.write_text(json.dumps({**json.loads(heartbeat.read_text()), "time": time.time() - age}))
+            locks.enter_context(process_lock(folder / "processes", process))
+        yield
+
+
+def steps_of(run: Path, num: int, ago_s: float = 0.0, **figures: Any) -> None:
+    """Give a run new metrics: `num` steps up to some seconds ago, whose figures go evenly along lists of values."""
+    (run / "metrics.jsonl").unlink()
+    rows, end = StepRows(run / "metrics.jsonl"), time.time() - ago_s
+    for step in range(1, num + 1):
+        at = {name: values[(step - 1) * len(values) // num] for name, values in figures.items()}
+        rows.append({"step": step, "time": end + step - num, "watermark": 48, "num_trajectories": 8, **at})
+
+
+def healthy(run: Path) -> ExitStack:
+    """A learner and a collector that work."""
+    steps_of(run, 30, num_taught=[8, 6])
+    stack = ExitStack()
+    stack.enter_context(at_work(run, learner=("learning", 1.0), collector_0=("collecting", 1.0)))
+    return stack
+
+
+def ended(run: Path) -> ExitStack:
+    """All steps were taken, and the last one has its checkpoint."""
+    change(run, "learn", "steps", 12)
+    with new_folder(run / "checkpoints" / "step-00000012") as checkpoint:
+        (checkpoint / "state.json").write_text('{"step": 12}')
+    return ExitStack()
+
+
+def change(run: Path, section: str, name: str, value: int) -> None:
+    """Change a setting in a run's record."""
+    config = json.loads((run / "config.json").read_text())
+    config["pipeline"][section][name] = value
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def without(name: str) -> Callable[[Path], ExitStack]:
+    """An ended run, one part of which was removed since."""
+
+    def situation(run: Path) -> ExitStack:
+        stack = ended(run)
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return stack
+
+    return situation
+
+
+def stopped(run: Path) -> ExitStack:
+    """Killed before its last step."""
+    return ExitStack()
+
+
+def with_processes(steps_ago_s: float = 0.0, /, **states: tuple[str, float]) -> Callable[[Path], ExitStack]:
+    """A run whose processes are in some states."""
+
+    def situation(run: Path) -> ExitStack:
+        steps_of(run, 30, ago_s=steps_ago_s, num_taught=[8])
+        stack = ExitStack()
+        stack.enter_context(at_work(run, **states))
+        return stack
+
+    return situation
+
+
+def gone(run: Path) -> ExitStack:
+    """A collector was killed, and the learner works."""
+    stack = with_processes(learner=("learning", 1.0))(run)
+    says(run, "collector-0", "collecting", 100.0)
+    return stack
+
+
+def working(**figures: Any) -> Callable[[Path], ExitStack]:
+    """A run that takes steps with some figures."""
+
+    def situation(run: Path) -> ExitStack:
+        steps_of(run, 60, **figures)
+        stack = ExitStack()
+        stack.enter_context(at_work(run, run=("running", 1.0)))
+        return stack
+
+    return situation
+
+
+def over_budget(run: Path) -> ExitStack:
+    """A run that takes more than `buffer.max_bytes`."""
+    change(run, "buffer", "max_bytes", 1000)
+    return healthy(run)
+
+
+SITUATIONS: dict[str, tuple[Callable[[Path], ExitStack], list[tuple[str, str]]]] = {
+    "all works": (healthy, []),
+    "ended": (ended, []),
+    "ended, and the store is gone": (without("store"), [("missing_parts", "page")]),
+    "ended, and the checkpoints are gone": (without("checkpoints"), [("missing_parts", "page")]),
+    "ended, and the ledger is gone": (without("ledger.jsonl"), [("missing_parts", "page")]),
+    "killed before its end": (stopped, [("stopped", "page")]),
+    "a frozen learner": (with_processes(learner=("learning", 60.0)), [("silent", "page")]),
+    "a collector that was killed": (gone, [("gone", "page")]),
+    "every reward call fails": (
+        with_processes(learner=("learning", 1.0), collector_0=("failed: every reward call", 1.0)),
+        [("failed", "page")],
+    ),
+    "a learner without collectors": (
+        with_processes(learner=("waiting for a rollout", 1.0)),
+        [("no_collector", "page")],
+    ),
+    "no step for two hours": (with_processes(7200.0, run=("running", 1.0)), [("no_step", "page")]),
+    "some failed trajectories": (working(num_failed=[0, 2], num_taught=[8]), [("failed_trajectories", "note")]),
+    "one step without a gradient": (working(num_taught=[*[8] * 59, 0], task_reward=[0.1]), []),
+    "no gradients, and nothing is learned": (
+        working(num_taught=[0], task_reward=[0.0]),
+        [("no_gradient", "note")],
+    ),
+    "no gradients after a collapse": (
+        working(num_taught=[8, 8, 0], task_reward=[0.2, 0.9, 0.1]),
+        [("no_gradient", "note")],
+    ),
+    "no gradients, because the task is solved": (working(num_taught=[8, 0], task_reward=[0.1, 1.0]), []),
+    "no space is left": (over_budget, [("disk", "page")]),
+}
+"""What a run is in, and the name and severity of each alarm."""
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_what_status_check_reports(run_dir: Path, capsys: pytest.CaptureFixture[str], situation: str):
+    """Each situation raises its alarms and no other; the exit code is 1 if one of them is a `page`."""
+    prepare, expected = SITUATIONS[situation]
+    with prepare(run_dir):
+        code = main(["status", str(run_dir), "--check", "--json"])
+        alarms = json.loads(capsys.readouterr().out)["alarms"]
+        assert [(alarm["name"], alarm["severity"]) for alarm in alarms] == expected
+        assert code == int(any(severity == "page" for _, severity in expected))
+        assert main(["status", str(run_dir), "--check"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0] == "healthy") == (code == 0)
+    assert [line.partition(": ")[0] for line in lines[code == 0 :]] == [severity for _, severity in expected]

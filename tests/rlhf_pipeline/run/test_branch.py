@@ -58,6 +58,13 @@ def test_a_step_without_a_checkpoint_is_named(tmp_path):
         checkpoint_named(f"{tmp_path / 'first'}@9")
 
 
+def test_a_folder_whose_name_ends_like_a_step(tmp_path):
+    """`x@3` is the run of that name if there is one."""
+    run(tiny(learn__steps="1"), run_dir=tmp_path / "x@3")
+    source, checkpoint = checkpoint_named(f"{tmp_path / 'x@3'}")
+    assert (source.address, checkpoint.name) == (tmp_path / "x@3", "step-00000001")
+
+
 def test_from_on_the_command_line(tmp_path, monkeypatch, capsys):
     """`run --from RUN --set ...` takes definition, overrides and seed from the run, and learns on."""
     monkeypatch.chdir(tmp_path)

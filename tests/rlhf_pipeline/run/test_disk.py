@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_pipeline.errors import RunStorageError
-from rlhf_pipeline.run.disk import DiskWatch
+from rlhf_pipeline.run import disk
+from rlhf_pipeline.run.disk import DiskWatch, disk_usage
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import Clock, tiny, weights
@@ -46,3 +47,28 @@ def test_a_budget_that_is_used_up_stops_the_run_saved_and_more_goes_on(tmp_path)
     run(tiny(buffer__max_bytes="1000000000"), run_dir=tmp_path / "run", resume=True)
     run(tiny(), run_dir=tmp_path / "straight")
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+def test_a_short_run_never_takes_more_than_its_budget(tmp_path):
+    """Every commit counts, not one look a minute: 60 steps in a few seconds stop below the budget, saved."""
+    limit = 600_000  # the 60 steps take 800 kB
+    with pytest.raises(
+        RunStorageError, match=r"one more step and its checkpoint up to .* buffer\.max_bytes is 600,000"
+    ):
+        run(tiny(buffer__max_bytes=str(limit), learn__steps="60"), run_dir=tmp_path / "run")
+    assert 3 * limit // 4 < disk_usage(tmp_path / "run") <= limit
+    assert len(RunFolder(tmp_path / "run").metrics) < 60
+
+
+def test_a_look_between_two_measurements_touches_no_file(tmp_path, monkeypatch):
+    """Within a minute what was written is added; the folder is measured once."""
+    measured, written = [], [0]
+    monkeypatch.setattr(disk, "disk_usage", lambda place: measured.append(place) or 0)
+    watch = DiskWatch(tmp_path, 1000, lambda text: None, written=lambda: written[-1], clock=Clock())
+    for _ in range(5):
+        watch.look()
+        written.append(written[-1] + 100)
+    assert (watch.used, len(measured)) == (500, 2)  # the folder, and its checkpoints
+    written.append(950)
+    with pytest.raises(RunStorageError, match="takes 950 bytes"):
+        watch.look()

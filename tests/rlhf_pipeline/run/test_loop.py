@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ import torch
 from rlhf_pipeline import Pipeline
 from rlhf_pipeline.errors import RunStorageError, StopAskedError
 from rlhf_pipeline.learner import host_copies
+from rlhf_pipeline.learner.host_copies import HostCopies
+from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.state import LearnerState
 from rlhf_pipeline.run import loop as loops
 from rlhf_pipeline.run.build import build_models, build_parts
@@ -74,7 +77,7 @@ class Looked:
     def wait(self, stop: StopRequest) -> bool:
         return self._ends
 
-    def flush(self) -> None: ...
+    def sync(self) -> None: ...
 
 
 @contextmanager
@@ -394,7 +397,7 @@ def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path, monkeypatc
         sync(descriptor)
 
     class Kept(Looked):
-        def flush(self) -> None:
+        def sync(self) -> None:
             order.append("its store")
 
     monkeypatch.setattr(os, "fsync", noted)
@@ -441,6 +444,7 @@ def held_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], object
 
 
 KEPT = replace(PIPELINE, learn=replace(PIPELINE.learn, keep_checkpoints=9))
+PIPELINE_OF_ONE = replace(PIPELINE, learn=replace(PIPELINE.learn, keep_checkpoints=1))
 
 
 def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
@@ -463,6 +467,53 @@ def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         for file in ("model.safetensors", "optimizer.safetensors", "uses.safetensors"):
             mine, theirs = (tmp_path / name / f"checkpoints/step-{step:08d}" / file for name in ("run", "straight"))
             assert mine.read_bytes() == theirs.read_bytes(), (step, file)
+
+
+def test_the_weights_change_only_after_they_were_copied(tmp_path, monkeypatch):
+    """The copy of step 2 begins when the gradient of step 3 is computed, and the weights wait for it."""
+    with loop_in(tmp_path / "straight", KEPT) as loop:
+        loop.run()
+    make, waits = HostCopies.of, Gate()
+
+    def late(copies: HostCopies, *arguments: Any) -> dict[str, torch.Tensor]:
+        if loop.progress.step == 2:
+            assert waits.wait(60)
+            time.sleep(0.2)
+        return make(copies, *arguments)
+
+    def settle(learner: Learner) -> None:
+        if loop.progress.step == 2 and learner._copy is not None:
+            waits.set()
+        settled(learner)
+
+    settled = Learner._settle_copy
+    monkeypatch.setattr(HostCopies, "of", late)
+    with loop_in(tmp_path / "run", KEPT) as loop:
+        monkeypatch.setattr(Learner, "_settle_copy", settle)
+        assert loop.run() == "steps"
+    assert waits.is_set()
+    for step in (2, 5):
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            mine, theirs = (tmp_path / name / f"checkpoints/step-{step:08d}" / file for name in ("run", "straight"))
+            assert mine.read_bytes() == theirs.read_bytes(), (step, file)
+
+
+def failing(folder: Path, *, ignore_errors: bool = False) -> None:
+    """As on a disk that has become read-only."""
+    if not ignore_errors:
+        raise OSError(30, "Read-only file system", str(folder))
+
+
+def test_old_checkpoints_that_cannot_be_removed_stop_the_run(tmp_path, monkeypatch):
+    """Their files are removed in the thread; the error names them, and a resumed run removes them."""
+    with monkeypatch.context() as patch, loop_in(tmp_path / "run", PIPELINE_OF_ONE) as loop:
+        patch.setattr(shutil, "rmtree", failing)
+        with pytest.raises(OSError, match=r"old checkpoints \(step-00000000\) stay: Read-only"):
+            loop.run()
+    assert (tmp_path / "run/checkpoints/.step-00000000.gone").is_dir()
+    with loop_in(tmp_path / "run", PIPELINE_OF_ONE) as loop:
+        assert loop.run() == "steps"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 @pytest.mark.parametrize(
