@@ -71,13 +71,13 @@ def execute(args: argparse.Namespace) -> int:
 def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
     """Keep runs, imports and recorders out of a store."""
     from rlhf_pipeline.data.store_errors import as_ours
-    from trajectory_store.recorder.source_ids import held
+    from trajectory_store.recorder.source_ids import store_lock
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders
             refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
             with as_ours():
-                stack.enter_context(held(store, refusal=refusal))
+                stack.enter_context(store_lock(store, refusal=refusal))
         if run is not None:
             stack.enter_context(run.lock(advice="Stop that first."))
         yield

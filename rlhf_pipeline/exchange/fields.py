@@ -20,7 +20,7 @@ from trajectory_store.recorder.raw_rollout import (
     as_mask,
     as_reward,
     ended,
-    shown,
+    excerpt,
     state_of,
     values_of,
 )
@@ -114,7 +114,7 @@ class Fields:
         checked = values_of(
             {target: self.value(path) if isinstance(path, str) else path.value for target, path in targets.items()},
             names,
-            shown=self.for_display,
+            for_display=self.for_display,
         )
         return checked if reward is None else checked | {"reward": reward}
 
@@ -170,7 +170,7 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
     """Return a field that holds fields itself; empty if it is not there."""
     nested = row.get(name) if isinstance(row, Mapping) else row
     if not isinstance(nested, Mapping | None):
-        raise DataError(f"field '{name}' must hold fields by name, got {shown(nested)}.")
+        raise DataError(f"field '{name}' must hold fields by name, got {excerpt(nested)}.")
     return nested or {}
 
 

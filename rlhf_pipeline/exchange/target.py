@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
 from trajectory_store import Schema, TrajectoryStore
-from trajectory_store.recorder.source_ids import NAME, held, open_or_create
+from trajectory_store.recorder.source_ids import NAME, open_or_create, store_lock
 
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
 """What a trajectory is: columns that no later value changes."""
@@ -48,7 +48,7 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
     try:
         with ExitStack() as stack:
             with as_ours():
-                stack.enter_context(held(path, refusal=refusal))
+                stack.enter_context(store_lock(path, refusal=refusal))
             store.refresh()
             lacking = [column for column in schema if column.name not in store.schema]
             fixed = ", ".join(column.name for column in lacking if not column.optional)

@@ -38,9 +38,9 @@ from trajectory_store.recorder.raw_rollout import (
     as_mask,
     as_number,
     as_reward,
+    excerpt,
     is_messages,
     message_text,
-    shown,
 )
 
 
@@ -569,7 +569,7 @@ def nemo_rl_validation(row: Fields) -> RawRollouts:
     }
     talk, step = values["content"], row.number_in(r"val_data_step(\d+)")
     if not is_messages(talk):
-        raise DataError(f"field 'content' must hold chat messages, got {shown(talk)}.")
+        raise DataError(f"field 'content' must hold chat messages, got {excerpt(talk)}.")
     first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
     yield row.of(values).record(
         prompt=Made("content", talk[:first]),
@@ -778,7 +778,7 @@ def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollou
     An assistant's message among those before may be the policy's own: the file does not tell.
     """
     if not is_messages(talk) or talk[-1].get("role") != "assistant" or len(talk) < 2:
-        raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {shown(talk)}.")
+        raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {excerpt(talk)}.")
     first = next(place for place, message in enumerate(talk) if message.get("role") == "assistant")
     start = first if row.for_display else len(talk) - 1
     return row.record(
@@ -796,7 +796,7 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
     if target in _OF_THE_PROMPT or shared or value is None:
         return value
     if not isinstance(value, list):
-        raise DataError(f"field '{name}' must be a list of {num} items, one per completion, got {shown(value)}.")
+        raise DataError(f"field '{name}' must be a list of {num} items, one per completion, got {excerpt(value)}.")
     if len(value) != num:
         raise DataError(f"field '{name}' has {len(value)} items for {num} completions.")
     return value[place]

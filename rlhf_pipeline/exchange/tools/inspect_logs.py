@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange.fields import NONE, Fields, Made, part_of
 from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, tool
-from trajectory_store.recorder.raw_rollout import CUT, Row, is_messages, shown
+from trajectory_store.recorder.raw_rollout import CUT, Row, excerpt, is_messages
 
 _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
@@ -39,7 +39,7 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
         yield None  # it failed before anything was sampled
         return
     if not is_messages(talk):
-        raise DataError(f"field 'messages' must be chat messages, got {shown(talk)}.")
+        raise DataError(f"field 'messages' must be chat messages, got {excerpt(talk)}.")
     choices = part_of(sample, "output").get("choices") or [{}]
     end = CUT if limit in ("token", "context") else choices[0].get("stop_reason")
     task = part_of(sample, "eval").get("task")

@@ -26,13 +26,13 @@ class RecordingWorkflow:
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         """Return what the workflow returns, once it is recorded; the group is the data's `query_id` or `id`."""
-        found = await self.inner.arun_episode(engine, data)
-        if not found:
-            return found
-        parts = [found] if "input_ids" in found else [item.to_tensor_dict() for item in found.values()]
+        episode = await self.inner.arun_episode(engine, data)
+        if not episode:
+            return episode
+        parts = [episode] if "input_ids" in episode else [item.to_tensor_dict() for item in episode.values()]
         for part in parts:
             self._record(part, data)
-        return found
+        return episode
 
     def _record(self, part: Any, data: dict[str, Any]) -> None:
         rows = {name: value.tolist() for name, value in part.items() if hasattr(value, "tolist")}
@@ -42,16 +42,16 @@ class RecordingWorkflow:
             for name in ("input_ids", "loss_mask", "logprobs", "versions")
         )
         starts = [mask.index(1) if 1 in mask else len(mask) for mask in masks]
-        said = [slice(start, None) for start in starts]
+        completions = [slice(start, None) for start in starts]
         group = data.get("query_id", data.get("id"))
         self.recorder.record(
             prompt_ids=[row[:start] for row, start in zip(ids, starts, strict=True)],
-            completion_ids=[row[at] for row, at in zip(ids, said, strict=True)],
+            completion_ids=[row[at] for row, at in zip(ids, completions, strict=True)],
             completions=[""] * len(ids),
-            completion_masks=[row[at] for row, at in zip(masks, said, strict=True)],
-            log_probs=[row[at] for row, at in zip(scores, said, strict=True)],
+            completion_masks=[row[at] for row, at in zip(masks, completions, strict=True)],
+            log_probs=[row[at] for row, at in zip(scores, completions, strict=True)],
             rewards=rows["rewards"],
-            token_versions=[_filled(row[at]) for row, at in zip(versions, said, strict=True)],
+            token_versions=[_filled(row[at]) for row, at in zip(versions, completions, strict=True)],
             temperature=self.temperature,
             answers=[data.get("answer")] * len(ids),
             groups=None if group is None else [str(group)] * len(ids),
@@ -61,7 +61,7 @@ class RecordingWorkflow:
 
 def _filled(versions: list[int]) -> list[int]:
     """Return the version of each token, for words of an environment (-1) that of the token before."""
-    found: list[int] = []
+    filled_versions: list[int] = []
     for version in versions:
-        found.append(version if version >= 0 or not found else found[-1])
-    return found
+        filled_versions.append(version if version >= 0 or not filled_versions else filled_versions[-1])
+    return filled_versions

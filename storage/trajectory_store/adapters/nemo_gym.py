@@ -106,22 +106,31 @@ class StoreCapture:
                     if self._payload(row) == payload:
                         return
                     raise ValueError(f"call {call} of {entry.rollout_id} is stored with another payload.")
-            prompt, said = entry.prompt_token_ids, entry.generation_token_ids
-            self._write(_PUT, entry.rollout_id, entry.model_call_id, payload, prompt, said, entry.generation_log_probs)
+            prompt, completion = entry.prompt_token_ids, entry.generation_token_ids
+            self._write(
+                _PUT, entry.rollout_id, entry.model_call_id, payload, prompt, completion, entry.generation_log_probs
+            )
 
     def _append(self, kind: str, rollout: str, call: str) -> None:
         with self._lock, alone(self.path):
             self._write(kind, rollout, call, "", (), (), ())
 
     def _write(
-        self, kind: str, rollout: str, call: str, payload: str, prompt: Sequence[int], said: Sequence[int], scores: Any
+        self,
+        kind: str,
+        rollout: str,
+        call: str,
+        payload: str,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        scores: Any,
     ) -> None:
         name = f"{rollout}/{call}"  # by which `TrajectoryRecorder.give_rewards` gives the call its reward
         source = {"recorder": "nemo-gym", "rollout": rollout} | ({"name": name} if kind == _PUT else {})
         self.store.append(
             {
-                "input_ids": [np.array([*prompt, *said], np.int32)],
-                "assistant_mask": [np.array([False] * len(prompt) + [True] * len(said))],
+                "input_ids": [np.array([*prompt, *completion], np.int32)],
+                "assistant_mask": [np.array([False] * len(prompt) + [True] * len(completion))],
                 "log_probs": [np.array([np.nan] * len(prompt) + list(scores), np.float32)],
                 "num_prompt_tokens": [len(prompt)],
                 "policy_version": [-1],
@@ -142,8 +151,8 @@ class StoreCapture:
             self._seen.intersection_update(ids.tolist())
             new = [row for row in ids.tolist() if row not in self._seen]
         if new:
-            found = self.store.read(np.array(new), ["capture_kind", "rollout_id", "call_id"])
-            for row, kind, of, call in zip(new, *found.values(), strict=True):
+            new_events = self.store.read(np.array(new), ["capture_kind", "rollout_id", "call_id"])
+            for row, kind, of, call in zip(new, *new_events.values(), strict=True):
                 self._events[of].append((kind, call, row))
             self._seen.update(new)
         return list(self._events[rollout])

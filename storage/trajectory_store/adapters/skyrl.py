@@ -30,8 +30,8 @@ class RecordingGenerator:
         output = await self.inner.generate(input_batch, *args, **kwargs)
         about = input_batch.get("batch_metadata")
         ids, num = output["response_ids"], len(output["response_ids"])
-        named = output.get("trajectory_ids") or (input_batch.get("trajectory_ids") or [])
-        named = named if len(named) == num else None
+        trajectory_ids = output.get("trajectory_ids") or (input_batch.get("trajectory_ids") or [])
+        trajectory_ids = trajectory_ids if len(trajectory_ids) == num else None
         steps = output.get("is_last_step")
         ends = [end or "" for end in output.get("stop_reasons") or [""] * num]
         self.recorder.record(
@@ -45,10 +45,16 @@ class RecordingGenerator:
             temperature=(input_batch.get("sampling_params") or {}).get("temperature"),
             policy_version=None if about is None else int(about.global_step),
             evaluation=about is not None and str(about.training_phase) == "eval",
-            groups=None if named is None else [f"{_step(about)}/{one.instance_id}" for one in named],
+            groups=None
+            if trajectory_ids is None
+            else [f"{_step(about)}/{trajectory_id.instance_id}" for trajectory_id in trajectory_ids],
             metas=[
                 {
-                    **({} if named is None else {"uid": named[i].instance_id, "repetition": named[i].repetition_id}),
+                    **(
+                        {}
+                        if trajectory_ids is None
+                        else {"uid": trajectory_ids[i].instance_id, "repetition": trajectory_ids[i].repetition_id}
+                    ),
                     **({} if steps is None else {"last_step": bool(steps[i])}),
                 }
                 for i in range(num)

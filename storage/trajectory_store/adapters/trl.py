@@ -73,9 +73,9 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
 def _truncated(trainer: Any) -> str:
     """Return the settings by which a trainer samples from another distribution than the model's at its temperature."""
     plain = {"top_p": (1, None), "top_k": (0, -1, None), "min_p": (0, None), "repetition_penalty": (1, None)}
-    given = {name: getattr(trainer, name, None) for name in plain}
-    given |= getattr(getattr(trainer, "args", None), "generation_kwargs", None) or {}
-    return ", ".join(f"{name}={value}" for name, value in given.items() if value not in plain.get(name, ()))
+    settings = {name: getattr(trainer, name, None) for name in plain}
+    settings |= getattr(getattr(trainer, "args", None), "generation_kwargs", None) or {}
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value not in plain.get(name, ()))
 
 
 def _check_server(trainer: Any) -> None:
@@ -158,8 +158,8 @@ def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequenc
     size = trainer.args.per_device_train_batch_size
     # Without dropout: it would draw from the generator that the trainer samples with, and change its numbers.
     with _evaluated(trainer.model), torch.no_grad():
-        found = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
-    return found[0]
+        scores = getattr(trainer, _SCORES)(trainer.model, tokens.to(device), mask.to(device), right, batch_size=size)
+    return scores[0]
 
 
 def _rows(scores: Any, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
@@ -252,7 +252,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
     served: dict[str, int] = defaultdict(int)
 
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        found: dict[str, list[Any]] = defaultdict(list)
+        served_rows: dict[str, list[Any]] = defaultdict(list)
         for prompt in prompts:
             key = text_of(prompt)
             if key not in turns:
@@ -260,12 +260,12 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
             place = turns[key][served[key] % len(turns[key])]
             served[key] += 1
             start = int(rows["num_prompt_tokens"][place])
-            found["prompt_ids"].append(rows["input_ids"][place][:start].tolist())
-            found["completion_ids"].append(rows["input_ids"][place][start:].tolist())
-            found["logprobs"].append(np.nan_to_num(rows["log_probs"][place][start:]).tolist())
-            found["env_mask"].append(rows["assistant_mask"][place][start:].astype(int).tolist())
-            found["stored_reward"].append(float(rows["task_reward"][place]))
-        return dict(found)
+            served_rows["prompt_ids"].append(rows["input_ids"][place][:start].tolist())
+            served_rows["completion_ids"].append(rows["input_ids"][place][start:].tolist())
+            served_rows["logprobs"].append(np.nan_to_num(rows["log_probs"][place][start:]).tolist())
+            served_rows["env_mask"].append(rows["assistant_mask"][place][start:].astype(int).tolist())
+            served_rows["stored_reward"].append(float(rows["task_reward"][place]))
+        return dict(served_rows)
 
     return rollout_func
 

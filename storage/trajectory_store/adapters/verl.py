@@ -53,8 +53,8 @@ def recording(base: Any, queue: Any, recorder: TrajectoryRecorder | None = None)
             return meta, metrics
 
         def _clear_groups(self, partition_id: str, uids: Any) -> None:
-            there = self.partitions[partition_id]
-            cleared = {key: tag for key, tag in there.items() if key.split("_")[0] in uids}
+            partition = self.partitions[partition_id]
+            cleared = {key: tag for key, tag in partition.items() if key.split("_")[0] in uids}
             record(recorder or recorder_here(), queue, partition_id, cleared, cleared=True)
             super()._clear_groups(partition_id, uids)
 
@@ -89,9 +89,9 @@ def record(
 
 def _tensors(rows: list[dict[str, Any]]) -> Any:
     """Return rows as verl's own TensorDict, each array a tensor."""
-    made = extras.load("verl.utils.tensordict_utils", "verl's sampler").list_of_dict_to_tensordict
+    tensordict_of = extras.load("verl.utils.tensordict_utils", "verl's sampler").list_of_dict_to_tensordict
     tensor = extras.load("torch", "verl's sampler").as_tensor
-    return made([{k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows])
+    return tensordict_of([{k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows])
 
 
 def _version(step: Any) -> int:
@@ -133,10 +133,10 @@ def serving(base: Any, queue: Any, store: str, fields_of: Any) -> Any:
             uids = [f"stored-{self.served + i}" for i in range(batch_size)]
             self.served += batch_size
             rows = [(uid, i, int(row)) for uid, group in zip(uids, chosen, strict=True) for i, row in enumerate(group)]
-            made = [_fields(stored, row, uid) for uid, _, row in rows]
-            tags = [_tag(fields, global_steps) for fields in made]
+            fields_of_rows = [_fields(stored, row, uid) for uid, _, row in rows]
+            tags = [_tag(fields, global_steps) for fields in fields_of_rows]
             keys = [f"{uid}_{i}_0" for uid, i, _ in rows]
-            return queue.kv_batch_put(keys=keys, partition_id="train", fields=fields_of(made), tags=tags), {}
+            return queue.kv_batch_put(keys=keys, partition_id="train", fields=fields_of(fields_of_rows), tags=tags), {}
 
     return Serving
 
@@ -147,10 +147,10 @@ def _fields(stored: Any, row: int, uid: str) -> dict[str, Any]:
     mask = stored["assistant_mask"][row][start:].astype(np.int64)
     scores = np.zeros(len(mask), np.float32)
     scores[-1:] = stored["task_reward"][row]
-    found = {"prompts": ids[:start], "responses": ids[start:], "input_ids": ids, "position_ids": np.arange(len(ids))}
-    found |= {"attention_mask": np.ones(len(ids), np.int64), "response_mask": mask, "loss_mask": mask}
-    found |= {"rollout_log_probs": np.nan_to_num(stored["log_probs"][row][start:]), "rm_scores": scores}
-    return {**found, "uid": uid}
+    fields = {"prompts": ids[:start], "responses": ids[start:], "input_ids": ids, "position_ids": np.arange(len(ids))}
+    fields |= {"attention_mask": np.ones(len(ids), np.int64), "response_mask": mask, "loss_mask": mask}
+    fields |= {"rollout_log_probs": np.nan_to_num(stored["log_probs"][row][start:]), "rm_scores": scores}
+    return {**fields, "uid": uid}
 
 
 def _tag(fields: dict[str, Any], step: int) -> dict[str, Any]:

@@ -30,14 +30,14 @@ class EpisodeRows:
         """Which rows are the last of their episode, and so have its outcome."""
         return self.position == self.size - 1
 
-    def share(self, given: dict[str, Sequence[Any]]) -> None:
+    def share(self, fields: dict[str, Sequence[Any]]) -> None:
         """Give all rows of an episode the values that belong to it: a failure, the end, the version, the advantage.
 
         Raises:
             BatchError: a row that is not the last of its episode has a reward.
         """
         for i in np.flatnonzero(~self.last).tolist():
-            reward = given["reward"][i] if "reward" in given else None
+            reward = fields["reward"][i] if "reward" in fields else None
             if reward is not None and not math.isnan(float(reward)):
                 raise BatchError(
                     f"row {i} has a reward, {float(reward):g}, and is not the last of its episode. Give the reward of "
@@ -45,13 +45,13 @@ class EpisodeRows:
                 )
         ends = (self.first + self.size - 1).tolist()
         for name in ("finish_reason", "advantage"):
-            if name in given:
-                given[name] = [given[name][end] for end in ends]
+            if name in fields:
+                fields[name] = [fields[name][end] for end in ends]
         spans = [slice(first, end + 1) for first, end in zip(self.first.tolist(), ends, strict=True)]
-        if "failure" in given:
-            kinds = given["failure"]
-            given["failure"] = [next((kind for kind in reversed(kinds[span]) if kind), "") for span in spans]
-        given["policy_version"] = [min(given["policy_version"][span]) for span in spans]
+        if "failure" in fields:
+            kinds = fields["failure"]
+            fields["failure"] = [next((kind for kind in reversed(kinds[span]) if kind), "") for span in spans]
+        fields["policy_version"] = [min(fields["policy_version"][span]) for span in spans]
 
 
 def episode_rows(names: Sequence[Hashable | None]) -> EpisodeRows:

@@ -81,11 +81,11 @@ def _are_scored(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
     ends = row_ids
     if size in store.schema:
         ends = row_ids - store.read_scalars(position, row_ids) + store.read_scalars(size, row_ids) - 1
-    there = np.asarray(store.holds(ends))
+    stored = np.asarray(store.holds(ends))
     scored = np.zeros(len(row_ids), bool)
-    scored[there] = np.isfinite(store.read_scalars("task_reward", ends[there]))
+    scored[stored] = np.isfinite(store.read_scalars("task_reward", ends[stored]))
     if _TRUSTED in store.schema:
-        scored[there] &= store.read_scalars(_TRUSTED, ends[there]).astype(bool)
+        scored[stored] &= store.read_scalars(_TRUSTED, ends[stored]).astype(bool)
     return scored
 
 

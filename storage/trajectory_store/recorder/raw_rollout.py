@@ -90,7 +90,7 @@ class RawRollout:
 # Values of fields: each function returns what a record has, or raises a BatchError that names the field.
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Return a value as an error message shows it: its type, and its beginning."""
     try:
         text = repr(value)
@@ -149,7 +149,7 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
         more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
         if more:
             raise BatchError(
-                f"field '{name}' holds more than text and no token ids: {shown(more[0])}. It would be lost when the "
+                f"field '{name}' holds more than text and no token ids: {excerpt(more[0])}. It would be lost when the "
                 "text is encoded. Export the token ids too."
             )
 
@@ -157,7 +157,7 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
 def as_prompt(value: Any, name: str) -> str | Messages:
     """Return text, or chat messages, of each the content as one text where it comes in parts."""
     if not isinstance(value, str) and not is_messages(value):
-        raise BatchError(f"field '{name}' must be text or chat messages, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be text or chat messages, got {excerpt(value)}.")
     check_text(text_of(value), name)
     if isinstance(value, str):
         return value
@@ -173,20 +173,20 @@ def as_number(value: Any, name: str) -> float:
         try:
             return float({"true": 1, "false": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value)
         except OverflowError:
-            raise BatchError(f"field '{name}' must be a number of reasonable size, got {shown(value)}.") from None
+            raise BatchError(f"field '{name}' must be a number of reasonable size, got {excerpt(value)}.") from None
         except ValueError:
             pass
-    raise BatchError(f"field '{name}' must be a number, got {shown(value)}.")
+    raise BatchError(f"field '{name}' must be a number, got {excerpt(value)}.")
 
 
 def as_reward(value: Any, name: str) -> float:
     """Return a reward or an advantage: a finite float32, or NaN where there is none."""
     if isinstance(value, list):
-        raise BatchError(f"field '{name}' must be one reward, got a list of {len(value)}: {shown(value)}.")
+        raise BatchError(f"field '{name}' must be one reward, got a list of {len(value)}: {excerpt(value)}.")
     reward = as_number(value, name)
     if not (abs(reward) <= LARGEST or reward != reward):
         raise BatchError(
-            f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {shown(value)}. "
+            f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {excerpt(value)}. "
             "Write null where there is no reward."
         )
     return reward
@@ -196,13 +196,14 @@ def as_advantage(value: Any, name: str) -> float:
     """Return an advantage: a number, or the one that all of a list are, apart from nulls."""
     if not isinstance(value, list):
         return as_reward(value, name)
-    found = {number for number in (as_reward(item, name) for item in value) if number == number}
-    if len(found) > 1:
+    advantages = {number for number in (as_reward(item, name) for item in value) if number == number}
+    if len(advantages) > 1:
+        some = ", ".join(f"{number:g}" for number in sorted(advantages)[:3])
         raise BatchError(
-            f"field '{name}' differs between tokens ({', '.join(f'{number:g}' for number in sorted(found)[:3])}), and "
+            f"field '{name}' differs between tokens ({some}), and "
             "a trajectory has one advantage. Leave it out: --field advantage=none"
         )
-    return found.pop() if found else math.nan
+    return advantages.pop() if advantages else math.nan
 
 
 def as_int(value: Any, name: str) -> int:
@@ -212,9 +213,9 @@ def as_int(value: Any, name: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BatchError(f"field '{name}' must be a whole number, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be a whole number, got {excerpt(value)}.")
     if not abs(value) <= 2**63 - 1:
-        raise BatchError(f"field '{name}' must be a whole number of at most {2**63 - 1}, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be a whole number of at most {2**63 - 1}, got {excerpt(value)}.")
     return value
 
 
@@ -223,10 +224,12 @@ def as_time(value: Any, name: str) -> float:
     try:
         seconds = seconds_of(value) if isinstance(value, (str, datetime.datetime)) else as_number(value, name)
     except ValueError:
-        raise BatchError(f"field '{name}' must be seconds or a date such as 2026-01-31, got {shown(value)}.") from None
+        raise BatchError(
+            f"field '{name}' must be seconds or a date such as 2026-01-31, got {excerpt(value)}."
+        ) from None
     if abs(seconds) > _LAST_SECOND:
         raise BatchError(
-            f"field '{name}' must be seconds since 1970, got {shown(value)}, which is no date before the year 10000. "
+            f"field '{name}' must be seconds since 1970, got {excerpt(value)}, which is no date before the year 10000. "
             "Divide it, or leave it out: --field created_at=none"
         )
     return seconds
@@ -236,14 +239,14 @@ def as_temperature(value: Any, name: str) -> float:
     """Return a temperature: a number, not negative; NaN where there is none."""
     heat = as_number(value, name)
     if heat < 0 or heat == math.inf:
-        raise BatchError(f"field '{name}' must be a temperature, which is not negative, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be a temperature, which is not negative, got {excerpt(value)}.")
     return heat
 
 
 def as_mode(value: Any, name: str) -> str:
     """Return how log-probs were made: of the distribution that was sampled from, or of the model's at 1."""
     if value not in ("processed", "raw", ""):
-        raise BatchError(f"field '{name}' must be 'processed' or 'raw', got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be 'processed' or 'raw', got {excerpt(value)}.")
     return value
 
 
@@ -373,13 +376,13 @@ def ended(reason: str, failure: str) -> tuple[str, str]:
 
 def as_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BatchError(f"field '{name}' must be a list, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be a list, got {excerpt(value)}.")
     return value
 
 
 def as_ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or any(type(item) is not int or not 0 <= item < 2**31 for item in value):
-        raise BatchError(f"field '{name}' must be a list of token ids, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be a list of token ids, got {excerpt(value)}.")
     return value
 
 
@@ -387,7 +390,7 @@ def as_mask(value: Any, name: str) -> list[bool]:
     for place, item in enumerate(as_list(value, name)):
         if item not in (0, 1):
             raise BatchError(
-                f"field '{name}' must hold 0 and 1, or false and true, got {shown(item)} at place {place}."
+                f"field '{name}' must hold 0 and 1, or false and true, got {excerpt(item)} at place {place}."
             )
     return [bool(item) for item in value]
 
@@ -399,7 +402,7 @@ def as_scores(value: Any, name: str) -> list[float | None]:
         score = item if type(item) is float else as_number(item, f"{name}[{place}]")
         if not (-LARGEST <= score <= ROUNDING or score != score):
             raise BatchError(
-                f"field '{name}' must hold log-probs, which are finite and not above 0, got {shown(item)} at place "
+                f"field '{name}' must hold log-probs, which are finite and not above 0, got {excerpt(item)} at place "
                 f"{place}. Write null where a token has none."
             )
         scores.append(None if score != score else score)
@@ -416,7 +419,7 @@ def as_reason(value: Any, name: str) -> str:
     if isinstance(value, float) and value != value:
         return ""
     if not isinstance(value, (str, int)):
-        raise BatchError(f"field '{name}' must be text, got {shown(value)}.")
+        raise BatchError(f"field '{name}' must be text, got {excerpt(value)}.")
     return check_text(str(value), name)
 
 
@@ -443,24 +446,24 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
 
 
 def values_of(
-    given: Mapping[str, Any], names: Mapping[str, str] | None = None, *, shown: bool = False
+    fields: Mapping[str, Any], names: Mapping[str, str] | None = None, *, for_display: bool = False
 ) -> dict[str, Any]:
     """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
 
-    With `shown` messages may say more than the text that they are encoded by.
+    With `for_display`, messages may say more than the text that they are encoded by.
     """
-    raw = {target: value for target, value in given.items() if value is not None}
+    raw = {target: value for target, value in fields.items() if value is not None}
     names = names or {}
     for target in ("prompt", "completion"):
         messages = raw.get(target)
-        if is_messages(messages) and f"{target}_ids" not in raw and not shown:
+        if is_messages(messages) and f"{target}_ids" not in raw and not for_display:
             check_is_text(messages, names.get(target, target), sampled=target == "completion")
     if "completion_mask" in raw:
         mask = raw["completion_mask"] = as_mask(raw["completion_mask"], names.get("completion_mask", "completion_mask"))
         for target in ("log_probs", "ref_log_probs", "advantage"):
             if isinstance(values := raw.get(target), list) and len(values) == len(mask):
                 raw[target] = [value if on else None for value, on in zip(values, mask, strict=True)]
-    return {name: made(raw[name], names.get(name, name)) for name, made in VALUES.items() if name in raw}
+    return {name: convert(raw[name], names.get(name, name)) for name, convert in VALUES.items() if name in raw}
 
 
 def weighted(scores: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

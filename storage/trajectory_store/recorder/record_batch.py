@@ -44,12 +44,12 @@ def as_list(value: Any) -> Any:
 class RecordBatch:
     """What one call records: the columns of its rows, to which the recorder adds their ids."""
 
-    def __init__(self, given: Given, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, fields: Given, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
         self.num = num
-        self.columns = _columns(given, num, sources) if encoder.tokenizer is None or _is_whole(given) else None
+        self.columns = _columns(fields, num, sources) if encoder.tokenizer is None or _is_whole(fields) else None
         self._rows: list[dict[str, Any]] = []
         if self.columns is None:
-            self._rows = [_row(given, i, encoder, source) for i, source in enumerate(sources)]
+            self._rows = [_row(fields, i, encoder, source) for i, source in enumerate(sources)]
             self.prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in self._rows]
             self.texts = [row["prompt"] for row in self._rows]
             self.lengths = np.array([len(row["input_ids"]) for row in self._rows], np.int64)
@@ -67,29 +67,31 @@ class RecordBatch:
         """
         whole = column.axis is None or column.is_text
         if whole:
-            made: list[Any] = list(values)
+            column_rows: list[Any] = list(values)
         else:
-            made = [self._items(column, value, i) for i, value in enumerate(values)]
+            column_rows = [self._items(column, value, i) for i, value in enumerate(values)]
         if self.columns is None:
-            for row, value in zip(self._rows, made, strict=True):
+            for row, value in zip(self._rows, column_rows, strict=True):
                 row[column.name] = value
         elif whole:
-            self.columns[column.name] = made if column.is_text else np.array(made, column.np_dtype)
+            self.columns[column.name] = column_rows if column.is_text else np.array(column_rows, column.np_dtype)
         else:
-            sizes = np.array([len(value) for value in made], np.int64)
-            self.columns[column.name] = RaggedArray(np.concatenate(made), sizes)
+            sizes = np.array([len(value) for value in column_rows], np.int64)
+            self.columns[column.name] = RaggedArray(np.concatenate(column_rows), sizes)
 
     def _items(self, column: Column, value: Any, row: int) -> npt.NDArray[Any]:
         shape = (-1, *column.shape)
-        found = np.asarray([] if value is None else value, column.np_dtype).reshape(shape)
+        row_values = np.asarray([] if value is None else value, column.np_dtype).reshape(shape)
         if column.axis != "tokens":
-            return found
-        length, whole = len(found), int(self.lengths[row])
+            return row_values
+        length, whole = len(row_values), int(self.lengths[row])
         if length not in (0, whole, whole - len(self.prompts[row])):
             raise BatchError(
                 f"{length} values of {column.name} for {whole - len(self.prompts[row])} completion tokens."
             )
-        return np.concatenate([np.full((whole - length, *column.shape), column.fill_value, column.np_dtype), found])
+        return np.concatenate(
+            [np.full((whole - length, *column.shape), column.fill_value, column.np_dtype), row_values]
+        )
 
     def batch(self, schema: Schema) -> Batch:
         """Return the batch of a store."""
@@ -98,64 +100,68 @@ class RecordBatch:
         return prepare(schema, {name: values for name, values in self.columns.items() if name in schema})
 
 
-def _is_whole(given: Given) -> bool:
+def _is_whole(fields: Given) -> bool:
     """Return True where nothing has to be encoded or decoded for a person to read."""
-    texts = (given.get("prompt"), given.get("completion"))
-    return "prompt_ids" in given and "completion_ids" in given and all(text and all(text) for text in texts)
+    texts = (fields.get("prompt"), fields.get("completion"))
+    return "prompt_ids" in fields and "completion_ids" in fields and all(text and all(text) for text in texts)
 
 
-def _row(given: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> dict[str, Any]:
+def _row(fields: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return one row; an error names the field that is wrong."""
-    mine = {name: as_list(values[i]) for name, values in given.items()}
+    mine = {name: as_list(values[i]) for name, values in fields.items()}
     about = {"created_at": mine.get("created_at"), "meta": mine.get("meta") or {}}
     # TRL encodes a text prompt unchanged; messages go through the template.
-    made = values_of({name: value for name, value in mine.items() if name != "meta"})
-    made["finish_reason"], made["failure"] = ended(made.get("finish_reason", ""), made.get("failure", ""))
-    return encoder.row(RawRollout(**{**made, **about, "as_chat": False}), source)
+    rollout = values_of({name: value for name, value in mine.items() if name != "meta"})
+    rollout["finish_reason"], rollout["failure"] = ended(rollout.get("finish_reason", ""), rollout.get("failure", ""))
+    return encoder.row(RawRollout(**{**rollout, **about, "as_chat": False}), source)
 
 
-def _columns(given: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _columns(fields: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the columns of rows of token ids; None where a row has to be looked at by itself."""
-    prompts, completions = _flat(given.get("prompt_ids"), "iu"), _flat(given.get("completion_ids"), "iu")
+    prompts, completions = _flat(fields.get("prompt_ids"), "iu"), _flat(fields.get("completion_ids"), "iu")
     if prompts is None or completions is None:
         return None
-    (before, sizes), (said, lengths) = prompts, completions
+    (before, sizes), (completion_tokens, lengths) = prompts, completions
     whole = sizes + lengths
-    for ids in (before, said):
+    for ids in (before, completion_tokens):
         if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
             return None
     if not whole.all():
         return None
-    sampled = np.ones(len(said), bool)
-    if (masks := given.get("completion_mask")) is not None:
-        found = _flat(masks, "iub")
-        if found is None or not np.array_equal(found[1], lengths) or not np.isin(found[0], (0, 1)).all():
+    sampled = np.ones(len(completion_tokens), bool)
+    if (masks := fields.get("completion_mask")) is not None:
+        flat_scores = _flat(masks, "iub")
+        if (
+            flat_scores is None
+            or not np.array_equal(flat_scores[1], lengths)
+            or not np.isin(flat_scores[0], (0, 1)).all()
+        ):
             return None
-        sampled = found[0].astype(bool)
+        sampled = flat_scores[0].astype(bool)
     place = np.arange(int(whole.sum())) - np.repeat(np.cumsum(whole) - whole, whole)
     is_said = place >= np.repeat(sizes, whole)
     ids = np.empty(len(place), np.int32)
-    ids[~is_said], ids[is_said] = before, said
+    ids[~is_said], ids[is_said] = before, completion_tokens
     mask = np.zeros(len(place), bool)
     mask[is_said] = sampled
     columns: dict[str, Any] = {"input_ids": RaggedArray(ids, whole), "assistant_mask": RaggedArray(mask, whole)}
     for field, name in (("log_probs", "log_probs"), ("ref_log_probs", "ref_log_probs")):
         line = np.full(len(place), np.nan, np.float32)
-        if (scores := given.get(field)) is not None:
-            found = _scores(scores, lengths)
-            if found is None:
+        if (scores := fields.get(field)) is not None:
+            flat_scores = _scores(scores, lengths)
+            if flat_scores is None:
                 return None
-            found[~sampled] = np.nan
+            flat_scores[~sampled] = np.nan
             with np.errstate(invalid="ignore"):
-                if ((found > ROUNDING) | (found < -LARGEST)).any():
+                if ((flat_scores > ROUNDING) | (flat_scores < -LARGEST)).any():
                     return None
-            line[is_said] = found
+            line[is_said] = flat_scores
         elif name == "ref_log_probs":
             continue
         columns[name] = RaggedArray(line, whole)
     numbers: dict[str, npt.NDArray[np.float64]] = {}
     for name in ("reward", "advantage", "temperature", "created_at"):
-        values = _numbers(given.get(name), num)
+        values = _numbers(fields.get(name), num)
         if values is None:
             return None
         numbers[name] = values
@@ -165,18 +171,20 @@ def _columns(given: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> di
             return None
     ends = [
         ended(str(end or ""), as_failure(kind, "failure"))
-        for end, kind in zip(given.get("finish_reason") or [""] * num, given.get("failure") or [""] * num, strict=True)
+        for end, kind in zip(
+            fields.get("finish_reason") or [""] * num, fields.get("failure") or [""] * num, strict=True
+        )
     ]
     failures = [kind for _, kind in ends]
     failed = np.array([bool(kind) for kind in failures])
-    versions = _flat([given["policy_version"]], "iu")
+    versions = _flat([fields["policy_version"]], "iu")
     if versions is None:
         return None
-    given_prompts = [as_prompt(text, "prompt") if text else "" for text in given.get("prompt") or [""] * num]
+    given_prompts = [as_prompt(text, "prompt") if text else "" for text in fields.get("prompt") or [""] * num]
     texts = [check_text(text_of(text), "prompt") for text in given_prompts]
-    said_texts = [text_of(as_prompt(text, "completion")) if text else "" for text in given["completion"]]
-    answers, metas = given.get("answer") or [None] * num, given.get("meta") or [None] * num
-    made = [
+    said_texts = [text_of(as_prompt(text, "completion")) if text else "" for text in fields["completion"]]
+    answers, metas = fields.get("answer") or [None] * num, fields.get("meta") or [None] * num
+    meta_texts = [
         meta_text(
             answer=None if answers[i] is None else as_answer(as_list(answers[i]), "answer"),
             about=metas[i] or {},
@@ -191,7 +199,7 @@ def _columns(given: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> di
         "advantage": np.where(failed, math.nan, advantage).astype(np.float32),
         "policy_version": versions[0].astype(np.int64),
         "temperature": numbers["temperature"].astype(np.float32),
-        "log_prob_mode": [as_mode(mode or "", "log_prob_mode") for mode in given.get("log_prob_mode") or [""] * num],
+        "log_prob_mode": [as_mode(mode or "", "log_prob_mode") for mode in fields.get("log_prob_mode") or [""] * num],
         "num_prompt_tokens": sizes.astype(np.int32),
         "created_at": numbers["created_at"],
         "finish_reason": [end for end, _ in ends],
@@ -199,7 +207,7 @@ def _columns(given: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> di
         "reward_trusted": ~failed,
         "prompt": texts,
         "completion": said_texts,
-        "meta": made,
+        "meta": meta_texts,
     }
 
 
@@ -242,10 +250,10 @@ def _scores(rows: Sequence[Any], lengths: Int64s) -> npt.NDArray[np.float64] | N
 def _numbers(values: Sequence[Any] | None, num: int) -> npt.NDArray[np.float64] | None:
     if values is None:
         return np.full(num, np.nan)
-    found = [as_list(value) for value in values]
-    if not all(value is None or type(value) in (int, float, bool) for value in found):
+    plain_numbers = [as_list(value) for value in values]
+    if not all(value is None or type(value) in (int, float, bool) for value in plain_numbers):
         return None
     try:
-        return np.array(found, np.float64)
+        return np.array(plain_numbers, np.float64)
     except OverflowError:
         return None

@@ -29,9 +29,9 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any | None, *, chat: bool = True) -> None:
-        named = isinstance(tokenizer, (str, Path))
-        self.name = str(tokenizer if named else getattr(tokenizer, "name_or_path", "")) or "given"
-        self.tokenizer = load_tokenizer(self.name) if named else tokenizer
+        is_name = isinstance(tokenizer, (str, Path))
+        self.name = str(tokenizer if is_name else getattr(tokenizer, "name_or_path", "")) or "given"
+        self.tokenizer = load_tokenizer(self.name) if is_name else tokenizer
         self.chat = chat
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
@@ -111,11 +111,11 @@ class Encoder:
         as_chat, is_text = self.chat and record.as_chat, isinstance(record.prompt, str)
         templated = not is_text or (as_chat and getattr(tokenizer, "chat_template", None) is not None)
         try:
-            found = encode_prompt(tokenizer, record.prompt, as_chat=as_chat), templated
+            encoded = encode_prompt(tokenizer, record.prompt, as_chat=as_chat), templated
         except SchemaError as error:  # the template and this row do not go together
             raise BatchError(str(error)) from error
-        self._last = (key, found)
-        return found
+        self._last = (key, encoded)
+        return encoded
 
     def _completion(self, text: str) -> list[int]:
         tokenizer = self._need()
@@ -133,15 +133,15 @@ class Encoder:
         return decode(self.tokenizer, ids)
 
 
-def _per_token(given: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
-    if given is not None and len(given) != len(default):
-        raise BatchError(f"{len(given)} values of {name} for {len(default)} completion tokens.")
-    return default if given is None else given
+def _per_token(token_values: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
+    if token_values is not None and len(token_values) != len(default):
+        raise BatchError(f"{len(token_values)} values of {name} for {len(default)} completion tokens.")
+    return default if token_values is None else token_values
 
 
-def _scores(given: Sequence[Any] | None, mask: Any, start: int, name: str) -> npt.NDArray[np.float32]:
+def _scores(scores: Sequence[Any] | None, mask: Any, start: int, name: str) -> npt.NDArray[np.float32]:
     line = np.full(len(mask), np.nan, np.float32)
-    line[start:] = [math.nan if s is None else s for s in _per_token(given, [None] * (len(mask) - start), name)]
+    line[start:] = [math.nan if s is None else s for s in _per_token(scores, [None] * (len(mask) - start), name)]
     line[~mask] = np.nan
     return line
 

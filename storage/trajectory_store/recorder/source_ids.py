@@ -20,7 +20,7 @@ _LOCK = ".recorder.lock"
 
 
 @contextmanager
-def held(store: Path, *, shared: bool = False, refusal: str) -> Generator[None]:
+def store_lock(store: Path, *, shared: bool = False, refusal: str) -> Generator[None]:
     """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone."""
     folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -104,9 +104,9 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
         # The tokenizers package raises a bare Exception for a character without a token.
         if "Missing [UNK] token" not in str(error):
             raise
-        known = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
+        alphabet = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
         raise BatchError(
-            f"The text {text!r} has a character that the tokenizer does not know. It knows {known!r}; "
+            f"The text {text!r} has a character that the tokenizer does not know. It knows {alphabet!r}; "
             "put the missing ones in the alphabet."
         ) from error
 
@@ -136,10 +136,10 @@ def load_tokenizer(name: str) -> Any:
         raise TokenizerNotFoundError(
             f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
         )
-    found = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
-    if found is None:
+    tokenizer = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
+    if tokenizer is None:
         raise BatchError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
-    return found
+    return tokenizer
 
 
 def tokenizer_at(source: str, *, local: bool) -> Any | None:
@@ -168,5 +168,5 @@ def _declares_generic(folder: Path) -> bool:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    named = config.get("tokenizer_class") if isinstance(config, dict) else None
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+    class_name = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return class_name in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()

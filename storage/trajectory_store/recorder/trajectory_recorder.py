@@ -25,7 +25,7 @@ from trajectory_store.recorder.known_names import Group, KnownNames, group_names
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
 from trajectory_store.recorder.record_batch import RecordBatch, as_list
 from trajectory_store.recorder.row_encoder import Encoder
-from trajectory_store.recorder.source_ids import SOURCE_BITS, alone, held, next_base, open_or_create
+from trajectory_store.recorder.source_ids import SOURCE_BITS, alone, next_base, open_or_create, store_lock
 from trajectory_store.recorder.standard import (
     EPISODE,
     EVALUATION,
@@ -111,7 +111,7 @@ class TrajectoryRecorder:
         self.store = open_or_create(self.path, standard_schema([*FAILURES, *_SAMPLED]), durability)
         self._held = contextlib.ExitStack()
         refusal = f"an import is writing to {self.path}. Wait for it, or record into another store."
-        self._held.enter_context(held(self.path, shared=True, refusal=refusal))
+        self._held.enter_context(store_lock(self.path, shared=True, refusal=refusal))
         self.num_recorded = 0
         self._base = next_base(self.store)
         self._offset = 0
@@ -225,7 +225,7 @@ class TrajectoryRecorder:
             SchemaError: token ids are missing and there is no tokenizer, or a further column was not declared.
             StoreError: the store cannot be written.
         """
-        given = {
+        fields = {
             "prompt": prompts,
             "prompt_ids": prompt_ids,
             "completion": completions,
@@ -255,20 +255,20 @@ class TrajectoryRecorder:
         }
         try:
             offset = self._next_offset(len(completions), group_size)
-            there = {name: values for name, values in given.items() if values is not None}
+            present = {name: values for name, values in fields.items() if values is not None}
             beside = {name: values for name, values in more.items() if values is not None}
             identity = {"groups": groups, "episodes": episodes, "names": names, "reward_trusted": reward_trusted}
-            for name, values in (there | beside | identity).items():
+            for name, values in (present | beside | identity).items():
                 if values is not None and len(values) != len(completions):
                     raise BatchError(f"{len(values)} values of {name} for {len(completions)} completions.")
             if reward_trusted is not None:
-                pairs = zip(there.get("failure") or [""] * len(completions), reward_trusted, strict=True)
-                there["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
+                pairs = zip(present.get("failure") or [""] * len(completions), reward_trusted, strict=True)
+                present["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
             rows = None if episodes is None else episode_rows(episodes)
             if rows is not None and groups is None and (rows.size > 1).any():
                 raise BatchError("episodes of several rows need groups by name: record(groups=[...]).")
             source_of = _Sources(source, self.run_id if run_id is None else run_id, groups, names, one_prompt)
-            return self._write(offset, there, beside, token_versions, rows, source_of, group_size)
+            return self._write(offset, present, beside, token_versions, rows, source_of, group_size)
         except StoreError as error:
             if self.on_error == "raise":
                 raise
@@ -288,15 +288,15 @@ class TrajectoryRecorder:
     def _write(
         self,
         offset: int,
-        given: dict[str, Sequence[Any]],
+        fields: dict[str, Sequence[Any]],
         beside: dict[str, Sequence[Any]],
         token_versions: Sequence[Sequence[int] | None] | None,
         episodes: EpisodeRows | None,
         sources: _Sources,
         group_size: int | None,
     ) -> np.ndarray:
-        num = len(given["completion"])
-        if "prompt" not in given and "prompt_ids" not in given:
+        num = len(fields["completion"])
+        if "prompt" not in fields and "prompt_ids" not in fields:
             raise BatchError("neither prompts nor prompt_ids are given.")
         if not num:
             return np.empty(0, np.int64)
@@ -304,55 +304,55 @@ class TrajectoryRecorder:
         if names is not None and len(set(names)) < num:
             raise BatchError("two of the names are equal, and each must name one completion.")
         if episodes is not None:
-            episodes.share(given)
-        given["created_at"] = [time.time()] * num
-        made = RecordBatch(given, num, self._encoder, [sources.source(i) for i in range(num)])
+            episodes.share(fields)
+        fields["created_at"] = [time.time()] * num
+        batch = RecordBatch(fields, num, self._encoder, [sources.source(i) for i in range(num)])
         if token_versions is not None:
             beside["version_spans"] = [
-                None if row is None else version_spans_of(row, len(made.prompts[i]))
+                None if row is None else version_spans_of(row, len(batch.prompts[i]))
                 for i, row in enumerate(token_versions)
             ]
         if "version_spans" in beside:
-            oldest = np.asarray(given["policy_version"], np.int64)
+            oldest = np.asarray(fields["policy_version"], np.int64)
             newest = [
                 max((pair[1] for pair in spans), default=-1) if spans else -1 for spans in beside["version_spans"]
             ]
-            made.add(NEWEST_VERSION, np.where(np.array(newest) > oldest, newest, -1).tolist())
+            batch.add(NEWEST_VERSION, np.where(np.array(newest) > oldest, newest, -1).tolist())
         several = episodes is not None and bool((episodes.size > 1).any())
         self._have_columns([*beside, *(column.name for column in EPISODE if several)])
         for name, values in beside.items():
-            made.add(self.store.schema[name], values)
+            batch.add(self.store.schema[name], values)
         starts = [True] * num if episodes is None else (episodes.position == 0).tolist()
         evaluations = beside.get("evaluation") or [False] * num
-        named = None if groups is None else group_names(sources.run, groups, evaluations)
+        scoped_groups = None if groups is None else group_names(sources.run, groups, evaluations)
         with alone(self.path):
             self.store.refresh()
             # Ranks share the ids that nothing had when they were made; one alone takes its own when it begins to write.
             base = self._base if self.world_size > 1 or self.num_recorded else next_base(self.store)
             if self._resumed_at is not None:
                 step, self._resumed_at = self._resumed_at, None
-                base, offset = self._retaken(step, made.prompts, base, offset)
+                base, offset = self._retaken(step, batch.prompts, base, offset)
                 self._base, self._offset = base, offset + self.world_size * num
             places = np.arange(num) + offset + self.rank * num
             row_names, members = (base + places).tolist(), list[Group]()
-            if named is None:
-                group_ids = (base + self._groups(made, places, group_size or self.group_size)).tolist()
+            if scoped_groups is None:
+                group_ids = (base + self._groups(batch, places, group_size or self.group_size)).tolist()
             else:
                 members = self._known.find_groups(
-                    self.store, named, row_names, made.prompts, starts, one_prompt=sources.one_prompt
+                    self.store, scoped_groups, row_names, batch.prompts, starts, one_prompt=sources.one_prompt
                 )
                 group_ids = [group.group_id for group in members]
-            made.add(self.store.schema["trajectory_id"], row_names)
-            made.add(self.store.schema["group_id"], group_ids)
+            batch.add(self.store.schema["trajectory_id"], row_names)
+            batch.add(self.store.schema["group_id"], group_ids)
             if episodes is not None and several:
                 named_by_first = np.where(episodes.size > 1, base + places[episodes.first], -1)
                 for column, values in zip(EPISODE, (named_by_first, episodes.position, episodes.size), strict=True):
-                    made.add(self.store.schema[column.name], values.tolist())
-            ids = self.store.append_batch(made.batch(self.store.schema))
+                    batch.add(self.store.schema[column.name], values.tolist())
+            ids = self.store.append_batch(batch.batch(self.store.schema))
             self._base = base
         self.num_recorded += num
-        if named is not None:
-            self._known.add_groups(named, members)
+        if scoped_groups is not None:
+            self._known.add_groups(scoped_groups, members)
         if names is not None:
             self._known.rows |= zip([(sources.run, name) for name in names], ids.tolist(), strict=True)
         return ids
@@ -364,9 +364,10 @@ class TrajectoryRecorder:
             return
         for name in lacking:
             if name not in self._further and not name.startswith("reward_"):
-                known = ", ".join(self._further)
+                column_names = ", ".join(self._further)
                 raise SchemaError(
-                    f"there is no column '{name}' ({known}). Declare it: TrajectoryRecorder(..., columns=[Column(...)])"
+                    f"there is no column '{name}' ({column_names}). Declare it: "
+                    "TrajectoryRecorder(..., columns=[Column(...)])"
                 )
         durability = self.store.durability
         self.store.close()
@@ -441,26 +442,26 @@ class TrajectoryRecorder:
         """Return where the previous recorder's ids of a step begin, to be used again; else what is given."""
         rows = self.store.ids()
         before = base - (1 << SOURCE_BITS)
-        named = self.store.read_scalars("trajectory_id", rows)
-        again = named >> SOURCE_BITS == before >> SOURCE_BITS
+        trajectory_ids = self.store.read_scalars("trajectory_id", rows)
+        again = trajectory_ids >> SOURCE_BITS == before >> SOURCE_BITS
         again &= self.store.read_scalars("policy_version", rows) >= step
         if before < 0 or not again.any():
             return base, offset
-        start = int(named[again].min()) - before
+        start = int(trajectory_ids[again].min()) - before
         for i, row in enumerate(retaken):
-            there = rows[named == before + start + self.rank * len(retaken) + i][-1:]
-            found = self.store.read(there, ["input_ids", "num_prompt_tokens"])
-            prompts = [ids[:end] for ids, end in zip(*found.values(), strict=True)]
+            earlier_row = rows[trajectory_ids == before + start + self.rank * len(retaken) + i][-1:]
+            earlier_prompts = self.store.read(earlier_row, ["input_ids", "num_prompt_tokens"])
+            prompts = [ids[:end] for ids, end in zip(*earlier_prompts.values(), strict=True)]
             if not prompts or not np.array_equal(prompts[0], row):
                 _log.warning("%s: other prompts than before at step %d, so the earlier rows stay", self.path, step)
                 return base, offset
         return before, start
 
-    def _groups(self, made: RecordBatch, places: np.ndarray, size: int | None) -> np.ndarray:
+    def _groups(self, batch: RecordBatch, places: np.ndarray, size: int | None) -> np.ndarray:
         """Return the group of each row, called after its first row: sizes may differ between calls."""
         if size is not None:
             return places // size * size
-        prompts = [(text, ids.tobytes()) for text, ids in zip(made.texts, made.prompts, strict=True)]
+        prompts = [(text, ids.tobytes()) for text, ids in zip(batch.texts, batch.prompts, strict=True)]
         starts = [i == 0 or prompt != prompts[i - 1] for i, prompt in enumerate(prompts)]
         return places[np.flatnonzero(starts)][np.cumsum(starts) - 1]
 
@@ -483,39 +484,39 @@ class TrajectoryRecorder:
         Raises:
             SchemaError: a function cannot be called, or the weights do not fit.
         """
-        wanted = list(functions) if isinstance(functions, Sequence) else [functions]
-        if weights is not None and len(weights) != len(wanted):
-            raise SchemaError(f"{len(weights)} weights for {len(wanted)} reward functions.")
-        for function in wanted:
+        reward_functions = list(functions) if isinstance(functions, Sequence) else [functions]
+        if weights is not None and len(weights) != len(reward_functions):
+            raise SchemaError(f"{len(weights)} weights for {len(reward_functions)} reward functions.")
+        for function in reward_functions:
             if not callable(function) or hasattr(function, "forward"):
                 raise SchemaError(
                     f"{type(function).__name__} is a model, not a reward function. Use recorder.attach(trainer)."
                 )
-        factors = np.ones(len(wanted)) if weights is None else np.asarray(weights, np.float64)
-        return [self._wrapped(i, function, factors) for i, function in enumerate(wanted)]
+        factors = np.ones(len(reward_functions)) if weights is None else np.asarray(weights, np.float64)
+        return [self._wrapped(i, function, factors) for i, function in enumerate(reward_functions)]
 
     def _wrapped(self, index: int, function: RewardFunction, weights: np.ndarray) -> RewardFunction:
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def graded_later(*, prompts: Any, completions: Any, **columns: Any) -> Any:
-                found = await function(prompts=prompts, completions=completions, **columns)
-                self._collect(index, found, weights, prompts, completions, columns)
-                return found
+                rewards = await function(prompts=prompts, completions=completions, **columns)
+                self._collect(index, rewards, weights, prompts, completions, columns)
+                return rewards
 
             return graded_later
 
         def graded(*, prompts: Any, completions: Any, **columns: Any) -> Any:
-            found = function(prompts=prompts, completions=completions, **columns)
-            self._collect(index, found, weights, prompts, completions, columns)
-            return found
+            rewards = function(prompts=prompts, completions=completions, **columns)
+            self._collect(index, rewards, weights, prompts, completions, columns)
+            return rewards
 
         graded = functools.wraps(function, updated=())(graded)  # not the attributes of an object with `__call__`
         graded.__name__ = getattr(function, "__name__", type(function).__name__)
         return graded
 
     def _collect(
-        self, index: int, found: Any, weights: np.ndarray, prompts: Any, completions: Any, columns: Mapping[str, Any]
+        self, index: int, graded: Any, weights: np.ndarray, prompts: Any, completions: Any, columns: Mapping[str, Any]
     ) -> None:
         pending = self._pending
         if pending is None or pending[0] is not completions:
@@ -523,7 +524,7 @@ class TrajectoryRecorder:
                 _log.warning("%s: the grading of a batch was not finished, so it is not recorded", self.path)
             pending = self._pending = (completions, {})
         rewards = pending[1]
-        rewards[index] = [math.nan if reward is None else float(reward) for reward in found]
+        rewards[index] = [math.nan if reward is None else float(reward) for reward in graded]
         if len(rewards) < len(weights):
             return
         self._pending = None
@@ -596,40 +597,41 @@ class _Sources:
 
     def source(self, i: int) -> dict[str, Any]:
         """Return what `meta` records of a row's source."""
-        named: dict[str, Any] = {"recorder": self.recorder}
+        row_source: dict[str, Any] = {"recorder": self.recorder}
         if self.names is not None:
-            named["name"] = self.names[i]
+            row_source["name"] = self.names[i]
         if self.groups is not None:
-            named["group"] = str(self.groups[i])
-        if self.run and len(named) > 1:
-            named["run"] = self.run
-        return named
+            row_source["group"] = str(self.groups[i])
+        if self.run and len(row_source) > 1:
+            row_source["run"] = self.run
+        return row_source
 
 
 def _each(value: Any, num: int) -> Sequence[Any] | None:
     """Return one value for each of `num` rows; None where none is given."""
     if value is None:
         return None
-    found = as_list(value)
-    return found if isinstance(found, list) else [found] * num
+    row_values = as_list(value)
+    return row_values if isinstance(row_values, list) else [row_values] * num
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
 
 
-def _versions(given: Any, per_token: Sequence[Any] | None, spans: Sequence[Any] | None, num: int) -> list[int]:
+def _versions(policy_version: Any, per_token: Sequence[Any] | None, spans: Sequence[Any] | None, num: int) -> list[int]:
     """Return the version of each row: what is given, or that of its oldest token."""
-    found = [
-        as_int(version, "policy_version") for version in _each(UNKNOWN_VERSION if given is None else given, num) or ()
+    row_versions = [
+        as_int(version, "policy_version")
+        for version in _each(UNKNOWN_VERSION if policy_version is None else policy_version, num) or ()
     ]
     for i, row in enumerate(per_token or ()):
         if row is not None and len(row):
-            found[i] = int(min(as_list(row)))
+            row_versions[i] = int(min(as_list(row)))
     for i, pairs in enumerate(spans or ()):
         if pairs is not None and len(pairs):
-            found[i] = int(min(pair[1] for pair in pairs))
-    return found
+            row_versions[i] = int(min(pair[1] for pair in pairs))
+    return row_versions
 
 
 def version_spans_of(versions: Sequence[int], start: int) -> list[tuple[int, int]]:
@@ -638,9 +640,13 @@ def version_spans_of(versions: Sequence[int], start: int) -> list[tuple[int, int
     >>> version_spans_of([3, 3, 4], 5)
     [(5, 3), (7, 4)]
     """
-    found = np.asarray(as_list(versions), np.int64)
-    begins = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]])) if len(found) else []
-    return [(start + int(place), int(found[place])) for place in begins]
+    token_versions = np.asarray(as_list(versions), np.int64)
+    begins = (
+        np.flatnonzero(np.concatenate([[True], token_versions[1:] != token_versions[:-1]]))
+        if len(token_versions)
+        else []
+    )
+    return [(start + int(place), int(token_versions[place])) for place in begins]
 
 
 def _size(group: int) -> int:
