@@ -64,12 +64,16 @@ _fills = functools.lru_cache(maxsize=256)(Fills)
 
 
 class Gap(NamedTuple):
-    """Rows that are not served, because their commit is missing or does not match its checksum."""
+    """Rows that are not served: their commit is missing, or a block of one of its arrays does not match its checksum.
+
+    `array` is that array, or empty for a commit that is missing as a whole.
+    """
 
     seq: int
     first: int
     end: int
     why: str
+    array: str = ""
 
 
 class Segment(ABC):
@@ -152,6 +156,9 @@ class Segment(ABC):
         Those that fail are in `gaps` from then on. Other media compare whatever they fetch.
         """
         return False
+
+    def compare(self, rows: Rows, columns: Iterable[Column], *, flags: bool) -> None:  # noqa: B027 - as `check_rows`
+        """Compare values that updates have replaced: they are not compared again, and damage of them costs nothing."""
 
     def check_order(self) -> None:  # noqa: B027 - other media compare whatever they fetch
         """Compare what the order of the rows follows from with its checksums; damage is in `gaps` from then on."""
@@ -264,6 +271,19 @@ class Segment(ABC):
         bit = np.uint64(names.index(column.name))
         return (self.array(PRESENT, rows)[rows] >> bit & np.uint64(1)).astype(bool)
 
+    def arrays_of(self, columns: Iterable[Column], *, flags: bool) -> Iterable[str]:
+        """Return the arrays that a read of columns takes its values from; the offsets come first."""
+        columns = list(columns)
+        names = dict.fromkeys(
+            [offsets_name(column.axis) for column in columns if column.axis in self.schema.axes and column.axis]
+        )
+        names |= dict.fromkeys(column.name for column in columns if column.name in self.schema)
+        if flags and self.meta.has_present and any(column.optional for column in columns):
+            names[PRESENT] = None
+        if self.meta.kind == "update":
+            names |= dict.fromkeys(self.meta.internal_rows)
+        return names
+
     # Rows
 
     def row_ids(self, first: int, end: int) -> Int64Array:
@@ -306,9 +326,19 @@ class Segment(ABC):
             times[max(0, gap.first - first) : max(0, gap.end - first)] = -1
         return times
 
+    def add_gap(self, gap: Gap) -> None:
+        """Leave out rows from now on; of a commit that is left out as a whole, its first reason stays."""
+        known = (one for one in self.gaps if one.array in ("", gap.array) and one.seq == gap.seq)
+        if not any(one.first <= gap.first and gap.end <= one.end for one in known):
+            self.gaps = sorted([*self.gaps, gap])
+
+    def lost_commits(self) -> set[int]:
+        """Return the commits that are left out as a whole: their time and rows are not certain."""
+        return {gap.seq for gap in self.gaps if not gap.array}
+
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return times, first ids and sizes of the runs of rows committed together, after those already seen."""
-        if self.meta.merged:
+        if self.meta.merged or any(gap.array for gap in self.gaps):
             self.check_order()
             ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
             if self.gaps:
@@ -339,9 +369,9 @@ class Segment(ABC):
         except StoreError:
             return np.empty(0, np.int64)
 
+    @abstractmethod
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known: it may be for any."""
-        return None
 
     def report(self, report: VerifyReport, gap: Gap) -> None:
         """Report a commit whose rows are not there: as a loss if the owner of the store has accepted it."""
@@ -396,6 +426,7 @@ class Segment(ABC):
         if self._span is not None:
             return self._span
         times = self.row_times() if self.meta.merged else self.commits()["time_ns"]
+        times = times[times >= 0]
         created = self.meta.created_ns
         span = (int(times.min()), int(times.max())) if len(times) else (created, created)
         self._span = span if self.finished else None

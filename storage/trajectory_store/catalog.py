@@ -689,6 +689,10 @@ class Catalog:
                 if mine.any():
                     yield segment, gap, mine
 
+    def is_left_out(self, ordinals: Int64Array, rows: Int64Array) -> bool:
+        """Return whether some rows of segments are not served."""
+        return any(True for _ in self._gaps_among(Address(ordinals, rows)))
+
     def find(self, ids: Int64Array) -> Address:
         """Find rows as `locate` does, with segment -1 for missing ones."""
         out = self._find(ids)

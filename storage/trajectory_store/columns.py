@@ -178,13 +178,15 @@ def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Conca
     @functools.wraps(read)
     def wrapper(self: ColumnReader, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return read(self, *args, **kwargs)
+            found = read(self, *args, **kwargs)
         except DamageFoundError:
             raise
         except CorruptionError as error:
             if self.find_damage():
                 raise DamageFoundError(str(error)) from error
             raise
+        self.confirm()
+        return found
 
     return wrapper
 
@@ -219,8 +221,24 @@ class ColumnReader:
         self._unchecked = checked and not catalog.is_checked
         self._checked: set[tuple[str, bool]] = set()
         self._base = Places(*catalog.locate(ids)) if places is None else places
+        self._gaps = self._count_gaps()
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
+
+    def _count_gaps(self) -> int:
+        """Return how many parts of these segments, and of all updates, are left out."""
+        segments, updates = self._catalog.segments, self._catalog.updates
+        rows = sum(len(segments[ordinal].gaps) for ordinal, _ in self._base.runs if ordinal in segments)
+        return rows + sum(len(update.gaps) for update in list(updates.values()))
+
+    def confirm(self) -> None:
+        """Refuse what was read if another read, since this one began, has found that some of its rows are damaged."""
+        if self._count_gaps() <= self._gaps:
+            return
+        self._gaps = self._count_gaps()
+        self._catalog.note_damage()
+        if self._catalog.is_left_out(self._base.ordinals, self._base.rows):
+            raise DamageFoundError(f"{self._catalog.medium.where}: rows were found damaged")
 
     @classmethod
     def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
@@ -260,6 +278,9 @@ class ColumnReader:
     def find_damage(self) -> bool:
         """Search for damage among these rows and all updates, and leave it out; return whether some was found."""
         catalog = self._catalog
+        if self._count_gaps() > self._gaps:
+            catalog.note_damage()
+            return True
         every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
         return catalog.find_damage([*every, *((catalog.any_segment(o), rows) for o, rows in self._base.runs)])
 
@@ -312,8 +333,10 @@ class ColumnReader:
             if len(mine):
                 raise catalog.unreadable(update, gap, mine)
         places = self._places(column)
-        places = [self._base] if places is self._base else [self._base, places]
-        self._compare([column], [run for some in places for run in some.runs], flags=flags)
+        if places is not self._base:
+            for ordinal, rows in self._base.runs:
+                catalog.any_segment(ordinal).compare(rows, (column,), flags=flags)
+        self._compare([column], places.runs, flags=flags)
 
     def _later(self, column: Column) -> Later | None:
         if self._limits is None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.errors import CorruptionError, FormatVersionError, NotAStoreError, StoreError, WriteFailedError
 from trajectory_store.file_access import PreadBytes
+from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
@@ -491,6 +492,22 @@ def block_crcs(raw: npt.NDArray[np.uint8], size: int) -> list[int]:
     whole = len(raw) - len(raw) % size
     crcs = [*map(crc32c, raw[:whole].reshape(-1, size))]
     return crcs if whole == len(raw) else [*crcs, crc32c(raw[whole:])]
+
+
+def to_hex(crcs: Iterable[int]) -> str:
+    """Return checksums as text, eight hexadecimal digits each.
+
+    >>> to_hex([1, 255])
+    '00000001000000ff'
+    """
+    return "".join(f"{crc:08x}" for crc in crcs)
+
+
+def from_hex(text: Any, count: int) -> Int64Array:
+    """Parse `count` checksums; raise ValueError if the text is not that."""
+    if not isinstance(text, str) or len(raw := bytes.fromhex(text)) != 4 * count:
+        raise ValueError(f"{str(text)[:40]!r} is not {count} checksums")
+    return np.frombuffer(raw, ">u4").astype(np.int64)
 
 
 def checks_path(folder: Path) -> Path:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,6 @@ from trajectory_store.format import (
     KIND_ROWS,
     MAGIC,
     MARK_SIZE,
-    PRESENT,
     RECORD_SIZE,
     ROW_TIME,
     TARGET,
@@ -52,7 +51,7 @@ from trajectory_store.format import (
     spec_json,
     with_crc,
 )
-from trajectory_store.ragged import Int64Array, distinct, expand
+from trajectory_store.ragged import Int64Array, distinct, expand, ranges_of
 from trajectory_store.schema import Column
 from trajectory_store.verify import VerifyReport
 
@@ -60,7 +59,7 @@ FRESH_NS = 50_000_000
 """A file that was written so lately may be written again without another time: kernels advance it every few ms."""
 
 FULL_BYTES = 1 << 16
-"""A commit of up to this size is compared as a whole: the calls for its blocks would take longer."""
+"""A commit of up to this size is compared as a whole first: the calls for the blocks of each array take longer."""
 _ALL = ""
 AGAIN_BYTES = 1 << 20
 """A commit of up to this size is compared as a whole when more of it is read."""
@@ -194,7 +193,8 @@ class LocalSegment(Segment):
             self._check(seq, promised=promised_all or mark is None or seq < mark)
         for seq in range(first if self.accepted else 0):  # what was accepted as lost is still not served
             record = log.get(seq)
-            if record is None or self.is_accepted(Gap(seq, record.rows_end - record.n_rows, record.rows_end, "")):
+            begin, end = (0, 0) if record is None else (record.rows_end - record.n_rows, record.rows_end)
+            if record is None or any(a < end and begin <= b for a, b in self.accepted):
                 self._check(seq)
         while self.gaps and not self.gaps[-1].why and self.gaps[-1].seq == self.records - 1:
             gap = self.gaps.pop()
@@ -215,24 +215,37 @@ class LocalSegment(Segment):
         except (FileNotFoundError, NotADirectoryError):
             return True
 
-    def _check(self, seq: int, *, promised: bool = True) -> Record | None:
-        """Return the record of a commit, or leave it out if its record or its data does not match its checksum."""
-        record, why = self.log.get(seq), f"commit {seq} is damaged"
-        if record is None:
-            first, end = self.around(seq)
-        else:
-            first, end = record.rows_end - record.n_rows, record.rows_end
-            try:
-                if (self.data_crc(first, end), self.meta_crc) == (record.data_crc, record.meta_crc):
-                    return record
-            except CorruptionError as error:  # a segment that is gone may have been merged: the read is repeated
-                why = f"commit {seq} cannot be read: {str(error).rstrip('.')}"
-        if not any(gap.seq == seq for gap in self.gaps):
-            self.gaps.append(Gap(seq, first, max(first, end), why if promised else ""))
-            if not promised:
-                self.dropped.add(seq)
-            self.gaps.sort()
-        return None
+    def _check(self, seq: int, *, promised: bool = True) -> None:
+        """Compare a commit, and leave out the rows of blocks that differ; all of a commit that nobody was promised."""
+        gaps = self.damage_in(seq)
+        if gaps and not promised:
+            gaps = [Gap(seq, *self.around(seq), "")]
+            self.dropped.add(seq)
+        for gap in gaps:
+            self.add_gap(gap)
+
+    def damage_in(self, seq: int) -> list[Gap]:
+        """Compare a commit; return the rows that are damaged, by array."""
+        record = self.log.get(seq)
+        if record is None or record.meta_crc != self.meta_crc:
+            return [Gap(seq, *self.around(seq), f"commit {seq} is damaged")]
+        first, end, gaps = record.rows_end - record.n_rows, record.rows_end, list[Gap]()
+        if not self._holds(record):
+            parts = self._sure_parts(record)
+            for name in sorted(self.specs, key=lambda name: not self.specs[name].edges):
+                left = np.ones(end - first, np.bool_)
+                for gap in gaps:
+                    left[max(0, gap.first - first) : max(0, gap.end - first)] = False
+                gaps += self._damage_of(record, parts, name, first + np.flatnonzero(left))
+        return gaps
+
+    def _holds(self, record: Record) -> bool:
+        """Return whether all data of a commit matches its checksum."""
+        first, end = record.rows_end - record.n_rows, record.rows_end
+        try:
+            return (self.data_crc(first, end), self.meta_crc) == (record.data_crc, record.meta_crc)
+        except CorruptionError:  # a file ends early
+            return False
 
     def last_record(self) -> Record | None:
         """Return the last record that counts, an end too."""
@@ -289,26 +302,13 @@ class LocalSegment(Segment):
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
         if self._compared.get(_ALL) == self.rows:
             return False
-        return self.check_arrays(rows, self._arrays_of(columns, flags=flags))
-
-    def _arrays_of(self, columns: Iterable[Column], *, flags: bool) -> Iterable[str]:
-        """Return the arrays that a read of columns takes its values from; the offsets come first."""
-        columns = list(columns)
-        names = dict.fromkeys(
-            [offsets_name(column.axis) for column in columns if column.axis in self.schema.axes and column.axis]
-        )
-        names |= dict.fromkeys(column.name for column in columns if column.name in self.schema)
-        if flags and self.meta.has_present and any(column.optional for column in columns):
-            names[PRESENT] = None
-        if self.meta.kind == "update":
-            names |= dict.fromkeys(self.meta.internal_rows)
-        return names
+        return self.check_arrays(rows, self.arrays_of(columns, flags=flags))
 
     def has_compared(self, column: Column, *, flags: bool) -> bool:
         """Return whether no value of a column is left to compare, and no update is damaged."""
         if self.meta.kind == "update" and self.gaps:
             return False
-        names = self._arrays_of([column], flags=flags) if column.name in self.schema else ()
+        names = self.arrays_of([column], flags=flags) if column.name in self.schema else ()
         done = self._compared
         return done.get(_ALL, 0) == self.rows or all(done.get(name, 0) == self.rows for name in names)
 
@@ -332,8 +332,16 @@ class LocalSegment(Segment):
                 return True
         return False
 
-    def check_arrays(self, rows: Rows, names: Iterable[str]) -> bool:
-        """Compare arrays of rows with their checksums; of ragged columns, the offsets come first."""
+    def compare(self, rows: Rows, columns: Iterable[Column], *, flags: bool) -> None:
+        """Compare values that updates have replaced: they are not compared again, and damage of them costs nothing."""
+        if self._compared.get(_ALL) != self.rows:
+            self.check_arrays(rows, self.arrays_of(columns, flags=flags), is_read=False)
+
+    def check_arrays(self, rows: Rows, names: Iterable[str], *, is_read: bool = True) -> bool:
+        """Compare arrays of rows with their checksums; of ragged columns, the offsets come first.
+
+        What is damaged is in `gaps` from then on, if it `is_read`.
+        """
         count = self.rows
         every = self._compared_rows(_ALL)
         unknown: dict[str, Int64Array] = {}
@@ -357,9 +365,7 @@ class LocalSegment(Segment):
             commits = self._ends.searchsorted(some, "right")
             for at in distinct(commits):
                 if at < len(self._seqs):
-                    self._check_part(int(self._seqs[at]), name, some[commits == at])
-        for gap in self.gaps:
-            self._mark(_ALL, slice(gap.first, gap.end))
+                    self._check_part(int(self._seqs[at]), name, some[commits == at], is_read=is_read)
         for name in (*unknown, _ALL):
             self._settle(name)
         self.close_log()
@@ -404,6 +410,8 @@ class LocalSegment(Segment):
         if record is None or record.meta_crc != self.meta_crc:
             return None
         first, end, spec = record.rows_end - record.n_rows, record.rows_end, self.specs[name]
+        if spec.edges and not first and self.edge(spec.axis or "", 0):  # the first offset is in no block
+            return None
         parts = self._parts(first, end)
         total = 0 if parts is None else self._bytes(parts)
         if parts is None or total <= FULL_BYTES:
@@ -472,32 +480,42 @@ class LocalSegment(Segment):
             if name == _ALL or all(self._compared.get(each) == self.rows for each in self.specs):
                 self._sound, self._compared = {}, {_ALL: self.rows}
 
-    def _check_part(self, seq: int, name: str, rows: Int64Array) -> None:
-        """Compare the blocks of an array that hold rows of a commit; if one differs, all of the commit."""
+    def _check_part(self, seq: int, name: str, rows: Int64Array, *, is_read: bool) -> None:
+        """Compare the blocks of an array that hold rows of a commit, and leave out the rows of those that differ."""
+        for gap in self.gaps:  # where a row that is appended later begins, may be in a block that is left out
+            self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
         every = self._compared_rows(_ALL)
-        if every is None or every[rows].all():  # another array was, and all of the commit with it
+        if every is None or not len(rows := rows[~every[rows]]):
             return
         record = self.log.get(seq)
-        parts = None if record is None else self._parts(record.rows_end - record.n_rows, record.rows_end)
-        if (
-            record is None
-            or parts is None
-            or self._bytes(parts) <= FULL_BYTES
-            or not self._holds_blocks(record, parts, name, rows)
-        ):
-            record = self._check(seq)
-            if record is not None:
-                self._mark(_ALL, slice(record.rows_end - record.n_rows, record.rows_end))
-        else:
-            self._mark(name, rows)
+        if record is None or record.meta_crc != self.meta_crc:
+            self._check(seq)
+            return
+        parts = self._sure_parts(record)
+        if (parts is None or self._bytes(parts) <= FULL_BYTES) and self._holds(record):
+            self._mark(_ALL, slice(record.rows_end - record.n_rows, record.rows_end))
+            return
+        gaps = self._damage_of(record, parts, name, rows)
+        if gaps and not is_read:
+            return
+        for gap in gaps:
+            self.add_gap(gap)
+            self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
+        self._mark(name, rows)
 
     def _parts(self, first: int, end: int) -> dict[str, tuple[range, int]] | None:
         """Return the elements of each array that a commit wrote, and the number of blocks before them; None if odd."""
+        starts, stops = ({axis: self.edge(axis, row) for axis in self.schema.axes} for row in (first, end))
+        return self._parts_between(first, end, starts, stops)
+
+    def _parts_between(
+        self, first: int, end: int, starts: Mapping[str, int], stops: Mapping[str, int]
+    ) -> dict[str, tuple[range, int]] | None:
         out: dict[str, tuple[range, int]] = {}
-        at, spans = 0, {axis: (self.edge(axis, first), self.edge(axis, end)) for axis in self.schema.axes}
+        at = 0
         for spec, _, block in self._layout:
             name, _, capacity, axis, edges, *_ = spec
-            start, stop = spans[axis] if axis is not None and not edges else (first + edges, end + edges)
+            start, stop = (first + edges, end + edges) if axis is None or edges else (starts[axis], stops[axis])
             if not 0 <= start <= stop <= capacity:
                 return None
             out[name] = range(start, stop), at
@@ -512,36 +530,101 @@ class LocalSegment(Segment):
         """The arrays, with the bytes of an element and the elements of a block."""
         return [(spec, spec.itemsize, block_elements(spec)) for spec in self.specs.values()]
 
-    def _holds_blocks(self, record: Record, parts: dict[str, tuple[range, int]], name: str, rows: Int64Array) -> bool:
-        """Return whether the blocks of an array that hold rows of a commit match their checksums."""
-        spec, (part, before) = self.specs[name], parts[name]
-        crcs = self._block_crcs(record, self._count(parts))
-        if crcs is None or record.meta_crc != self.meta_crc:
-            return False
-        size = block_elements(spec)
-        first = record.rows_end - record.n_rows
+    def _sure_parts(self, record: Record) -> dict[str, tuple[range, int]] | None:
+        """Return the parts of a commit, also where the offset at one of its two ends is damaged.
+
+        The record has the sum of the last offsets of all axes, so the value that one of them should have follows; the
+        right one is that with which the offsets of the other axes match their checksums.
+        """
+        first, end, axes = record.rows_end - record.n_rows, record.rows_end, self.schema.axes
+        starts, stops = ({axis: self.edge(axis, row) for axis in axes} for row in (first, end))
+        before = self.log.get(record.seq - 1) if record.seq else None
+        if not record.seq:
+            starts = dict.fromkeys(axes, 0)
+        elif before is not None and sum(starts.values()) != before.elems_end:
+            parts = self._sure_parts(before)
+            starts = starts if parts is None else {axis: self._range_on(parts, axis).stop for axis in axes}
+        more = record.elems_end - sum(stops.values())
+        if not more:
+            return self._parts_between(first, end, starts, stops)
+        for wrong in axes:
+            parts = self._parts_between(first, end, starts, stops | {wrong: stops[wrong] + more})
+            crcs = None if parts is None else self._block_crcs(record, self._count(parts))
+            if parts is None or crcs is None:
+                continue
+            sure = (offsets_name(axis) for axis in axes if axis != wrong)
+            if not any(len(self._wrong_blocks(crcs, parts, name, None)) for name in sure):
+                return parts
+        return None
+
+    def _range_on(self, parts: Mapping[str, tuple[range, int]], axis: str | None) -> range:
+        """Return the elements of a commit on an axis."""
+        return next(parts[spec.name][0] for spec in self.specs.values() if spec.axis == axis and not spec.edges)
+
+    def _damage_of(
+        self, record: Record, parts: dict[str, tuple[range, int]] | None, name: str, rows: Int64Array
+    ) -> list[Gap]:
+        """Compare the blocks of an array that hold rows of a commit; return all rows of those that differ.
+
+        Of a commit whose checksums are damaged as well it is not known which: those are all its rows.
+        """
+        if not len(rows):
+            return []
+        seq, first, end = record.seq, record.rows_end - record.n_rows, record.rows_end
+        spec, words = self.specs[name], f"commit {seq} is damaged"
+        crcs = None if parts is None else self._block_crcs(record, self._count(parts))
+        if parts is None or crcs is None:
+            return [] if self._holds(record) else [Gap(seq, first, end, words)]
+        size, part, gaps = block_elements(spec), parts[name][0], list[Gap]()
+        starts = stops = np.empty(0, np.int64)
         if spec.axis is None or spec.edges:
             blocks = np.unique((rows - first) // size)
         else:
-            offsets = self.part(offsets_name(spec.axis), first, record.rows_end + 1) - part.start
-            starts, stops = offsets[rows - first], offsets[rows - first + 1]
-            if ((starts < 0) | (stops < starts) | (stops > len(part))).any():
-                return False
-            some = stops > starts
+            offsets = self.part(offsets_name(spec.axis), first, end + 1) - part.start
+            starts, stops = offsets[:-1], offsets[1:]
+            holds = (starts >= 0) & (stops > starts) & (stops <= len(part))  # offsets that are damaged have a gap
+            starts, stops = np.where(holds, starts, -1), np.where(holds, stops, -1)
+            some = rows[holds[rows - first]] - first
             begins = starts[some] // size
             blocks = np.unique(expand(begins, (stops[some] - 1) // size + 1 - begins))
-        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
-            if not len(run):
-                continue
-            begin, end = part.start + int(run[0]) * size, min(part.start + (int(run[-1]) + 1) * size, part.stop)
+        words += f": a block of {name}"
+        for block in self._wrong_blocks(crcs, parts, name, blocks).tolist():
+            begin, stop = first + block * size, min(first + (block + 1) * size, end)
+            hit = [(begin, stop)]
+            if spec.edges and (stop < end or self.edge(spec.axis or "", end) != self._range_on(parts, spec.axis).stop):
+                hit = [(begin, min(stop + 1, self.rows))]  # where a row ends, the next one begins
+            elif spec.axis is not None and not spec.edges:
+                inside = (stops > block * size) & (starts < (block + 1) * size)
+                hit = ranges_of(first + np.flatnonzero(inside))
+            gaps += [Gap(seq, begin, stop, words, name) for begin, stop in hit]
+        if spec.edges and first in rows and self.edge(spec.axis or "", first) != self._range_on(parts, spec.axis).start:
+            gaps.append(Gap(seq, first, first + 1, words, name))
+        return gaps
+
+    def _wrong_blocks(
+        self, crcs: Int64Array, parts: Mapping[str, tuple[range, int]], name: str, blocks: Int64Array | None
+    ) -> Int64Array:
+        """Return which blocks of an array of a commit, by default of all, do not match their checksums."""
+        spec, (part, before) = self.specs[name], parts[name]
+        size, wrong = block_elements(spec), list[int]()
+        if blocks is None:
+            blocks = np.arange(-(-len(part) // size))
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1) if len(blocks) else ():
+            first, last = int(run[0]), int(run[-1]) + 1
+            begin, end = part.start + first * size, min(part.start + last * size, part.stop)
             try:
-                raw = self.part(name, begin, end).view(np.uint8)
-            except (CorruptionError, SegmentGoneError):
-                return False
-            expected = crcs[before + int(run[0]) : before + int(run[-1]) + 1].tolist()
-            if block_crcs(raw, size * spec.itemsize) != expected:
-                return False
-        return True
+                found = block_crcs(self.part(name, begin, end).view(np.uint8), size * spec.itemsize)
+            except CorruptionError:  # the file ends early: block by block
+                found = [self._crc_of(name, at, min(at + size, end)) for at in range(begin, end, size)]
+            wrong += [first + i for i, crc in enumerate(found) if crc != crcs[before + first + i]]
+        return np.array(wrong, np.int64)
+
+    def _crc_of(self, name: str, begin: int, end: int) -> int:
+        """Return the checksum of elements of an array; -1 if they cannot be read."""
+        try:
+            return crc32c(self.part(name, begin, end).view(np.uint8))
+        except CorruptionError:
+            return -1
 
     def has_block_crcs(self, record: Record) -> bool:
         """Return whether the checksums of the blocks of a commit are there."""
@@ -598,25 +681,24 @@ class LocalSegment(Segment):
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
-        record = self.log.get(gap.seq) if 0 <= gap.seq < self.records else None
-        if record is None:
+        record = self.log.get(gap.seq) if gap.array and gap.seq < self.records else None
+        rows = np.arange(gap.first, gap.end)
+        if record is None or self._damage_of(record, self._sure_parts(record), TARGET, rows):
             return None
-        try:
-            targets = self.part(TARGET, gap.first, gap.end)
-            parts = self._parts(gap.first, gap.end)
-            sure = parts is not None and self._holds_blocks(record, parts, TARGET, np.arange(gap.first, gap.end))
-        except (CorruptionError, SegmentGoneError):
-            return None
-        return targets if sure else None
+        return np.array(self.part(TARGET, gap.first, gap.end))
 
     def around(self, seq: int) -> tuple[int, int]:
-        """Return the first row, and one past the last, of a commit whose record is damaged, from those beside it."""
+        """Return the first row of a commit, and one past the last; from those beside it if its record is damaged."""
+        record = self.log.get(seq)
+        if record is not None:
+            return record.rows_end - record.n_rows, record.rows_end
         before = self.log.get(seq - 1) if seq else None
         after = next((r for i in range(seq + 1, self.records) if (r := self.log.get(i)) is not None), None)
         end = self.rows if after is None else after.rows_end - after.n_rows
         if seq and before is None:  # the one before it is damaged as well, and has its rows
             return end, end
-        return (0 if before is None else before.rows_end), end
+        first = 0 if before is None else before.rows_end
+        return first, max(first, end)
 
     def acknowledged(self) -> int | None:
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
@@ -629,8 +711,9 @@ class LocalSegment(Segment):
 
     def data_crc(self, first: int, end: int) -> int:
         """Return the checksum of the checksums of the blocks of rows `first` to `end`; -1 if offsets contradict it."""
-        parts, crcs = self._parts(first, end), list[int]()
-        if parts is None:
+        starts, stops = ({axis: self.edge(axis, row) for axis in self.schema.axes} for row in (first, end))
+        parts, crcs = self._parts_between(first, end, starts, stops), list[int]()
+        if parts is None or (not first and any(starts.values())):
             return -1
         for (name, (part, _)), (_, size, block) in zip(parts.items(), self._layout, strict=True):
             crcs += block_crcs(self.part(name, part.start, part.stop).view(np.uint8), block * size)
@@ -708,9 +791,9 @@ class LocalSegment(Segment):
             for seq in range(start, start + len(table)):
                 if self.log.get(seq) is None:
                     self._check(seq)
-        for gap in self.gaps:
-            if start <= gap.seq < start + len(table):
-                kept[gap.seq - start] = False
+        for seq in self.lost_commits():
+            if start <= seq < start + len(table):
+                kept[seq - start] = False
         self.close_log()
         return table[kept]
 
@@ -815,9 +898,9 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
             report.problem(f"{name}: {error}")
         if right and not segment.has_block_crcs(record):
             report.problem(f"{name}: {CHECKS} is damaged or missing for commit {seq}; its data is intact")
-        if not right:
-            words = f"the data of commit {seq} (rows {first} to {last - 1}) is damaged"
-            segment.report(report, Gap(seq, first, last, words))
+        for gap in () if right else segment.damage_in(seq) or [Gap(seq, first, last, "")]:
+            words = f"the data of commit {seq} (rows {gap.first} to {gap.end - 1}) is damaged"
+            segment.report(report, gap._replace(why=f"{words}: a block of {gap.array}" if gap.array else words))
     return end
 
 

@@ -30,6 +30,19 @@ def is_masked(values: object) -> bool:
     return isinstance(values, np.ma.MaskedArray) and bool(np.ma.is_masked(cast("Any", values)))
 
 
+def ranges_of(numbers: Int64Array) -> list[tuple[int, int]]:
+    """Return ascending numbers as ranges: the first of each, and one past its last.
+
+    >>> ranges_of(np.array([2, 3, 7]))
+    [(2, 4), (7, 8)]
+    """
+    if not len(numbers):
+        return []
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    firsts, lasts = numbers[np.append(0, breaks + 1)], numbers[np.append(breaks, len(numbers) - 1)] + 1
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
 def distinct(numbers: Int64Array) -> list[int]:
     """Return the distinct values of small numbers of 0 or more, ascending; `np.unique` sorts, which takes longer.
 

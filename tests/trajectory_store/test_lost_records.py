@@ -138,7 +138,7 @@ def test_a_damaged_array_costs_the_rows_that_it_holds(tmp_path, backend, array, 
     make(path, backend)
     with TrajectoryStore.open(path, "a") as store:
         good = store.append({"tag": [50] * 10, "x": [[5]] * 10})
-    file = next(path.glob(f"seg-*-merged/{array}/c/0"))
+    file = min(path.glob(f"seg-*-merged/{array}/c/0"))
     raw = file.read_bytes()
     if how == "missing":
         file.unlink()
@@ -152,7 +152,7 @@ def test_a_damaged_array_costs_the_rows_that_it_holds(tmp_path, backend, array, 
                 assert store.where("tag == 50").tolist() == good.tolist()
                 assert [row["tag"] for row in store][-10:] == [50] * 10
                 assert store["tag"][-10:].tolist() == [50] * 10
-                assert len(store["x"]) in (10, 110)
+                assert len(store["x"]) in (10, 109, 110)
                 assert set(good.tolist()) <= set(store.ids().tolist())
             assert not store.verify().ok
             file.write_bytes(raw)
@@ -237,7 +237,7 @@ def test_the_last_commits_of_a_killed_writer_are_no_loss_by_a_guess(tmp_path, ba
     kept = {}
     for segment in path.glob("seg-*"):
         file = segment / ("commits/c/0/0" if backend == "memmap" else "00000002.zip")
-        at = 2 * 64 + 40 if backend == "memmap" else len(file.read_bytes()) // 2
+        at = 2 * 64 + 40 if backend == "memmap" else 64
         raw = kept[file] = file.read_bytes()
         file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
     for mode in ("r", "a", "a", "r"):

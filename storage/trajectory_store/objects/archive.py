@@ -11,7 +11,7 @@ import functools
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
@@ -27,7 +27,6 @@ from trajectory_store.format import (
     ArraySpec,
     SegmentMeta,
     checked_int,
-    crc32c,
     per_name,
     read_attributes,
     spec_json,
@@ -49,15 +48,17 @@ _END = struct.Struct("<4s4H2LH")
 _DATE = 33  # 1 January 1980
 
 
-class _Codec(Protocol):
+class Codec(Protocol):
+    """A codec of numcodecs."""
+
     def encode(self, data: Any) -> Any: ...
     def decode(self, data: Any, out: Any = None) -> Any: ...
 
 
 @functools.cache
-def zstd(level: int = LEVEL) -> _Codec:
+def zstd(level: int = LEVEL) -> Codec:
     """Return the codec; decoding does not depend on the level."""
-    return cast("_Codec", extras.load("numcodecs.zstd", "a store with backend='zarr'").Zstd(level=level))
+    return cast("Codec", extras.load("numcodecs.zstd", "a store with backend='zarr'").Zstd(level=level))
 
 
 # The zip
@@ -129,7 +130,8 @@ class Commit:
     catalog: int = 0
     sealed: bool = False
     synced: bool = False
-    crc: Mapping[str, int] = field(default_factory=dict[str, int])
+    crc: Mapping[str, int | str] = field(default_factory=dict[str, "int | str"])
+    """Per array the CRC32C of each block in hexadecimal digits; a number, in older commits, is that of all values."""
     before: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> bytes:
@@ -162,7 +164,7 @@ class Commit:
                 catalog=checked_int(attributes["catalog"]),
                 sealed=bool(attributes["sealed"]),
                 synced=bool(attributes["synced"]),
-                crc=per_name(attributes["crc"], dict.fromkeys(names, MAX_CRC)),
+                crc=_crcs(attributes["crc"], names),
                 before=tuple(_row_before(row, rows_end, ends) for row in attributes["before"]),
             )
             if not commit.n_rows and commit.starts != ends:
@@ -174,6 +176,17 @@ class Commit:
                 f"object {key} is damaged: in its record a field is missing or wrong ({error})."
             ) from None
         return commit
+
+
+def _crcs(found: Any, names: Collection[str]) -> dict[str, int | str]:
+    if set(found) != set(names):
+        raise ValueError(f"{list(found)} are not {list(names)}")
+    for crc in found.values():
+        if isinstance(crc, str):
+            bytes.fromhex(crc)
+        else:
+            checked_int(crc, MAX_CRC)
+    return dict(found)
 
 
 def _row_before(row: Any, most_rows: int, ends: Mapping[str, int]) -> tuple[int, ...]:
@@ -248,24 +261,15 @@ def read_record(tail: bytes, size: int, key: str) -> bytes:
     return raw
 
 
-def decode(raw: bytes | memoryview, size: int, crc: int, where: str, used: int | None = None) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a chunk's values, checked."""
+def decode(raw: bytes | memoryview, size: int, where: str) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a chunk's values, raw or a zstd frame; they are compared with checksums elsewhere."""
     if len(raw) == size:
-        plain = np.frombuffer(raw, np.uint8)[:used]
-        if crc32c(plain) == crc:
-            return plain
+        return np.frombuffer(raw, np.uint8)
     values = np.empty(size, np.uint8)
     try:
-        if size:
-            zstd().decode(raw, values)
+        zstd().decode(raw, values)
     except (RuntimeError, ValueError) as error:
         raise CorruptionError(f"{where} is damaged: it cannot be decompressed ({error}).") from None
-    values = values[:used]
-    if crc32c(values) != crc:
-        raise CorruptionError(
-            f"{where} is damaged: its {len(values)} bytes do not match their checksum. Restore it from a copy, or "
-            "leave its trajectories out (verify lists them)."
-        )
     return values
 
 

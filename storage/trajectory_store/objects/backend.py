@@ -24,8 +24,10 @@ from trajectory_store.format import (
     KEY,
     ArraySpec,
     SegmentMeta,
+    block_crcs,
+    block_elements,
     checked_int,
-    crc32c,
+    from_hex,
     group_json,
     ordinal_of,
     per_name,
@@ -33,6 +35,7 @@ from trajectory_store.format import (
     read_whole,
     segment_name,
     spec_json,
+    to_hex,
     with_crc,
 )
 from trajectory_store.objects.archive import (
@@ -49,7 +52,7 @@ from trajectory_store.objects.archive import (
     seq_of,
 )
 from trajectory_store.objects.segment import Cache, ObjectSegment, brief_of
-from trajectory_store.objects.sharded import CHUNK, ShardWriter, sharded_json
+from trajectory_store.objects.sharded import CHECKS, ShardWriter, has_index, layout_of, pages, sharded_json
 from trajectory_store.rebuild import Unnamed, is_superfluous
 from trajectory_store.root import Root
 from trajectory_store.verify import VerifyReport
@@ -206,14 +209,12 @@ class ObjectMedium(Medium):
 
     def _check_objects(self, segment: ObjectSegment) -> None:
         """Leave out the commits that did not reach the disk as a whole before the machine went down."""
-        report, known = VerifyReport(self.where), {gap.seq for gap in segment.gaps}
+        report, known = VerifyReport(self.where), segment.lost_commits()
         for seq in range(segment.records):
             if seq in known:
                 continue
-            found = self.bucket.get(segment.key(seq))
-            why = "it is missing" if found is None else _wrong_in(found, segment, seq, report)
-            if why:
-                segment.leave_out(seq, why)
+            for gap in _damage_in(self.bucket.get(segment.key(seq)), segment, seq, report):
+                segment.add_gap(gap)
 
     def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
@@ -270,7 +271,9 @@ class ObjectMedium(Medium):
                 writer.write(values)
         for _, writer in writers.values():
             writer.finish()
-        sealed = {"rows": entry.rows, "ends": ends, "crc": {name: writer.crc for name, (_, writer) in writers.items()}}
+        self.bucket.put(f"{entry.name}/{CHECKS}", b"".join(writer.checks for _, writer in writers.values()))
+        sealed: dict[str, Any] = {"rows": entry.rows, "ends": ends}
+        sealed["checks"] = {name: writer.pages for name, (_, writer) in writers.items()}
         raw = group_json(with_crc({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed}))
         self.bucket.put(f"{entry.name}/{COPY}", raw)
         if not self.bucket.put_once(f"{entry.name}/{KEY}", raw):
@@ -405,7 +408,7 @@ class ObjectMedium(Medium):
             if raw != wanted and (raw is not None or key.endswith(KEY) or segment.sealed is not None):
                 report.problem(f"{key} is damaged or missing")
         if segment.sealed is not None:
-            _check_sealed(self.bucket, segment, segment.sealed, report)
+            _check_sealed(self.bucket, segment, report)
         else:
             _check_commits(self.bucket, segment, report, self.refresh)
 
@@ -416,50 +419,53 @@ def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
         checked_int(sealed["rows"], meta.rows_cap)
         per_name(sealed["ends"], meta.elems_cap)
         for spec in meta.arrays():
-            if len(bytes.fromhex(sealed["crc"][spec.name])) != 4 * -(-spec.capacity // CHUNK):
-                raise ValueError(f"not every chunk of {spec.name} has a checksum")
+            layout = layout_of(spec, sealed)
+            if layout.sums is None:
+                from_hex(sealed["checks"][spec.name], pages(layout.count(spec)))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{name}/{KEY}: the attribute 'sealed' is missing or damaged ({error}).") from None
 
 
-def _check_sealed(bucket: Bucket, segment: ObjectSegment, sealed: Mapping[str, Any], report: VerifyReport) -> None:
-    bad = False
-    for spec in segment.meta.arrays():
-        if bucket.get(f"{segment.name}/{spec.name}/zarr.json") != sharded_json(spec):
-            report.problem(f"{segment.name}/{spec.name}/zarr.json is damaged or missing")
-        try:
-            chunks = range(-(-spec.capacity // CHUNK))
-            report.bytes += sum(values.nbytes for _, values in segment.chunks(spec.name, chunks, sealed))
-        except (StoreError, OSError) as error:
-            fs.pass_external(error)
-            bad = True
-            report.problem(
-                f"{segment.name}: {error if isinstance(error, StoreError) else f'object {error} is missing'}"
-            )
+def _check_sealed(bucket: Bucket, segment: ObjectSegment, report: VerifyReport) -> None:
+    for name, spec in segment.specs.items():
+        layout = segment.layouts[name]
+        if bucket.get(f"{segment.name}/{name}/zarr.json") != sharded_json(spec, layout):
+            report.problem(f"{segment.name}/{name}/zarr.json is damaged or missing")
+        if not segment.has_checks(name):
+            report.problem(f"{segment.name}/{CHECKS} is damaged or missing for {name}")
+        for number, key in enumerate(layout.shards(segment.name, spec)):
+            if not has_index(bucket, key, layout):
+                report.problem(f"object {key}: its index is damaged or missing")
+            chunks = range(number * layout.chunks, min((number + 1) * layout.chunks, layout.count(spec)))
+            lost = list[int]()
+            try:
+                for chunk, values in segment.chunks(name, chunks):
+                    if isinstance(values, str):
+                        report.problem(f"{segment.name}: {values}")
+                        lost.append(chunk)
+                    else:
+                        report.bytes += values.nbytes
+            except FileNotFoundError:
+                report.problem(f"object {key} is missing")
+                lost += chunks
+            for first, end in (part for chunk in lost for part in segment.rows_of_chunk(spec, chunk)):
+                segment.report(report, Gap(0, first, end, f"rows {first} to {end - 1} of {name} are damaged", name))
     report.rows += segment.rows
-    if bad:
-        try:
-            report.damaged(segment.gap_ids(Gap(1, 0, segment.rows, "")))
-        except (StoreError, OSError) as error:
-            fs.pass_external(error)
-            report.problem(f"{segment.name}: its ids cannot be read")
 
 
 def _check_commits(
     bucket: Bucket, segment: ObjectSegment, report: VerifyReport, follow: Callable[[Sequence[Segment]], object]
 ) -> None:
     there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
-    known = {gap.seq for gap in segment.gaps}
+    known = segment.lost_commits()
     for seq, brief in enumerate(segment.history):
         if seq in known:
             continue
         key = segment.key(seq)
-        raw = bucket.get(key) if key in there else None
-        wrong = f"object {key} is missing" if raw is None else _wrong_in(raw, segment, seq, report)
-        if wrong:
-            segment.report(report, Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, wrong))
-        else:
-            report.rows += brief.n_rows
+        gaps = _damage_in(bucket.get(key) if key in there else None, segment, seq, report)
+        for gap in gaps:
+            segment.report(report, gap)
+        report.rows += 0 if gaps else brief.n_rows
     last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
     if (
         last >= segment.records and last not in known
@@ -470,30 +476,37 @@ def _check_commits(
             report.problem(f"{segment.name}: commit {first} is missing or damaged, and commit {last} is there")
 
 
-def _wrong_in(raw: bytes, segment: ObjectSegment, seq: int, report: VerifyReport) -> str:
-    """Return what is wrong with the object of a commit, in words, or an empty text."""
+def _damage_in(raw: bytes | None, segment: ObjectSegment, seq: int, report: VerifyReport) -> list[Gap]:
+    """Return the rows of a commit that its object does not have right; what is wrong and costs no row is reported."""
     key, brief = segment.key(seq), segment.history[seq]
+
+    def whole(why: str) -> list[Gap]:
+        return [Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, why)]
+
+    if raw is None:
+        return whole(f"object {key} is missing")
     try:
         commit = read_commit(raw, len(raw), key, segment.meta)
         places = directory(raw, len(raw), key)
-        if not is_canonical(raw, key) or commit.to_json() != raw[slice(*places["zarr.json"])]:
-            return f"object {key} is damaged: it is not what its writer put"
         report.catalog_numbers.add(commit.catalog)
         stated = (commit.ordinal, commit.seq, commit.salt)
         begins = tuple(commit.starts.values()) == segment.starts(seq)
         if stated != (segment.ordinal, seq, segment.meta.salt) or brief_of(commit) != brief or not begins:
-            return f"object {key} is another commit than its place says"
-        for name, spec in segment.specs.items():
-            if not brief.n_rows:
-                continue
-            report.bytes += segment.values_in(seq, spec, places, commit.crc, raw).nbytes
-            doc = raw[slice(*places[f"{name}/zarr.json"])]
+            return whole(f"object {key} is another commit than its place says")
+        gaps = list[Gap]()
+        for name, spec in segment.specs.items() if brief.n_rows else ():
+            values, wrong = segment.compared(seq, spec, places, commit.crc, raw)
+            report.bytes += values.nbytes
+            gaps += wrong
             shaped = spec._replace(capacity=segment.extent(spec, seq)[0])
-            if doc not in (spec_json(shaped, zstd=level, indent=None) for level in (None, LEVEL)):
-                return f"object {key}: {name}/zarr.json is damaged"
+            docs = (spec_json(shaped, zstd=level, indent=None) for level in (None, LEVEL))
+            if raw[slice(*places.get(f"{name}/zarr.json", (0, 0)))] not in docs:
+                report.problem(f"object {key}: {name}/zarr.json is damaged")
+        if not gaps and (not is_canonical(raw, key) or commit.to_json() != raw[slice(*places["zarr.json"])]):
+            report.problem(f"object {key} is damaged: it is not what its writer put; its values are intact")
     except (StoreError, KeyError) as error:
-        return str(error)
-    return ""
+        return whole(str(error))
+    return gaps
 
 
 # A writer
@@ -532,11 +545,16 @@ class ObjectWriter(SegmentWriter):
         """Put the object of a commit; return its first row."""
         arrays = batch.arrays(self.meta)
         ends = {axis: end + int(batch.lengths[axis].sum()) for axis, end in self.ends.items()}
-        crc = {name: crc32c(values.view(np.uint8)) for name, values in arrays.items()}
+        crc = {name: self._crcs(name, values) for name, values in arrays.items()}
         time_ns = max(time_ns, self.last_time + 1)
         commit = self._next(time_ns, batch.n_rows, ends, catalog=catalog, crc=crc)
         shaped = {name: (self._exact(name, values), values) for name, values in arrays.items()}
         return self._put_commit(commit, build(commit, shaped, compress=self._compress))
+
+    def _crcs(self, name: str, values: npt.NDArray[Any]) -> str:
+        """Return the checksums of the blocks of an array; the first offset is always 0, and in none."""
+        spec = self.specs[name]
+        return to_hex(block_crcs(values[spec.edges :].view(np.uint8), block_elements(spec) * spec.itemsize))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
         """Return the record of the next commit, or of the end."""

@@ -6,13 +6,13 @@ Sampling reads maps of these files, so once its data is fetched, an object store
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import os
 import shutil
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,18 @@ from trajectory_store.bucket import Bucket
 from trajectory_store.catalog_log import Entry
 from trajectory_store.errors import CorruptionError, ReadFailedError, SegmentGoneError, StoreError
 from trajectory_store.file_access import PreadBytes, open_file
-from trajectory_store.format import KEY, RECORD_DTYPE, TARGET, ArraySpec, SegmentMeta, offsets_name
+from trajectory_store.format import (
+    KEY,
+    RECORD_DTYPE,
+    TARGET,
+    ArraySpec,
+    SegmentMeta,
+    block_crcs,
+    block_elements,
+    crc32c,
+    from_hex,
+    offsets_name,
+)
 from trajectory_store.objects.archive import (
     BLOCK,
     Commit,
@@ -39,8 +50,8 @@ from trajectory_store.objects.archive import (
     entry_name,
     read_commit,
 )
-from trajectory_store.objects.sharded import CHUNK, read_chunks, shards
-from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.objects.sharded import CHECKS, PAGE, Layout, layout_of, pages, read_chunks, unpacked
+from trajectory_store.ragged import Int64Array, distinct, ranges_of
 from trajectory_store.schema import Column
 
 ABANDONED_AFTER_S = 3600.0
@@ -53,6 +64,7 @@ WHOLE = 1 << 40
 
 
 Places = dict[str, tuple[int, int]]
+Crcs = Mapping[str, "int | str"]
 T = TypeVar("T")
 
 
@@ -142,8 +154,10 @@ class ObjectSegment(Segment):
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._indexes: dict[str, Int64Array] = {}
-        self._known: dict[int, tuple[Places, Mapping[str, int]]] = {}
-        self._compared = 0
+        self._known: dict[int, tuple[Places, Crcs]] = {}
+        self._pages: dict[tuple[str, int], Int64Array] = {}
+        self._told = 0
+        """How many of `gaps` the last search has told of."""
         self.got: dict[str, bytes] = {}
         """Objects that were fetched and not used yet."""
         if sealed is not None:
@@ -203,10 +217,10 @@ class ObjectSegment(Segment):
 
     def leave_out(self, seq: int, words: str) -> None:
         """Note a commit that is not served; the first reason stays."""
-        known = next((gap for gap in self.gaps if gap.seq == seq), None)
+        known = next((gap for gap in self.gaps if gap.seq == seq and not gap.array), None)
         brief = self.history[seq] if seq < len(self.history) else Brief(0, self.rows, 0, ())
         gap = Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, words if known is None else known.why)
-        self.gaps = sorted([*(g for g in self.gaps if g.seq != seq), gap])
+        self.gaps = sorted([*(g for g in self.gaps if g is not known), gap])
 
     def expect_rows(self, promised: int | None) -> None:
         """Leave out the rows that the catalog knows of and that no commit has."""
@@ -243,7 +257,7 @@ class ObjectSegment(Segment):
 
     def next_seqs(self, there: Sequence[int]) -> list[int]:
         """Return which of the existing commits to request: of a whole block only the last, which records all."""
-        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1 and seq not in {gap.seq for gap in self.gaps}}
+        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1} - self.lost_commits()
         new = (seq for seq in there if seq >= self.records)
         return sorted({end if (end := seq - seq % BLOCK + BLOCK - 1) in ends else seq for seq in new})
 
@@ -291,7 +305,7 @@ class ObjectSegment(Segment):
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
         """Return the commits of rows from number `start` on, without those of `gaps`."""
-        out = {gap.seq for gap in self.gaps}
+        out = self.lost_commits()
         commits = [brief for seq, brief in enumerate(self.history[start:], start) if brief.n_rows and seq not in out]
         table = np.zeros(len(commits), RECORD_DTYPE)
         for name in ("time_ns", "rows_end", "n_rows"):
@@ -325,16 +339,8 @@ class ObjectSegment(Segment):
     # Fetching
 
     def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
-        """Fetch all updates, so that damaged ones are known; rows are compared as they are fetched."""
-        before = len(self.gaps)
-        if self.meta.kind == "update" and self._compared < self.rows:
-            try:
-                for name in self.specs:
-                    self.raw(name)
-            except CorruptionError:
-                self.find_damage(slice(0, self.rows), self.specs)
-            self._compared = self.rows
-        return len(self.gaps) > before
+        """Fetch columns of rows, or all updates: what is fetched is compared; return whether damage was found."""
+        return self._look(rows, self.arrays_of(columns, flags=flags), self._fetch)
 
     def holds_row(self, row: int, arrays: Iterable[str], *, compared: bool) -> bool:
         """Return whether the values of a row were fetched: they are compared as they arrive."""
@@ -352,55 +358,75 @@ class ObjectSegment(Segment):
         if self.sealed is None:
             seq = bisect.bisect_right(self.history, row, key=_rows_end)
             return seq < len(fetched) and bool(fetched[seq])
-        spec = self.specs[name]
+        spec, size = self.specs[name], self.layouts[name].elements
         if spec.axis is None or spec.edges:
-            return bool(fetched[: -(-spec.capacity // CHUNK)].all())
+            return bool(fetched[row // size] and fetched[(row + spec.edges) // size])
         offsets = self._arrays.get(offsets_name(spec.axis))
-        return offsets is not None and bool(fetched[offsets[row] // CHUNK : -(-offsets[row + 1] // CHUNK)].all())
+        return offsets is not None and bool(fetched[offsets[row] // size : -(-offsets[row + 1] // size)].all())
 
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
-        """Fetch arrays of rows, one commit or chunk after another where that fails, and leave out what is damaged."""
-        before, names = len(self.gaps), list(names)
-        order = sorted(
-            names, key=lambda name: not self.specs[name].edges
-        )  # the rows of other chunks follow from offsets
-        with self._cache.lock:
-            for name in order:
-                try:
-                    self._fetch(name, rows)
-                except (CorruptionError, SegmentGoneError):
-                    self._file(name)
-                    for unit in self._missing(name, rows).tolist():
-                        self._find_damage_in(name, unit)
-        return len(self.gaps) > before
+        """Fetch arrays of rows, and leave out what is gone; return whether damage was found since this was asked."""
 
-    def _find_damage_in(self, name: str, unit: int) -> None:
+        def fetch(name: str, rows: Rows) -> None:
+            try:
+                self._fetch(name, rows)
+            except SegmentGoneError:
+                for unit in self._missing(name, rows).tolist():
+                    self._find_missing(name, unit)
+
+        return self._look(rows, names, fetch)
+
+    def _look(self, rows: Rows, names: Iterable[str], fetch: Callable[[str, Rows], None]) -> bool:
+        with self._cache.lock:
+            for name in sorted(names, key=lambda name: not self.specs[name].edges):  # where rows are follows from them
+                fetch(name, rows)
+            told, self._told = self._told, len(self.gaps)
+        return self._told > told
+
+    def _find_missing(self, name: str, unit: int) -> None:
+        """Fetch a part of an array, or leave it out if its object is gone."""
         try:
             if self.sealed is None:
                 self._fetch_commits(name, [unit])
             else:
-                self._fetch_chunks(name, np.array([unit]), self.sealed)
-        except (CorruptionError, FileNotFoundError) as error:
-            what = str(error).rstrip(".") if isinstance(error, CorruptionError) else f"object {error} is missing"
+                self._fetch_chunks(name, np.array([unit]))
+        except FileNotFoundError as error:
+            self._file(name)
             if self.sealed is None:
-                self.leave_out(unit, what)
-                return
-            self._have(name, unit, 0)  # zeros, which nobody is shown
-            first, end = self._rows_of_chunk(self.specs[name], unit)
-            if first < end and not any(gap.first <= first and end <= gap.end for gap in self.gaps):
-                self.gaps.append(Gap(1 + len(self.gaps), first, end, what))
+                self.leave_out(unit, f"object {error} is missing")
+            else:
+                self._lose_chunk(name, unit, f"object {error} is missing")
 
-    def _rows_of_chunk(self, spec: ArraySpec, chunk: int) -> tuple[int, int]:
-        """Return the first row with values in a chunk of an array of a merged segment, and one past the last."""
-        begin, stop = chunk * CHUNK, (chunk + 1) * CHUNK
+    def _lose_chunk(self, name: str, chunk: int, why: str) -> None:
+        """Leave out the rows with values in a chunk of an array of a merged segment; its values stay zeros."""
+        self._have(name, chunk, 0)
+        for first, end in self.rows_of_chunk(self.specs[name], chunk):
+            self.add_gap(Gap(0, first, end, why, name))
+
+    def rows_of_chunk(self, spec: ArraySpec, chunk: int) -> list[tuple[int, int]]:
+        """Return the rows with values in a chunk of an array of a merged segment, as ranges."""
+        size = self.layouts[spec.name].elements
+        begin, stop = chunk * size, (chunk + 1) * size
         if spec.axis is None or spec.edges:
-            return max(0, begin - spec.edges), min(stop, self.rows)
-        offsets = self.offsets(spec.axis)[: self.rows + 1]
-        hit = (offsets[:-1] < stop) & (offsets[1:] > begin)
+            return [(max(0, begin - spec.edges), min(stop, self.rows))]
+        self._fetch(offsets_name(spec.axis), None)  # notes what is damaged among them, so that the next line does not
+        edges = self.offsets(spec.axis)[: self.rows + 1]
+        hit = (edges[:-1] < stop) & (edges[1:] > begin) & (edges[:-1] < edges[1:])
         for gap in self.gaps:
-            hit[gap.first : gap.end] = False
-        rows = np.flatnonzero(hit)
-        return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+            if gap.array in ("", offsets_name(spec.axis)):
+                hit[max(0, gap.first) : gap.end] = False
+        return ranges_of(np.flatnonzero(hit))
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """How each array of a merged segment is divided."""
+        return {name: layout_of(spec, self.sealed) for name, spec in self.specs.items()}
+
+    def _objects_of(self, name: str, units: Sequence[int]) -> list[str]:
+        """Return the keys of the objects that hold parts of an array."""
+        if self.sealed is None:
+            return [self.key(seq) for seq in units]
+        return self.layouts[name].shards(self.name, self.specs[name])
 
     def find_missing(self) -> bool:
         """Look for objects that are gone."""
@@ -408,19 +434,20 @@ class ObjectSegment(Segment):
         there = set(self.bucket.keys(f"{self.name}/"))
         if self.sealed is None:
             for seq in range(self.records):
-                if self.history[seq].n_rows and self.key(seq) not in there and not self._is_out(seq):
+                if self.history[seq].n_rows and self.key(seq) not in there and seq not in self.lost_commits():
                     self.leave_out(seq, f"object {self.key(seq)} is missing")
             return len(self.gaps) > before
-        gone = [name for name, spec in self.specs.items() if not there.issuperset(shards(self.name, spec))]
+        gone = [
+            name
+            for name, spec in self.specs.items()
+            if not there.issuperset(self.layouts[name].shards(self.name, spec))
+        ]
         return self.find_damage(slice(0, self.rows), gone)
-
-    def _is_out(self, seq: int) -> bool:
-        return any(gap.seq == seq for gap in self.gaps)
 
     @property
     def is_checked(self) -> bool:
         """Whether no update is left to fetch, or damaged."""
-        return self.meta.kind == "rows" or (self._compared == self.rows and not self.gaps)
+        return self.meta.kind == "rows" or not (self.gaps or len(self._missing(TARGET, None)))
 
     def missing(self, parts: Iterable[Part]) -> list[str]:
         """Return the keys of the objects of which all, or most, has to be fetched before some arrays can be read."""
@@ -431,8 +458,7 @@ class ObjectSegment(Segment):
         with self._cache.lock:
             for name, rows in parts:
                 units = self._missing(name, rows).tolist()
-                some = [self.key(seq) for seq in units] if self.sealed is None else shards(self.name, self.specs[name])
-                keys |= dict.fromkeys(some if units else ())
+                keys |= dict.fromkeys(self._objects_of(name, units) if units else ())
         return [key for key in keys if key not in self.got]
 
     def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -448,9 +474,16 @@ class ObjectSegment(Segment):
         return out
 
     def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
-        """Return the bytes of an array, fetched as far as these rows need it; for updates, always all of it."""
+        """Return the bytes of an array, fetched as far as these rows need it; for updates, always all of it.
+
+        Raises:
+            CorruptionError: something that was fetched is damaged, and is in `gaps` now.
+        """
         with self._cache.lock:
+            before = len(self.gaps)
             self._fetch(name, rows)
+            if len(self.gaps) > before:
+                raise CorruptionError(f"{self.name}: {self.gaps[-1].why}.")
             self._cache.use(self, name)
             return super().raw(name)
 
@@ -489,7 +522,7 @@ class ObjectSegment(Segment):
             if self.sealed is None:
                 self._fetch_commits(name, missing.tolist())
             elif len(missing):
-                self._fetch_chunks(name, missing, self.sealed)
+                self._fetch_chunks(name, missing)
         except FileNotFoundError as error:
             raise SegmentGoneError(
                 f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
@@ -519,23 +552,25 @@ class ObjectSegment(Segment):
                 self._edges = np.array([c.rows_end for c in self.history], np.int64)
             if rows is None:
                 units = np.flatnonzero(np.diff(self._edges, prepend=0))
-                return units[~np.isin(units, [gap.seq for gap in self.gaps])] if self.gaps else units
+                return units[~np.isin(units, [*self.lost_commits()])] if self.gaps else units
             return np.array(distinct(self._edges.searchsorted(rows, side="right")), np.int64)
-        count = -(-spec.capacity // CHUNK)
-        if rows is None or spec.axis is None or spec.edges:
+        size, count = self.layouts[name].elements, self.layouts[name].count(spec)
+        if rows is None:
             return np.arange(count)
-        offsets = self.offsets(spec.axis)
+        if spec.axis is None or spec.edges:
+            return np.array(distinct(np.concatenate([rows // size, (rows + spec.edges) // size])), np.int64)
+        offsets = self.offsets(spec.axis, rows)
         starts, ends = offsets[rows], offsets[rows + 1]
-        some = ends > starts
+        some = (starts >= 0) & (ends > starts) & (ends <= spec.capacity)  # those of damaged rows may be any
         edges = np.zeros(count + 1, np.int64)
-        np.add.at(edges, starts[some] // CHUNK, 1)
-        np.subtract.at(edges, (ends[some] - 1) // CHUNK + 1, 1)
+        np.add.at(edges, starts[some] // size, 1)
+        np.subtract.at(edges, (ends[some] - 1) // size + 1, 1)
         return np.flatnonzero(edges.cumsum()[:count])
 
     def _done(self, name: str) -> npt.NDArray[np.bool_]:
         """Return which units are in the cached file."""
         done = self._fetched.get(name)
-        count = len(self.history) if self.sealed is None else -(-self.specs[name].capacity // CHUNK)
+        count = len(self.history) if self.sealed is None else self.layouts[name].count(self.specs[name])
         if done is None or len(done) < count:
             grown = np.zeros(max(64, 2 * count), bool)
             if done is not None:
@@ -544,7 +579,6 @@ class ObjectSegment(Segment):
         return done
 
     def _fetch_commits(self, name: str, seqs: Sequence[int]) -> None:
-        land = self._land if self.meta.kind == "rows" else self._land_update
         whole = set(seqs) if self._whole else {seq for seq in seqs if self._size(seq) <= SMALL}
         with self._files([*self.specs] if whole else [name]) as files:
             only = {name: files[name]}
@@ -552,29 +586,101 @@ class ObjectSegment(Segment):
                 part = seqs[first : first + FETCHED]
                 objects = self._objects([self.key(seq) for seq in part if seq in whole])
                 for seq in part:
-                    land(seq, files if seq in whole else only, objects.get(self.key(seq)))
+                    self._land(seq, files if seq in whole else only, objects.get(self.key(seq)), name)
 
     def _size(self, seq: int) -> int:
         """Return the bytes of the values of a commit."""
         return sum(self.extent(spec, seq)[0] * spec.itemsize for spec in self.specs.values())
 
-    def _fetch_chunks(self, name: str, chunks: Int64Array, sealed: Mapping[str, Any]) -> None:
+    def _fetch_chunks(self, name: str, chunks: Int64Array) -> None:
+        item, size = self.specs[name].itemsize, self.layouts[name].elements
+        lost: list[tuple[int, str]] = []
         with self._files([name]) as files:
-            for chunk, values in self.chunks(name, chunks.tolist(), sealed):
-                fs.pwrite(files[name], values.view(np.uint8), chunk * CHUNK * self.specs[name].itemsize)
+            waiting, at = list[npt.NDArray[np.uint8]](), 0
+
+            def land() -> None:
+                if waiting:
+                    fs.pwrite(files[name], np.concatenate(waiting), at * size * item)
+                waiting.clear()
+
+            for chunk, values in self.chunks(name, chunks.tolist()):
+                if isinstance(values, str):
+                    lost.append((chunk, values))
+                    continue
+                if chunk != at + len(waiting) or len(waiting) == FETCHED:
+                    land()
+                    at = chunk
+                waiting.append(values.view(np.uint8))
                 self._have(name, chunk, values.nbytes)
+            land()
+        for chunk, why in lost:
+            self._lose_chunk(name, chunk, why)
 
     def _have(self, name: str, unit: int, size: int) -> None:
         self._done(name)[unit] = True
         self._cache.add(self, name, size)
 
-    def chunks(
-        self, name: str, chunks: Sequence[int], sealed: Mapping[str, Any]
-    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Get and check some chunks of an array of a merged segment."""
-        spec = self.specs[name]
-        objects = self._objects(shards(self.name, spec)) if self._whole else {}
-        return read_chunks(self.bucket, objects, self.name, spec, sealed["crc"][name], chunks, self._indexes)
+    def chunks(self, name: str, chunks: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[Any] | str]]:
+        """Get some chunks of an array of a merged segment; of one that is damaged, the words for it."""
+        spec, layout = self.specs[name], self.layouts[name]
+        objects = self._objects(layout.shards(self.name, spec)) if self._whole else {}
+        expected = dict(zip(chunks, self._crcs(name, chunks, objects).tolist(), strict=True))
+        for chunk, raw in read_chunks(self.bucket, objects, self.name, spec, layout, chunks, self._indexes):
+            where = f"object {self.name}/{name}, chunk {chunk},"
+            if layout.sums is None and crc32c(raw) != expected[chunk]:
+                yield chunk, f"{where} is damaged: its bytes do not match their checksum"
+                continue
+            try:
+                values = unpacked(raw, spec, layout, chunk, where)
+            except CorruptionError as error:
+                yield chunk, str(error).rstrip(".")
+                continue
+            wrong = layout.sums is not None and crc32c(values.view(np.uint8)) != expected[chunk]
+            yield chunk, f"{where} is damaged: its values do not match their checksum" if wrong else values
+
+    def _crcs(self, name: str, chunks: Sequence[int], objects: Mapping[str, bytes]) -> Int64Array:
+        """Return the checksums of some chunks of an array."""
+        sums = self.layouts[name].sums
+        if sums is not None:
+            return sums[chunks]
+        for page in distinct(np.array(chunks, np.int64) // PAGE):
+            if (name, page) not in self._pages:
+                self._pages[name, page] = self._page(name, page, objects)
+        return np.array([self._pages[name, chunk // PAGE][chunk % PAGE] for chunk in chunks], np.int64)
+
+    def _page(self, name: str, page: int, objects: Mapping[str, bytes]) -> Int64Array:
+        """Return a page of the checksums of an array; if it is damaged, computed again, which intact data allows."""
+        spec, layout, sealed = self.specs[name], self.layouts[name], self.sealed or {}
+        first, last = page * PAGE, min((page + 1) * PAGE, layout.count(spec))
+        right = int(from_hex(sealed["checks"][name], pages(layout.count(spec)))[page])
+        raw = self._stored_crcs(name, first, last)
+        if crc32c(raw) != right:
+            stored = read_chunks(self.bucket, objects, self.name, spec, layout, range(first, last), self._indexes)
+            raw = np.array([crc32c(chunk) for _, chunk in stored], "<u4").tobytes()
+        known = np.frombuffer(raw, "<u4").astype(np.int64)
+        return known if crc32c(raw) == right else np.full(last - first, -1, np.int64)
+
+    def has_checks(self, name: str) -> bool:
+        """Return whether the stored checksums of the chunks of an array match theirs."""
+        layout, sealed = self.layouts[name], self.sealed or {}
+        if layout.sums is not None:
+            return True
+        count = layout.count(self.specs[name])
+        right = from_hex(sealed["checks"][name], pages(count)).tolist()
+        parts = (self._stored_crcs(name, first, min(first + PAGE, count)) for first in range(0, count, PAGE))
+        return [crc32c(part) for part in parts] == right
+
+    def _stored_crcs(self, name: str, first: int, last: int) -> bytes:
+        """Return the stored checksums of some chunks of an array, as far as they are there."""
+        key, before = f"{self.name}/{CHECKS}", 0
+        for other, spec in self.specs.items():
+            if other == name:
+                break
+            before += self.layouts[other].count(spec)
+        try:
+            return self.bucket.ranges(key, [(4 * (before + first), 4 * (before + last))])[0]
+        except (FileNotFoundError, NotADirectoryError, CorruptionError):
+            return b""
 
     @contextmanager
     def _files(self, names: Sequence[str]) -> Generator[Mapping[str, int]]:
@@ -588,41 +694,77 @@ class ObjectSegment(Segment):
             for fd in files.values():
                 os.close(fd)
 
-    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
-        """Write the values of some arrays of a commit to their cached files."""
-        places, crcs = self._contents(seq, raw)
+    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None, asked: str) -> None:
+        """Write the values of some arrays of a commit to their cached files, and leave out damaged rows.
+
+        Of an array that was not asked for, and is damaged, nothing is noted: a read costs what it returns.
+        """
+        try:
+            places, crcs = self._contents(seq, raw)
+        except CorruptionError as error:
+            self.leave_out(seq, str(error).rstrip("."))
+            for name in files:
+                self._have(name, seq, 0)
+            return
         for name, fd in files.items():
             if self._done(name)[seq]:
                 continue
             spec = self.specs[name]
-            values = self.values_in(seq, spec, places, crcs, raw)
+            values, gaps = self.compared(seq, spec, places, crcs, raw)
+            if gaps and name != asked:
+                continue
+            for gap in gaps:
+                self.add_gap(gap)
             if len(values):
                 if spec.edges:  # in the cached file they count from the start of the segment
-                    values = values + self.starts(seq)[self._axes.index(spec.axis or "")]
+                    at = self._axes.index(spec.axis or "")
+                    values = values + self.starts(seq)[at]
+                    values[0], values[-1] = self.starts(seq)[at], self.history[seq].ends[at]  # others count from these
                 fs.pwrite(fd, values.view(np.uint8), self.extent(spec, seq)[1] * spec.itemsize)
             self._have(name, seq, values.nbytes)
 
-    def _land_update(self, seq: int, files: Mapping[str, int], raw: bytes | None) -> None:
-        """Do the same for an update; a damaged one is left out, so that only its own values are lost."""
+    def compared(
+        self, seq: int, spec: ArraySpec, places: Places, crcs: Crcs, raw: bytes | None
+    ) -> tuple[npt.NDArray[Any], list[Gap]]:
+        """Return the values of an array of a commit, flat, and the rows that are damaged; request what is not given."""
+        brief, name = self.history[seq], spec.name
+        first, words = brief.rows_end - brief.n_rows, f"object {self.key(seq)} is damaged: a block of {spec.name}"
+        count = self.extent(spec, seq)[0]
+        whole = [Gap(seq, first, brief.rows_end, words, name)]
         try:
-            self._land(seq, files, raw)
-        except CorruptionError as error:
-            warnings.warn(
-                f"{self.name}: an update of {self.history[seq].n_rows} rows does not count: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            brief, spec = self.history[seq], self.specs[TARGET]
-            nowhere = np.full(brief.n_rows, -1, spec.dtype)
-            fs.pwrite(files[TARGET], nowhere.view(np.uint8), (brief.rows_end - brief.n_rows) * spec.itemsize)
-            for name in files:
-                self._have(name, seq, 0)
-            self.leave_out(seq, str(error).rstrip("."))
+            values = self._values(seq, spec, places, raw)
+            if isinstance(crc := crcs.get(name, -1), int):  # a commit of an older writer
+                return values, [] if crc32c(values.view(np.uint8)) == crc else whole
+            size = block_elements(spec)
+            inner = values[1:] if spec.edges else values
+            right = from_hex(crc, -(-(count - spec.edges) // size)).tolist()
+        except (CorruptionError, ValueError) as error:
+            why = str(error).rstrip(".") if isinstance(error, CorruptionError) else words
+            zeros = np.zeros(count * (spec.itemsize // spec.dtype.itemsize), spec.dtype)
+            return zeros, [whole[0]._replace(why=why)]
+        gaps, found = list[Gap](), block_crcs(inner.view(np.uint8), size * spec.itemsize)
+        for block in (i for i, (a, b) in enumerate(zip(found, right, strict=True)) if a != b):
+            hit = self._rows_of_block(seq, spec, block * size, (block + 1) * size)
+            gaps += [Gap(seq, first + begin, first + end, words, name) for begin, end in hit]
+        if spec.edges and values[0]:
+            gaps.append(Gap(seq, first, first + 1, words, name))
+        return values, gaps
 
-    def values_in(
-        self, seq: int, spec: ArraySpec, places: Places, crcs: Mapping[str, int], raw: bytes | None
-    ) -> npt.NDArray[Any]:
-        """Return the values of an array of a commit, flat and checked; without the object, request that part."""
+    def _rows_of_block(self, seq: int, spec: ArraySpec, begin: int, stop: int) -> list[tuple[int, int]]:
+        """Return the rows of a commit with elements of a block of an array, as ranges."""
+        rows = self.history[seq].n_rows
+        if spec.axis is None or spec.edges:
+            return [(begin, min(stop + spec.edges, rows))]  # where a row ends, the next one begins
+        places, _ = self._contents(seq, None)
+        try:
+            offsets = self._values(seq, self.specs[offsets_name(spec.axis)], places, None)
+        except CorruptionError:
+            return [(0, rows)]
+        inside = (offsets[:-1] < stop) & (offsets[1:] > begin) & (offsets[:-1] < offsets[1:])
+        return ranges_of(np.flatnonzero(inside))
+
+    def _values(self, seq: int, spec: ArraySpec, places: Places, raw: bytes | None) -> npt.NDArray[Any]:
+        """Return the values of an array of a commit, flat; without the object, request that part."""
         key, size = self.key(seq), self.extent(spec, seq)[0] * spec.itemsize
         if not size:
             return np.empty(0, spec.dtype)
@@ -630,13 +772,13 @@ class ObjectSegment(Segment):
         if place is None:
             raise CorruptionError(f"object {key} is damaged: it lacks the array {spec.name}.")
         chunk = self.bucket.ranges(key, [place])[0] if raw is None else raw[slice(*place)]
-        return decode(chunk, size, crcs.get(spec.name, -1), f"object {key}").view(spec.dtype)
+        return decode(chunk, size, f"object {key}").view(spec.dtype)
 
-    def _contents(self, seq: int, raw: bytes | None) -> tuple[Places, Mapping[str, int]]:
+    def _contents(self, seq: int, raw: bytes | None) -> tuple[Places, Crcs]:
         """Return where the arrays are in the object of a commit, and their checksums."""
         key = self.key(seq)
 
-        def read(tail: bytes, size: int) -> tuple[Places, Mapping[str, int]]:
+        def read(tail: bytes, size: int) -> tuple[Places, Crcs]:
             commit = read_commit(tail, size, key, self.meta)
             if not self._is_named(commit, seq):
                 raise CorruptionError(f"object {key} is another commit than its name says.")
@@ -652,7 +794,7 @@ class ObjectSegment(Segment):
         return self._known[seq]
 
     def gap_ids(self, gap: Gap) -> Int64Array:
-        """Return the ids of the rows of a gap; for updates those of their targets, where the object still has them."""
+        """Return the ids of the rows of a gap; for updates those of their targets, where these are known."""
         if self.meta.kind == "rows" or gap.first == gap.end:
             return super().gap_ids(gap)
         targets = self.sure_targets(gap)
@@ -660,14 +802,11 @@ class ObjectSegment(Segment):
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
-        try:
-            if self.sealed is not None:
-                chunks = range(gap.first // CHUNK, -(-gap.end // CHUNK))
-                found = [values for _, values in self.chunks(TARGET, chunks, self.sealed)]
-                return np.concatenate(found)[gap.first - chunks[0] * CHUNK :][: gap.end - gap.first]
-            return self.values_in(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
-        except (StoreError, FileNotFoundError, IndexError):
+        self.find_damage(slice(0, self.rows), (TARGET,))
+        lost = (one for one in self.gaps if one.array in ("", TARGET))
+        if not gap.array or any(one.first < gap.end and gap.first < one.end for one in lost):
             return None
+        return np.array(self.array(TARGET)[gap.first : gap.end])
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """Return how many elements of an array a commit has, and where they begin in the segment."""
