@@ -50,12 +50,12 @@ def _type_of(pa: Any, column: Column, large: bool) -> Any:
     if column.is_text:
         kinds = {("bytes", True): pa.large_binary, ("bytes", False): pa.binary, ("str", True): pa.large_string}
         return kinds.get((column.dtype, large), pa.string)()
-    found = pa.from_numpy_dtype(column.np_dtype)
+    arrow_type = pa.from_numpy_dtype(column.np_dtype)
     for size in reversed(column.shape):
-        found = pa.list_(found, size)
+        arrow_type = pa.list_(arrow_type, size)
     if column.axis is None:
-        return found
-    return pa.large_list(found) if large else pa.list_(found)
+        return arrow_type
+    return pa.large_list(arrow_type) if large else pa.list_(arrow_type)
 
 
 def array_of(column: Column, values: Any, absent: npt.NDArray[np.bool_]) -> Any:
@@ -104,10 +104,10 @@ def frame_of(table: Any, schema: Schema) -> Any:
         if column.axis is None and column.optional and column.dtype in kinds:
             # From Arrow, not from the frame, where an int64 with nulls has been a float64.
             values = table[column.name].combine_chunks()
-            given = values.is_valid().to_numpy(zero_copy_only=False)
+            present = values.is_valid().to_numpy(zero_copy_only=False)
             filled = values.fill_null(pa.scalar(0, values.type) if column.dtype != "bool" else False)
             maker: Any = kinds[column.dtype].construct_array_type()
-            frame[column.name] = maker(filled.to_numpy(zero_copy_only=False), ~given)
+            frame[column.name] = maker(filled.to_numpy(zero_copy_only=False), ~present)
     return frame
 
 
@@ -162,28 +162,28 @@ def columns_of(table: Any, schema: Schema) -> tuple[dict[str, Any], dict[str, np
         BatchError: a type does not fit, or a value is null that every row must have.
     """
     values: dict[str, Any] = {}
-    given: dict[str, npt.NDArray[np.bool_]] = {}
+    present: dict[str, npt.NDArray[np.bool_]] = {}
     for name in table.column_names:
         column = schema[name]
         array = _joined(table[name])
         if array.null_count:
-            given[name] = array.is_valid().to_numpy(zero_copy_only=False)
+            present[name] = array.is_valid().to_numpy(zero_copy_only=False)
             if not column.optional:
-                row = int(np.flatnonzero(~given[name])[0])
+                row = int(np.flatnonzero(~present[name])[0])
                 raise BatchError(
                     f"row {row} of column '{name}' is null, and the column has no fill. Give it a value, or leave the "
                     "row out."
                 )
         values[name] = _values_of(column, array)
-    return values, given
+    return values, present
 
 
 def _joined(chunks: Any) -> Any:
-    found = chunks.combine_chunks()
+    array = chunks.combine_chunks()
     pa = pyarrow("an Arrow table")
-    if isinstance(found, pa.ChunkedArray):  # more than 2 GB of text
-        found = pa.concat_arrays(found.chunks) if found.num_chunks else pa.array([], found.type)
-    return found.dictionary_decode() if pa.types.is_dictionary(found.type) else found
+    if isinstance(array, pa.ChunkedArray):  # more than 2 GB of text
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def _values_of(column: Column, array: Any) -> Any:
@@ -203,8 +203,8 @@ def _values_of(column: Column, array: Any) -> Any:
         # Whole numbers stay whole: to_numpy would make floats of them where one is null.
         valid = array.is_valid().to_numpy(zero_copy_only=False)
         out = np.full(len(array), column.fill_value, column.np_dtype)
-        known = array.drop_null().to_numpy(zero_copy_only=False)
-        out[valid] = cast_values(column, known)
+        numbers = array.drop_null().to_numpy(zero_copy_only=False)
+        out[valid] = cast_values(column, numbers)
         return out
     if fixed:
         array = array.cast(pa.large_list(kind.value_type))

@@ -82,8 +82,8 @@ class Batch:
             out[PRESENT] = self.present(schema)
         return out | {name: self.extra[name] for name in meta.internal_rows}
 
-    def put(self, column: Column, values: npt.NDArray[Any], given: npt.NDArray[np.bool_]) -> None:
-        """Set the values of a column, and add `given` to the rows that were given one."""
+    def put(self, column: Column, values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> None:
+        """Set the values of a column, and add `present` to the rows that were given one."""
         name = column.name
         if name not in self.values or name in self.filled:
             before = np.zeros(self.n_rows, bool)
@@ -91,7 +91,7 @@ class Batch:
             before = self.partial.get(name, np.ones(self.n_rows, bool))
         self.values[name] = np.ascontiguousarray(values.astype(column.np_dtype, copy=False))
         self.filled -= {name}
-        self.partial[name] = before | given
+        self.partial[name] = before | present
 
     def digest(self) -> bytes:
         """Return what identifies these rows: 16 bytes, equal for equal values of the same columns."""
@@ -146,12 +146,12 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
                     f"Given: {', '.join(data) or 'nothing'}."
                 )
             continue
-        given = data[column.name]
+        rows = data[column.name]
         if column.axis is None:
-            values[column.name] = flat = _scalars(column, given)
+            values[column.name] = flat = _scalars(column, rows)
             count = len(flat)
         else:
-            flat, sizes = _text(column, given) if column.is_text else _ragged(column, given)
+            flat, sizes = _text(column, rows) if column.is_text else _ragged(column, rows)
             values[column.name] = flat
             count = len(sizes)
             _merge_lengths(column, sizes, lengths, schema)
@@ -171,8 +171,8 @@ def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
     Raises:
         BatchError: a row lacks a column that has no fill, or a value does not fit.
     """
-    there = [column.name for column in schema if any(row.get(column.name) is not None for row in rows)]
-    return by_columns(schema, {name: [row.get(name) for row in rows] for name in there}, len(rows))
+    names = [column.name for column in schema if any(row.get(column.name) is not None for row in rows)]
+    return by_columns(schema, {name: [row.get(name) for row in rows] for name in names}, len(rows))
 
 
 def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
@@ -184,24 +184,24 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
     values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
     for name, column_values in data.items():
-        given = column_values.tolist() if is_masked(column_values) else column_values  # None where masked
-        values[name] = given
-        column = schema.find(name) if isinstance(given, (list, tuple)) else None
+        unmasked = column_values.tolist() if is_masked(column_values) else column_values  # None where masked
+        values[name] = unmasked
+        column = schema.find(name) if isinstance(unmasked, (list, tuple)) else None
         if column is None:
             continue
-        rows = cast("Sequence[Any]", given)
+        rows = cast("Sequence[Any]", unmasked)
         if type(None) not in set(map(type, rows)):
             continue
-        there = np.array([value is not None for value in rows], bool)
+        present = np.array([value is not None for value in rows], bool)
         if not column.optional:
             raise BatchError(
-                f"row {int(np.argmin(there))} has no value of column '{name}', which has no fill: give every row one."
+                f"row {int(np.argmin(present))} has no value of column '{name}', which has no fill: give every row one."
             )
-        if there.any():
-            partial[name] = there
+        if present.any():
+            partial[name] = present
             if column.axis is None:
                 values[name] = np.full(len(rows), column.fill_value, column.np_dtype)
-                values[name][there] = _scalars(column, [value for value in rows if value is not None])
+                values[name][present] = _scalars(column, [value for value in rows if value is not None])
             else:
                 values[name] = [_or_fill(column, schema, data, rows, row) for row in range(len(rows))]
         else:
@@ -219,35 +219,35 @@ def _or_fill(column: Column, schema: Schema, data: Mapping[str, Any], rows: Sequ
     if column.is_text:
         return column.fill_bytes if column.dtype == "bytes" else column.fill_value
     length = 0
-    for other in schema.axes[column.axis or ""]:
-        beside = data.get(other.name)
-        if other is not column and beside is not None and beside[row] is not None:
+    for neighbour in schema.axes[column.axis or ""]:
+        beside = data.get(neighbour.name)
+        if neighbour is not column and beside is not None and beside[row] is not None:
             length = len(beside[row])
             break
     return np.full((length, *column.shape), column.fill_value, column.np_dtype)
 
 
-def as_array(given: Any) -> npt.NDArray[Any]:
+def as_array(array_like: Any) -> npt.NDArray[Any]:
     """Return values as a numpy array, also of a tensor that requires a gradient, is bfloat16, or is on a device.
 
     Raises:
         ValueError: rows of different lengths, or masked values.
         TypeError: these are no values.
     """
-    if is_masked(given):
+    if is_masked(array_like):
         raise ValueError("some of its values are masked: fill them, or leave the row out")
-    if hasattr(given, "detach"):
-        tensor = given.detach().cpu()
+    if hasattr(array_like, "detach"):
+        tensor = array_like.detach().cpu()
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
-    return np.asarray(given)
+    return np.asarray(array_like)
 
 
-def _numbers(column: Column, given: Any) -> npt.NDArray[Any]:
+def _numbers(column: Column, numbers: Any) -> npt.NDArray[Any]:
     """Return values as an array; of Python's integers above 2^63 NumPy makes floats or objects."""
-    array = as_array(given)
-    if column.dtype != "uint64" or array.dtype.kind not in "fO" or isinstance(given, np.ndarray):
+    array = as_array(numbers)
+    if column.dtype != "uint64" or array.dtype.kind not in "fO" or isinstance(numbers, np.ndarray):
         return array
-    integers = np.asarray(given, object)
+    integers = np.asarray(numbers, object)
     if not all(isinstance(value, (int, np.integer)) for value in integers.flat):
         return array
     bad = [value for value in integers.flat if not 0 <= value < 1 << 64]
@@ -258,15 +258,15 @@ def _numbers(column: Column, given: Any) -> npt.NDArray[Any]:
 
 def _merge_lengths(column: Column, sizes: Int64Array, lengths: dict[str, Int64Array], schema: Schema) -> None:
     axis = cast("str", column.axis)
-    known = lengths.setdefault(axis, sizes)
-    if known is sizes or (len(known) == len(sizes) and bool((known == sizes).all())):
+    axis_lengths = lengths.setdefault(axis, sizes)
+    if axis_lengths is sizes or (len(axis_lengths) == len(sizes) and bool((axis_lengths == sizes).all())):
         return
-    if len(known) == len(sizes):
-        row = int(np.flatnonzero(known != sizes)[0])
-        other = next(c.name for c in schema.axes[axis])
+    if len(axis_lengths) == len(sizes):
+        row = int(np.flatnonzero(axis_lengths != sizes)[0])
+        first_column = next(c.name for c in schema.axes[axis])
         raise BatchError(
-            f"row {row} of column '{column.name}' has length {int(sizes[row])}, but '{other}' on the "
-            f"same axis '{axis}' has length {int(known[row])}."
+            f"row {row} of column '{column.name}' has length {int(sizes[row])}, but '{first_column}' on the "
+            f"same axis '{axis}' has length {int(axis_lengths[row])}."
         )
 
 
@@ -288,14 +288,14 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.ascontiguousarray(array)
     if array.size == 0:
         return np.empty(array.shape, target)
-    kind, wanted = array.dtype.kind, target.kind
+    kind, target_kind = array.dtype.kind, target.kind
     if kind == "b":
         return array.astype(target)
-    if wanted == "b" and kind in "iu":
+    if target_kind == "b" and kind in "iu":
         if bool(((array != 0) & (array != 1)).any()):
             raise BatchError(f"column '{column.name}' is bool; the batch holds values other than 0 and 1.")
         return array.astype(target)
-    if wanted in "iu" and kind in "iu":
+    if target_kind in "iu" and kind in "iu":
         info = np.iinfo(target)
         if kind == "i":  # a negative value read as unsigned is large, so the maximum settles most batches
             largest = int(np.maximum.reduce(array.view(f"u{array.itemsize}")))
@@ -306,7 +306,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             bad = low if low < info.min else high
             raise BatchError(f"column '{column.name}': {bad} does not fit {column.dtype}.")
         return array.astype(target)
-    if wanted == "f" and kind in "iuf":
+    if target_kind == "f" and kind in "iuf":
         with np.errstate(over="ignore"):
             out = array.astype(target)
         if kind in "iu" and bool((lost := out.astype(np.float64) != array).any()):
@@ -323,9 +323,9 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     )
 
 
-def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
+def _scalars(column: Column, numbers: Any) -> npt.NDArray[Any]:
     try:
-        array = _numbers(column, given)
+        array = _numbers(column, numbers)
     except (ValueError, TypeError) as error:
         if isinstance(error, BatchError):
             raise
@@ -335,18 +335,18 @@ def _scalars(column: Column, given: Any) -> npt.NDArray[Any]:
     return cast_values(column, array)
 
 
-def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
-    if isinstance(given, RaggedArray):
-        if given.values.shape[1:] != column.shape:
+def _ragged(column: Column, column_rows: Any) -> tuple[npt.NDArray[Any], Int64Array]:
+    if isinstance(column_rows, RaggedArray):
+        if column_rows.values.shape[1:] != column.shape:
             raise BatchError(
                 f"column '{column.name}' holds elements of shape {list(column.shape)}; the values given have shape "
-                f"{list(given.values.shape)}."
+                f"{list(column_rows.values.shape)}."
             )
-        return cast_values(column, given.values.reshape(-1)), given.lengths
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        return cast_values(column, column_rows.values.reshape(-1)), column_rows.lengths
+    if isinstance(column_rows, (str, bytes)) or not isinstance(column_rows, Iterable):
         raise BatchError(f"column '{column.name}' is ragged: give a RaggedArray or a list of 1-D rows.")
     rows: list[npt.NDArray[Any]] = []
-    for i, row in enumerate(cast("Iterable[Any]", given)):
+    for i, row in enumerate(cast("Iterable[Any]", column_rows)):
         try:
             array = _numbers(column, row)
         except (ValueError, TypeError) as error:
@@ -356,10 +356,10 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
         if column.shape and array.size == 0:
             array = array.reshape(0, *column.shape)
         if array.shape[1:] != column.shape or not array.ndim:
-            wanted = (
+            dtype = (
                 f"rows have shape [T, {', '.join(map(str, column.shape))}]" if column.shape else "a ragged row is 1-D"
             )
-            raise BatchError(f"row {i} of column '{column.name}' has shape {list(array.shape)}; {wanted}.")
+            raise BatchError(f"row {i} of column '{column.name}' has shape {list(array.shape)}; {dtype}.")
         rows.append(array)
     sizes = np.array([len(row) for row in rows], np.int64)
     filled = [row for row in rows if row.size]
@@ -370,18 +370,18 @@ def _ragged(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     return cast_values(column, flat), sizes
 
 
-def _text(column: Column, given: Any) -> tuple[npt.NDArray[Any], Int64Array]:
+def _text(column: Column, texts: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     """Return texts or byte strings as one flat array, and the length of each in bytes."""
     kind = str if column.dtype == "str" else bytes
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
-    given = list(cast("Iterable[Any]", given))
-    if kind is str and set(map(type, given)) == {str}:
-        joined = "".join(given)
+    texts = list(cast("Iterable[Any]", texts))
+    if kind is str and set(map(type, texts)) == {str}:
+        joined = "".join(texts)
         if joined.isascii():  # every character is one byte
-            return np.frombuffer(joined.encode(), np.uint8), np.array(list(map(len, given)), np.int64)
+            return np.frombuffer(joined.encode(), np.uint8), np.array(list(map(len, texts)), np.int64)
     parts: list[bytes] = []
-    for i, item in enumerate(given):
+    for i, item in enumerate(texts):
         if not isinstance(item, kind):
             raise BatchError(f"row {i} of column '{column.name}' is {type(item).__name__}, not {kind.__name__}.")
         try:

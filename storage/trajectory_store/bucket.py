@@ -67,11 +67,11 @@ class Traffic:
         """All requests."""
         return self.puts + self.gets + self.lists + self.deletes
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+    def __add__(self, more: Traffic) -> Traffic:
+        return Traffic(**{name: value + getattr(more, name) for name, value in vars(self).items()})
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(**{name: value - getattr(other, name) for name, value in vars(self).items()})
+    def __sub__(self, less: Traffic) -> Traffic:
+        return Traffic(**{name: value - getattr(less, name) for name, value in vars(self).items()})
 
 
 def number_from(variable: str, default: float) -> float:
@@ -88,7 +88,7 @@ def number_from(variable: str, default: float) -> float:
 
 def persist(call: Callable[[], R], what: str) -> R:
     """Repeat a request, after growing pauses, until it has failed for as long as `PATIENCE` says."""
-    began, pause, told = time.monotonic(), _FIRST_PAUSE_S, False
+    began, pause, has_warned = time.monotonic(), _FIRST_PAUSE_S, False
     while True:
         try:
             return call()
@@ -96,14 +96,14 @@ def persist(call: Callable[[], R], what: str) -> R:
             left = began + number_from(PATIENCE, _PATIENCE_S) - time.monotonic()
             if left <= 0:
                 raise
-            if pause >= _LONGEST_PAUSE_S and not told:
+            if pause >= _LONGEST_PAUSE_S and not has_warned:
                 log.warning("%s fails (%s); retrying for up to %.0f s", what, error, left)
-                told = True
+                has_warned = True
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def taken(where: str) -> StoreExistsError:
+def path_in_use(where: str) -> StoreExistsError:
     """Return the error for a path that holds something."""
     return StoreExistsError(
         f"{where} exists and is not empty. Open it with TrajectoryStore.open(path, mode='a'), or choose another path."
@@ -157,20 +157,20 @@ class Bucket(ABC):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Get objects at the same time; None for a missing one."""
 
-        def one(key: str) -> bytes | None:
+        def get(key: str) -> bytes | None:
             with suppress(*_ABSENT):
                 return self._again(lambda: self._get(key), f"reading {key}")
 
-        return self._each(one, keys)
+        return self._each(get, keys)
 
     def tails(self, keys: Sequence[str], sizes: Sequence[int]) -> list[tuple[bytes, int] | None]:
         """Get bytes from the end of each object, and the object's size; None for a missing one."""
 
-        def one(of: tuple[str, int]) -> tuple[bytes, int] | None:
+        def get_tail(of: tuple[str, int]) -> tuple[bytes, int] | None:
             with suppress(*_ABSENT):
                 return self._again(lambda: self._tail(*of), f"reading {of[0]}")
 
-        return self._each(one, list(zip(keys, sizes, strict=True)))
+        return self._each(get_tail, list(zip(keys, sizes, strict=True)))
 
     def ahead(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Request objects together that will be read soon; return those that are here now."""
@@ -252,10 +252,10 @@ class Bucket(ABC):
         def once() -> bool:
             if self.put_new(key, data):
                 return True
-            found = self.get(key)
-            if found is None:
+            stored = self.get(key)
+            if stored is None:
                 raise Transient("an object of this name exists and cannot be read")
-            return found == data
+            return stored == data
 
         try:
             return persist(once, f"putting {key} to {self.where}")
@@ -286,7 +286,7 @@ class FolderBucket(Bucket):
         """Make the folder of a store: it appears whole or not at all, and is on the disk, whatever puts wait for."""
         path = self.root
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise taken(self.where)
+            raise path_in_use(self.where)
         temporary = path.parent / f".{path.name}.new-{fs.token(6)}"
         with fs.explained(path, "creating the store"):
             try:
@@ -298,7 +298,7 @@ class FolderBucket(Bucket):
             except BaseException as error:
                 fs.remove_tree(temporary)
                 if fs.is_of_system(error) and path.exists():
-                    raise taken(self.where) from error
+                    raise path_in_use(self.where) from error
                 raise
             fs.sync_path(path.parent)
 
@@ -321,13 +321,13 @@ class FolderBucket(Bucket):
             return
         try:
             status = os.stat(f"{self.where}/zarr.json")
-            found = status.st_dev, status.st_ino
+            inode = status.st_dev, status.st_ino
         except (FileNotFoundError, NotADirectoryError):
-            found = None
-        if found != self._held:
+            inode = None
+        if inode != self._held:
             why = (
                 "is gone: it was moved or removed"
-                if found is None
+                if inode is None
                 else "is another store: it was removed and made again"
             )
             raise WriteFailedError(
@@ -447,25 +447,25 @@ class FolderBucket(Bucket):
     def keys(self, prefix: str, after: str = "") -> list[str]:
         """List files, except unfinished ones."""
         folder, _, start = prefix.rpartition("/")
-        found: list[str] = []
+        keys: list[str] = []
         if folder and os.path.islink(self.root / folder):  # a link leads out of the store
-            return found
+            return keys
         try:
             with os.scandir(self.root / folder) as entries:
-                there = sorted((entry.name, entry.is_dir()) for entry in entries)
+                names = sorted((entry.name, entry.is_dir()) for entry in entries)
         except _ABSENT:
-            return found
+            return keys
         except OSError as error:
             raise fs.unreadable(error, f"{self.where}/{folder}") from error
-        for name, is_folder in there:
+        for name, is_folder in names:
             key = f"{folder}/{name}" if folder else name
             if not name.startswith(start) or PARTIAL in name:
                 continue
             if is_folder:
-                found += self.keys(f"{key}/", after)
+                keys += self.keys(f"{key}/", after)
             elif key > after:
-                found.append(key)
-        return found
+                keys.append(key)
+        return keys
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files, and the folders that this leaves empty."""

@@ -83,8 +83,8 @@ class State:
 
     def with_entry(self, entry: Entry) -> State:
         """Return this state with one more segment."""
-        kept = [e for e in self.entries if e.ordinal != entry.ordinal]
-        entries = tuple(sorted([*kept, entry], key=lambda e: e.ordinal))
+        others = [e for e in self.entries if e.ordinal != entry.ordinal]
+        entries = tuple(sorted([*others, entry], key=lambda e: e.ordinal))
         return replace(self, entries=entries, next_ordinal=max(self.next_ordinal, entry.ordinal + 1))
 
     def without(self, ordinals: Collection[int]) -> State:
@@ -286,14 +286,14 @@ class Journal:
                 put_first(self._bucket, self._document, self.state)
                 continue
             before = self.state
-            wanted = step(before)
-            if wanted is None:
+            next_state = step(before)
+            if next_state is None:
                 return None
             number = self.top + 1
             if not self._follows(before):
                 continue
             now = time_after(max(before.time_ns, newest_ns))
-            state = replace(wanted, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
+            state = replace(next_state, number=number, nonce=fs.token(8), previous=before.nonce, time_ns=now)
             if self._bucket.put_once(record_keys(number)[0], state.to_bytes()) and self._counts(state):
                 self.state, self.top, self.lost = state, number, False
                 self._put_copy()
@@ -320,13 +320,13 @@ class Journal:
         """Return whether the record that this process followed is still there; False if a newer one was put since."""
         self._bucket.still_here()
         try:
-            there = self._read(before.number)
-            found = "" if there is None else there.nonce
+            record = self._read(before.number)
+            nonce = "" if record is None else record.nonce
         except CorruptionError as error:
-            there, found = before, "" if "another store" in str(error) else before.nonce
-        if there is None and self.catch_up():
+            record, nonce = before, "" if "another store" in str(error) else before.nonce
+        if record is None and self.catch_up():
             return False
-        if found != before.nonce:
+        if nonce != before.nonce:
             raise WriteFailedError(
                 errno.ESTALE,
                 f"record {before.number} of the catalog is not the one that this process followed: the store was "
@@ -344,9 +344,9 @@ class Journal:
         """Whether the number was free because it was never used, and not because its record was removed long ago."""
         for number in self._numbers(state.number):
             try:
-                found = self._read(number)
-                if found is not None:
-                    return (number, found.previous) == (state.number + 1, state.nonce)
+                record = self._read(number)
+                if record is not None:
+                    return (number, record.previous) == (state.number + 1, state.nonce)
             except CorruptionError:  # a stray one, or damaged: one that can be read decides
                 if number == state.number + 1:
                     return False
@@ -367,8 +367,8 @@ class Journal:
         """Return the missing and the damaged objects of records, in words, for `verify`."""
         numbers = self._numbers()
         newest = max(numbers, default=-1)  # records far behind it may be gone, or left by a process that slept
-        wanted = set(numbers) | set(range(max(0, newest - KEPT), newest))
-        keys = [key for number in sorted(wanted) for key in record_keys(number)]
+        expected = set(numbers) | set(range(max(0, newest - KEPT), newest))
+        keys = [key for number in sorted(expected) for key in record_keys(number)]
         problems = list(self.problems)
         for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
             number, where = number_of(key) or 0, f"{self._bucket.where}/{key}"

@@ -27,19 +27,19 @@ _NAMED = 8
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; each subcommand sets `work`."""
-    made = argparse.ArgumentParser(
+    command_parser = argparse.ArgumentParser(
         prog="trajectory-store",
         description="Stores of trajectories: folders, or URLs such as s3://bucket/store.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = command_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, work: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        one.add_argument("store", help="the store's folder, or its URL")
-        one.set_defaults(work=work)
-        return one
+        subparser = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        subparser.add_argument("store", help="the store's folder, or its URL")
+        subparser.set_defaults(work=work)
+        return subparser
 
     verify = add("verify", _verify, "recompute every checksum, and report damage in words")
     verify.add_argument(
@@ -54,13 +54,15 @@ def parser() -> argparse.ArgumentParser:
     add("compact", _compact, "merge finished segments into few; ids, order and values stay")
     export = add("export", _export, "write a Parquet file")
     export.add_argument("--to", required=True, help="the file; values that were not given are null")
-    for one in (stats, show, copy, export):
-        one.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
-    for one in (copy, export):
-        one.add_argument("--skip-damaged", action="store_true", help="leave damaged trajectories out, and count them")
-    for one in (show, export):
-        one.add_argument("--columns", metavar="A,B", help="only these columns")
-    return made
+    for subparser in (stats, show, copy, export):
+        subparser.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
+    for subparser in (copy, export):
+        subparser.add_argument(
+            "--skip-damaged", action="store_true", help="leave damaged trajectories out, and count them"
+        )
+    for subparser in (show, export):
+        subparser.add_argument("--columns", metavar="A,B", help="only these columns")
+    return command_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,31 +140,31 @@ def _figures(store: TrajectoryStore, ids: Any) -> Iterator[tuple[str, ...]]:
     import numpy as np
 
     for column in store.schema:
-        given = int(store.present(column.name, ids).sum())
+        num_present = int(store.present(column.name, ids).sum())
         kind = f"{column.dtype}[]" if column.ragged else column.dtype
         kind += f" x{list(column.shape)}" if column.shape else ""
         lengths = column.axis is not None
         values = store.lengths(column.name, ids) if lengths else store.read_scalars(column.name, ids)
-        known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+        numbers = values[~np.isnan(values)] if values.dtype.kind == "f" else values
         figures = ("", "", "")
-        if len(known):
+        if len(numbers):
             unit = "" if not lengths else " bytes" if column.is_text else " long"
-            found = (known.min(), known.astype(np.float64).mean(), known.max())
-            figures = tuple(f"{float(figure):.6g}{unit}" for figure in found)
-        yield (column.name, kind, f"{given:,}", *figures)
+            statistics = (numbers.min(), numbers.astype(np.float64).mean(), numbers.max())
+            figures = tuple(f"{float(figure):.6g}{unit}" for figure in statistics)
+        yield (column.name, kind, f"{num_present:,}", *figures)
 
 
 def _show(typed: argparse.Namespace) -> int:
     with _open(typed) as store:
-        found, left_out = _ids(store, typed)
-        shown = found[max(0, len(found) - typed.num) :]
+        matching_ids, left_out = _ids(store, typed)
+        printed_ids = matching_ids[max(0, len(matching_ids) - typed.num) :]
         names = typed.columns.split(",") if typed.columns else None
-        rows = store.read(shown, names)
-        for i, row in enumerate(shown.tolist()):
+        rows = store.read(printed_ids, names)
+        for i, row in enumerate(printed_ids.tolist()):
             _say(f"id {row}")
             for name, values in rows.items():
                 _say(f"  {name}: {_short(values[i])}")
-    _say(f"{len(shown):,} of {len(found):,} trajectories{left_out}")
+    _say(f"{len(printed_ids):,} of {len(matching_ids):,} trajectories{left_out}")
     _next("stats", typed.store)
     return 0
 

@@ -15,7 +15,7 @@ from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
 from trajectory_store.schema import Schema
 
 
-def held(data: Any) -> Any:
+def rereadable(data: Any) -> Any:
     """Return rows that can be read more than once: what yields them, or streams them, is read."""
     if isinstance(data, Mapping) or _is_frame(data):
         return data
@@ -73,29 +73,29 @@ def _neither(data: Any) -> BatchError:
 
 def _from_table(schema: Schema, table: Any) -> Batch:
     _check_unique(list(table.column_names))
-    values, given = arrow.columns_of(table, schema)
+    values, present = arrow.columns_of(table, schema)
     for columns in schema.axes.values():
         beside = [column for column in columns if column.name in values and not column.is_text]
-        if not any(column.name in given for column in beside):
+        if not any(column.name in present for column in beside):
             continue
         # A null is as long as the columns beside it: of each row, the first that has a value has its length.
         lengths = np.zeros(table.num_rows, np.int64)
         for column in reversed(beside):
             ragged = values[column.name]
-            lengths = np.where(given.get(column.name, True), ragged.lengths, lengths)
+            lengths = np.where(present.get(column.name, True), ragged.lengths, lengths)
         for column in beside:
-            if column.name in given:
-                values[column.name] = _stretched(column, values[column.name], lengths, given[column.name])
+            if column.name in present:
+                values[column.name] = _stretched(column, values[column.name], lengths, present[column.name])
     batch = prepare(schema, values, table.num_rows)
-    batch.partial |= given
+    batch.partial |= present
     return batch
 
 
-def _stretched(column: Any, ragged: Any, lengths: Any, there: Any) -> Any:
-    wanted = np.where(there, ragged.lengths, lengths)
-    flat = np.full((int(wanted.sum()), *column.shape), column.fill_value, column.np_dtype)
-    flat[np.repeat(there, wanted)] = ragged.values
-    return type(ragged)(flat, wanted)
+def _stretched(column: Any, ragged: Any, lengths: Any, present: Any) -> Any:
+    new_lengths = np.where(present, ragged.lengths, lengths)
+    flat = np.full((int(new_lengths.sum()), *column.shape), column.fill_value, column.np_dtype)
+    flat[np.repeat(present, new_lengths)] = ragged.values
+    return type(ragged)(flat, new_lengths)
 
 
 def _from_frame(schema: Schema, frame: Any) -> Batch:
@@ -108,10 +108,10 @@ def _from_frame(schema: Schema, frame: Any) -> Batch:
         if numbers and (column.np_dtype.kind == "f" or series.dtype.kind != "f"):
             values[column.name] = series.to_numpy()
             continue
-        given = [None if _is_missing(value) else value for value in series.tolist()]
+        cells = [None if _is_missing(value) else value for value in series.tolist()]
         if numbers:  # whole numbers became floats where one was missing
-            given = [int(value) if value is not None and value.is_integer() else value for value in given]
-        values[column.name] = given
+            cells = [int(value) if value is not None and value.is_integer() else value for value in cells]
+        values[column.name] = cells
     return by_columns(schema, values)
 
 

@@ -36,7 +36,7 @@ class Unnamed:
 
 def rebuild(
     state: State,
-    found: Iterable[Unnamed],
+    unnamed_segments: Iterable[Unnamed],
     failed: Collection[int],
     is_sound: Callable[[Unnamed], bool] = lambda _: False,
 ) -> State:
@@ -47,54 +47,61 @@ def rebuild(
 
     Args:
         state: the newest that can be read.
-        found: segments that it does not name.
+        unnamed_segments: segments that it does not name.
         failed: segments that it names and that cannot be opened.
         is_sound: checks a finished merge whose sources are there as well.
     """
-    found = _without_copies(state, sorted(found, key=lambda one: one.entry.ordinal))
+    unnamed_segments = _without_copies(state, sorted(unnamed_segments, key=lambda segment: segment.entry.ordinal))
     number, following = state.number, state.next_ordinal
-    for one in found:
-        ordinal = one.entry.ordinal
-        unknown = ordinal >= following or one.catalog > number
-        held = any(ordinal in entry.sources for entry in state.entries)
-        if not one.entry.merged and one.commits and unknown and not held and not state.has_gone(ordinal):
-            state = _named(state, one)
-    for one in reversed(found):
-        if one.entry.merged and one.whole and not any(map(state.has_gone, one.sources)):
-            replaced = [entry for entry in state.entries if not set(one.sources).isdisjoint(entry.sources)]
-            newer = all(set(one.sources).issuperset(e.sources) and e.ordinal < one.entry.ordinal for e in replaced)
+    for segment in unnamed_segments:
+        ordinal = segment.entry.ordinal
+        unknown = ordinal >= following or segment.catalog > number
+        is_named = any(ordinal in entry.sources for entry in state.entries)
+        if not segment.entry.merged and segment.commits and unknown and not is_named and not state.has_gone(ordinal):
+            state = _with_segment(state, segment)
+    for segment in reversed(unnamed_segments):
+        if segment.entry.merged and segment.whole and not any(map(state.has_gone, segment.sources)):
+            replaced = [entry for entry in state.entries if not set(segment.sources).isdisjoint(entry.sources)]
+            newer = all(
+                set(segment.sources).issuperset(e.sources) and e.ordinal < segment.entry.ordinal for e in replaced
+            )
             lost = not replaced or any(entry.ordinal in failed for entry in replaced)
-            if newer and (lost or is_sound(one)):
-                state = _named(state.without({entry.ordinal for entry in replaced}), one)
+            if newer and (lost or is_sound(segment)):
+                state = _with_segment(state.without({entry.ordinal for entry in replaced}), segment)
     for entry in [entry for entry in state.entries if entry.merged and entry.ordinal in failed]:
-        state = _split(state, entry, found)
+        state = _split(state, entry, unnamed_segments)
     return state
 
 
-def _without_copies(state: State, found: Sequence[Unnamed]) -> list[Unnamed]:
+def _without_copies(state: State, segments: Sequence[Unnamed]) -> list[Unnamed]:
     """Leave out folders that somebody copied under another number: the salt is a segment's own."""
     owner = {entry.salt: entry.ordinal for entry in state.entries}
-    for one in found:
-        owner.setdefault(one.entry.salt, one.entry.ordinal)
-    return [one for one in found if owner[one.entry.salt] == one.entry.ordinal]
+    for segment in segments:
+        owner.setdefault(segment.entry.salt, segment.entry.ordinal)
+    return [segment for segment in segments if owner[segment.entry.salt] == segment.entry.ordinal]
 
 
-def _named(state: State, one: Unnamed) -> State:
-    new = [column for column in one.schema if state.schema.find(column.name) is None]
+def _with_segment(state: State, segment: Unnamed) -> State:
+    new = [column for column in segment.schema if state.schema.find(column.name) is None]
     if new:
         state = replace(state, schema=state.schema.with_columns(new))
-    owners = runs_of(sorted(one.sources)) if one.entry.merged else ()
-    return state.with_entry(replace(one.entry, owners=owners))
+    owners = runs_of(sorted(segment.sources)) if segment.entry.merged else ()
+    return state.with_entry(replace(segment.entry, owners=owners))
 
 
-def _split(state: State, entry: Entry, found: Sequence[Unnamed]) -> State:
+def _split(state: State, entry: Entry, segments: Sequence[Unnamed]) -> State:
     """Name the segments from which a merged one was made, as far as they are still there, in its place."""
     left = set(entry.sources)
-    for one in reversed(found):
-        held = set(one.sources or (one.entry.ordinal,))
-        if one.entry.kind == entry.kind and held <= left and one.commits and (one.whole or not one.entry.merged):
-            left -= held
-            state = _named(state, one)
+    for segment in reversed(segments):
+        sources = set(segment.sources or (segment.entry.ordinal,))
+        if (
+            segment.entry.kind == entry.kind
+            and sources <= left
+            and segment.commits
+            and (segment.whole or not segment.entry.merged)
+        ):
+            left -= sources
+            state = _with_segment(state, segment)
     if len(left) == len(entry.sources):
         return state
     if not left:
@@ -102,16 +109,18 @@ def _split(state: State, entry: Entry, found: Sequence[Unnamed]) -> State:
     return state.with_entry(replace(entry, owners=runs_of(sorted(left))))
 
 
-def is_superfluous(state: State, one: Unnamed, whole: Collection[int]) -> bool:
+def is_superfluous(state: State, segment: Unnamed, whole: Collection[int]) -> bool:
     """Return whether nothing is lost if a segment that the catalog does not name is removed.
 
     That is so if its rows were removed for good, if segments hold them that the catalog names and that are whole, or if
     it never held any.
     """
-    if one.entry.ordinal >= state.next_ordinal:  # made by the owner of a later claim, and perhaps named by now
+    if segment.entry.ordinal >= state.next_ordinal:  # made by the owner of a later claim, and perhaps named by now
         return False
-    home = {o: entry.ordinal for entry in state.entries for o in entry.sources if entry.ordinal != one.entry.ordinal}
-    held = one.sources if one.entry.merged else (one.entry.ordinal,)
-    if held and all(state.has_gone(o) or home.get(o) in whole for o in held):
+    home = {
+        o: entry.ordinal for entry in state.entries for o in entry.sources if entry.ordinal != segment.entry.ordinal
+    }
+    sources = segment.sources if segment.entry.merged else (segment.entry.ordinal,)
+    if sources and all(state.has_gone(o) or home.get(o) in whole for o in sources):
         return True
-    return not one.commits and not one.entry.merged
+    return not segment.commits and not segment.entry.merged

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from trajectory_store import fs
-from trajectory_store.bucket import Bucket, taken
+from trajectory_store.bucket import Bucket, path_in_use
 from trajectory_store.catalog_log import CATALOG, State, catalog_json, put_first
 from trajectory_store.errors import CorruptionError, NotAStoreError, StoreError, StoreNotFoundError
 from trajectory_store.format import (
@@ -90,7 +90,7 @@ def create_root(bucket: Bucket, root: Root) -> None:
 
     def fill(bucket: Bucket) -> None:
         if not bucket.put_once(KEY, root.to_json()):
-            raise taken(bucket.where)
+            raise path_in_use(bucket.where)
         put_first(bucket, root.catalog_json(), root.first_state)
 
     bucket.make(fill)

@@ -25,7 +25,7 @@ from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io
 from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability
-from trajectory_store.incoming import batch_from, held
+from trajectory_store.incoming import batch_from, rereadable
 from trajectory_store.options import (
     Backend,
     backend_of,
@@ -357,7 +357,7 @@ class TrajectoryStore(StoreTable):
             WriteFailedError: the disk refused; rows acknowledged before are safe.
         """
         self._check_writable("append")
-        return self._append(self._prepared(held(data)))
+        return self._append(self._prepared(rereadable(data)))
 
     @following
     def _prepared(self, data: Any) -> Batch:

@@ -38,7 +38,7 @@ class StoreTable(StoreReads):
         return view
 
     @following
-    def _held(self) -> tuple[str, int, int, int]:
+    def _identity(self) -> tuple[str, int, int, int]:
         """Return what identifies the rows and values that this reader sees, however they are stored.
 
         It is the store's id, the watermark, the time of the last update, and the number of rows that were removed.
@@ -55,7 +55,7 @@ class StoreTable(StoreReads):
         The pickle also has what the store holds, which opening ignores: for `datasets` it identifies the data.
         """
         reopen, settings = self._reopening
-        return reopen, (settings, self._then, self._held())
+        return reopen, (settings, self._then, self._identity())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the trajectories in the order of arrival, each as a dict of its values by column."""
@@ -76,8 +76,8 @@ class StoreTable(StoreReads):
         """
         rows, columns = cast("tuple[Any, Any]", key) if isinstance(key, tuple) else (key, None)
         if not isinstance(key, tuple) and _are_names(rows):
-            found = self._whole(rows)
-            return found[rows] if isinstance(rows, str) else found
+            columns_read = self._whole(rows)
+            return columns_read[rows] if isinstance(rows, str) else columns_read
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
                 f"store[{key!r}]: give a place, a slice, places, a mask, or names of columns; store[10:20, 'column'] "
@@ -89,20 +89,22 @@ class StoreTable(StoreReads):
                 raise _no_row(place, len(every))
             row = {name: values[0] for name, values in self.read(every[[place]], columns).items()}
             return row[columns] if isinstance(columns, str) else row
-        found = self.read(self._at(rows, key), columns)
-        return found[columns] if isinstance(columns, str) else found
+        columns_read = self.read(self._at(rows, key), columns)
+        return columns_read[columns] if isinstance(columns, str) else columns_read
 
     @following
     def _whole(self, columns: Columns) -> dict[str, Any]:
         """Return columns of all rows that can be read."""
         selected = self.schema.select(columns)
-        reader, found = self._reader(None, selected), dict[str, Any]()
+        reader, columns_read = self._reader(None, selected), dict[str, Any]()
         for column in selected:
             if column.is_text:
-                found[column.name] = reader.text(column)
+                columns_read[column.name] = reader.text(column)
             else:
-                found[column.name] = reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
-        return found
+                columns_read[column.name] = (
+                    reader.scalars(column) if column.axis is None else reader.ragged(column).to_list()
+                )
+        return columns_read
 
     def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """Read rows by place in one go, as PyTorch's DataLoader asks for a batch."""
@@ -113,21 +115,21 @@ class StoreTable(StoreReads):
         every = self.positions()
         if isinstance(places, slice):
             return every[places]
-        found: npt.NDArray[Any] = np.asarray(places)
-        if found.size == 0:
+        numbers: npt.NDArray[Any] = np.asarray(places)
+        if numbers.size == 0:
             return every[:0]
-        if found.dtype == np.bool_:
-            if found.shape != every.shape:
-                raise BatchError(f"a mask of shape {list(found.shape)}; the store has {len(every)} rows.")
-            return every[found]
-        if found.ndim != 1 or found.dtype.kind not in "iu":
+        if numbers.dtype == np.bool_:
+            if numbers.shape != every.shape:
+                raise BatchError(f"a mask of shape {list(numbers.shape)}; the store has {len(every)} rows.")
+            return every[numbers]
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise BatchError(
-                f"store[{key!r}]: places are whole numbers in one dimension; got {found.dtype} {list(found.shape)}."
+                f"store[{key!r}]: places are whole numbers in one dimension; got {numbers.dtype} {list(numbers.shape)}."
             )
-        outside = (found < -len(every)) | (found >= len(every))
+        outside = (numbers < -len(every)) | (numbers >= len(every))
         if outside.any():
-            raise _no_row(int(found[outside][0]), len(every))
-        return every[found]
+            raise _no_row(int(numbers[outside][0]), len(every))
+        return every[numbers]
 
     # Counting and sampling
 
@@ -182,10 +184,10 @@ class StoreTable(StoreReads):
         schema, among = Schema(self.schema.select(columns)), self.ids() if ids is None else as_ids(ids)
         if not len(among):
             yield self._record_batch(schema, among)
-        for _, made in self._parts(
+        for _, record_batch in self._parts(
             among, rows or max(len(among), 1), lambda part: self._record_batch(schema, part), every=ids is None
         ):
-            yield made
+            yield record_batch
 
     @following
     def _record_batch(self, schema: Schema, ids: Int64Array) -> Any:

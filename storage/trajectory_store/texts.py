@@ -50,10 +50,10 @@ class Texts:
 
     def is_in(self, values: Iterable[object]) -> Mask:
         """`[N]` bool: which are equal to one of some values."""
-        found = np.zeros(len(self), bool)
+        mask = np.zeros(len(self), bool)
         for value in values:
-            found |= self == value
-        return found
+            mask |= self == value
+        return mask
 
     def startswith(self, prefix: object) -> Mask:
         """`[N]` bool: which begin with a value."""
@@ -69,13 +69,13 @@ class Texts:
     def contains(self, needle: object, *, any_case: bool = False) -> Mask:
         """`[N]` bool: which contain a value; with `any_case`, ASCII letters of either case are equal."""
         value = self._bytes(needle)
-        found = np.ones(len(self), bool) if not value else np.zeros(len(self), bool)
+        mask = np.ones(len(self), bool) if not value else np.zeros(len(self), bool)
         if not value or len(self._flat) < len(value):
-            return found
+            return mask
         starts = occurrences(self._flat, value, any_case=any_case)
         rows = self._offsets.searchsorted(starts, "right") - 1
-        found[rows[starts + len(value) <= self._offsets[rows + 1]]] = True
-        return found
+        mask[rows[starts + len(value) <= self._offsets[rows + 1]]] = True
+        return mask
 
     def lengths(self) -> Int64Array:
         """`[N]` int64: characters of each text, or bytes of each byte string."""
@@ -99,14 +99,14 @@ class Texts:
         for i, byte in enumerate(value):
             same = self._flat[starts + i] == byte
             rows, starts = rows[same], starts[same]
-        found = np.zeros(len(self), bool)
-        found[rows] = True
-        return found
+        mask = np.zeros(len(self), bool)
+        mask[rows] = True
+        return mask
 
     def _bytes(self, value: object) -> bytes:
         if not isinstance(value, self.kind):
-            wanted = "text, such as 'stop'" if self.kind is str else "bytes, such as b'x'"
-            raise SchemaError(f"{value!r} is compared with a column of {self.kind.__name__}: give {wanted}.")
+            literal = "text, such as 'stop'" if self.kind is str else "bytes, such as b'x'"
+            raise SchemaError(f"{value!r} is compared with a column of {self.kind.__name__}: give {literal}.")
         return value.encode() if isinstance(value, str) else value
 
 
@@ -116,16 +116,16 @@ def occurrences(flat: npt.NDArray[np.uint8], needle: bytes, *, any_case: bool = 
     >>> occurrences(np.frombuffer(b"a cat, a Cat", np.uint8), b"cat", any_case=True).tolist()
     [2, 9]
     """
-    wanted = np.frombuffer(needle.lower() if any_case else needle, np.uint8)
-    either = (wanted >= 97) & (wanted <= 122) if any_case else np.zeros(len(wanted), bool)
-    last = len(flat) - len(wanted) + 1
+    codes = np.frombuffer(needle.lower() if any_case else needle, np.uint8)
+    either = (codes >= 97) & (codes <= 122) if any_case else np.zeros(len(codes), bool)
+    last = len(flat) - len(codes) + 1
     if last <= 0:
         return np.zeros(0, np.int64)
     often = np.bincount(flat[:_SAMPLE], minlength=256)
-    order = np.argsort(often[wanted] + np.where(either, often[wanted - 32 * either], 0), kind="stable")
+    order = np.argsort(often[codes] + np.where(either, often[codes - 32 * either], 0), kind="stable")
 
     def same(values: npt.NDArray[np.uint8], place: int) -> Mask:
-        return (values | 32 if either[place] else values) == wanted[place]
+        return (values | 32 if either[place] else values) == codes[place]
 
     rarest = int(order[0])
     at = np.flatnonzero(same(flat[rarest : rarest + last], rarest))

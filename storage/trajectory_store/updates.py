@@ -35,14 +35,14 @@ def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) 
     return all(left.get(o, 0) == limits.get(o, 0) for a, b in segment.owners for o in range(a, b + 1))
 
 
-def _joined(found: Sequence[News]) -> News:
-    targets, addresses, times = (np.concatenate(parts) for parts in zip(*found, strict=True))
+def _joined(news: Sequence[News]) -> News:
+    targets, addresses, times = (np.concatenate(parts) for parts in zip(*news, strict=True))
     return targets, addresses, times
 
 
-def _picked(found: News, count: npt.NDArray[np.bool_]) -> News:
-    targets, addresses, times = found
-    return found if count.all() else (targets[count], addresses[count], times[count])
+def _picked(news: News, count: npt.NDArray[np.bool_]) -> News:
+    targets, addresses, times = news
+    return news if count.all() else (targets[count], addresses[count], times[count])
 
 
 class Later:
@@ -76,20 +76,20 @@ class Later:
             return True
         if any(ordinal not in segments for ordinal in self._seen):
             return False
-        found = [self._waiting] if len(self._waiting[0]) else []
-        seen: dict[int, tuple[int, int]] = {}
+        news_parts = [self._waiting] if len(self._waiting[0]) else []
+        read_to: dict[int, tuple[int, int]] = {}
         for ordinal in sorted(segments):
             segment = segments[ordinal]
             records, rows = self._seen.get(ordinal, (0, 0))
             if segment.rows == rows or self.column.name not in segment.schema:
                 continue
-            seen[ordinal] = (segment.records, segment.rows)
-            found.append(self._read(segment, records, rows))
+            read_to[ordinal] = (segment.records, segment.rows)
+            news_parts.append(self._read(segment, records, rows))
         waiting = self._waiting
-        if found:
-            news, waiting = self._split(found[0] if len(found) == 1 else _joined(found))
-            self._apply(*news, ordered=len(found) == len(seen) == 1)
-        self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
+        if news_parts:
+            news, waiting = self._split(news_parts[0] if len(news_parts) == 1 else _joined(news_parts))
+            self._apply(*news, ordered=len(news_parts) == len(read_to) == 1)
+        self._seen.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
         self._waiting = waiting
         self._fold_news()
         self._generation = generation
@@ -114,15 +114,19 @@ class Later:
             count &= inside
         return _picked((targets, addresses, times), count)
 
-    def _split(self, found: News) -> tuple[News, News]:
+    def _split(self, unsorted_news: News) -> tuple[News, News]:
         """Return the updates of rows that may be known, and those that wait until they are.
 
         The catalog is read before the commits, so an update may be newer than the record that names its row's segment.
         A damaged target waits for ever; `verify` reports it.
         """
         ordinals, rows = self._catalog.state.next_ordinal, self._catalog.watermark() + NOT_SEEN_YET
-        count = (found[0] >> ORDINAL_SHIFT < ordinals) & (found[0] & ROW_MASK < rows)
-        return (_picked(found, count), _picked(found, ~count)) if not count.all() else (found, (_NONE, _NONE, _NONE))
+        count = (unsorted_news[0] >> ORDINAL_SHIFT < ordinals) & (unsorted_news[0] & ROW_MASK < rows)
+        return (
+            (_picked(unsorted_news, count), _picked(unsorted_news, ~count))
+            if not count.all()
+            else (unsorted_news, (_NONE, _NONE, _NONE))
+        )
 
     def _apply(self, targets: Int64Array, addresses: Int64Array, times: Int64Array, *, ordered: bool) -> None:
         if not ordered:
@@ -130,9 +134,9 @@ class Later:
             targets, addresses, times = targets[order], addresses[order], times[order]
         owners = targets >> ORDINAL_SHIFT
         first = int(owners[0]) if len(owners) else 0
-        one = bool((owners == first).all())
-        for owner in [first] if one else distinct(owners):
-            mine = slice(None) if one else owners == owner
+        single_owner = bool((owners == first).all())
+        for owner in [first] if single_owner else distinct(owners):
+            mine = slice(None) if single_owner else owners == owner
             self._apply_to(owner, targets[mine], addresses[mine], times[mine])
 
     def _apply_to(self, owner: int, targets: Int64Array, addresses: Int64Array, times: Int64Array) -> None:
@@ -140,13 +144,13 @@ class Later:
             return
         where = targets & ROW_MASK
         self._grow(owner, int(where.max()) + 1)
-        known, place = self._time[owner], self._address[owner]
-        before = known[where]
+        newest_times, place = self._time[owner], self._address[owner]
+        before = newest_times[where]
         newer = times > before
         tied = np.flatnonzero(times == before)
         if len(tied):
             newer[tied] = self._sources(addresses[tied]) > self._sources(place[where[tied]])
-        known[where[newer]] = times[newer]
+        newest_times[where[newer]] = times[newer]
         place[where[newer]] = addresses[newer]
         if self._folded:
             self._news.append((targets[newer], addresses[newer]))
@@ -163,11 +167,11 @@ class Later:
 
     def _grow(self, owner: int, size: int) -> None:
         for table in (self._address, self._time):
-            known = table.get(owner)
-            if known is None or len(known) < size:
-                grown = np.full(max(size, 2 * (0 if known is None else len(known)), 64), -1, np.int64)
-                if known is not None:
-                    grown[: len(known)] = known
+            column_table = table.get(owner)
+            if column_table is None or len(column_table) < size:
+                grown = np.full(max(size, 2 * (0 if column_table is None else len(column_table)), 64), -1, np.int64)
+                if column_table is not None:
+                    grown[: len(column_table)] = column_table
                 table[owner] = grown
 
     def lookup(self, ids: Int64Array) -> Int64Array:
@@ -177,10 +181,10 @@ class Later:
             return out
         owners, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
         for owner in distinct(owners):
-            known = self._address.get(owner)
-            if known is not None:
-                where = np.flatnonzero((owners == owner) & (rows < len(known)))
-                out[where] = known[rows[where]]
+            addresses = self._address.get(owner)
+            if addresses is not None:
+                where = np.flatnonzero((owners == owner) & (rows < len(addresses)))
+                out[where] = addresses[rows[where]]
         return out
 
     # Scalars: the newest values in arrays like the base, so that reading them costs no more than reading the base.
@@ -243,7 +247,7 @@ def later_of(catalog: Catalog, column: Column) -> Later | None:
     if not catalog.updates:
         return None
     with catalog.lock:
-        found = catalog.kept.get(column.name)
-        if found is None or not found.catch_up():
-            found = catalog.kept[column.name] = Later(catalog, column)
-        return found if found else None
+        later = catalog.kept.get(column.name)
+        if later is None or not later.catch_up():
+            later = catalog.kept[column.name] = Later(catalog, column)
+        return later if later else None

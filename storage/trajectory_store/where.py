@@ -117,29 +117,33 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
         raise SchemaError(f"a condition is text, got {type(condition).__name__}. {_EXAMPLE}")
     try:
         with np.errstate(all="ignore"):
-            found: Any = np.asarray(_Expression(condition, source).value(_parsed(condition, source)))
+            mask: Any = np.asarray(_Expression(condition, source).value(_parsed(condition, source)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, StoreError):
             raise  # damage is one of these, and no fault of the condition
         raise SchemaError(f"the condition {condition!r} cannot be evaluated: {error}. {_EXAMPLE}") from None
-    if found.dtype != np.bool_:
+    if mask.dtype != np.bool_:
         raise SchemaError(f"the condition {condition!r} is a value, not a comparison. {_EXAMPLE}")
-    return found
+    return mask
 
 
 def _parsed(condition: str, source: Operands) -> ast.expr:
     """Return the expression that a condition is; the short form is one comparison."""
-    found = _SHORT.match(condition)
-    short = None if found is None else _comparison(*found.groups())
-    if found is not None and short is not None and found[2] in ("=", "~"):
+    short_form = _SHORT.match(condition)
+    short = None if short_form is None else _comparison(*short_form.groups())
+    if short_form is not None and short is not None and short_form[2] in ("=", "~"):
         return short
     try:
         tree = _tree_of(condition)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        if found is not None and short is not None and not found[3].startswith((">", "<", "=")):
+        if short_form is not None and short is not None and not short_form[3].startswith((">", "<", "=")):
             return short
         raise SchemaError(f"the condition {condition!r} cannot be read: {error}. {_EXAMPLE}") from None
-    if found is not None and short is not None and (_RANGE.match(found[3]) or _is_one_name(found[1], source)):
+    if (
+        short_form is not None
+        and short is not None
+        and (_RANGE.match(short_form[3]) or _is_one_name(short_form[1], source))
+    ):
         return short
     return tree
 
@@ -166,13 +170,13 @@ def _is_one_name(name: str, source: Operands) -> bool:
 def _with_dates_quoted(condition: str) -> str:
     """Put bare dates in quotes: Python reads them as differences."""
     parts = _QUOTED.split(condition)
-    return "".join(part if i % 2 else _DATE.sub(lambda found: repr(found[0]), part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else _DATE.sub(lambda date: repr(date[0]), part) for i, part in enumerate(parts))
 
 
 def seconds_of(moment: str | datetime.datetime) -> float:
     """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
-    found = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
+    time = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 # Comparisons
@@ -237,11 +241,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _alike(value: Any, other: Any) -> Any:
+def _alike(value: Any, compared_with: Any) -> Any:
     """Return an operand in the kind of the one that it is compared with: a word as text, a date as seconds."""
-    if isinstance(other, Texts):
+    if isinstance(compared_with, Texts):
         text = _unquoted(value.text) if isinstance(value, _Word) else value
-        return text.encode() if isinstance(text, str) and other.kind is bytes else text
+        return text.encode() if isinstance(text, str) and compared_with.kind is bytes else text
     if isinstance(value, _Word):
         try:
             return _number(_unquoted(value.text))
@@ -249,7 +253,7 @@ def _alike(value: Any, other: Any) -> Any:
             if value.error is None:
                 raise
         raise UnknownColumnError(f"'{value.text}' is not a number, a date or a column: {value.error}")
-    if isinstance(value, str) and isinstance(other, np.ndarray):
+    if isinstance(value, str) and isinstance(compared_with, np.ndarray):
         try:
             return seconds_of(value)
         except ValueError:
@@ -332,7 +336,7 @@ class _Expression:
             case ast.Constant(value=bool() | int() | float() | str() | bytes() as value):
                 return value
             case ast.Name(id=name):
-                return self._named(name)
+                return self._operand(name)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return [self.value(part) for part in parts]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -350,7 +354,7 @@ class _Expression:
                     [self._compare(a, op, b) for op, a, b in zip(ops, sides[:-1], sides[1:], strict=True)]
                 )
             case ast.Call(func=ast.Name(id=function), args=[argument], keywords=[]):
-                return self._called(node, function, argument)
+                return self._call(node, function, argument)
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name), attr="startswith" | "endswith" | "contains" as how),
                 args=[argument],
@@ -370,21 +374,21 @@ class _Expression:
             raise SchemaError(f"{name}.{how} is for a column of text, and '{name}' is none. {_EXAMPLE}")
         return texts.startswith(part) if how == "startswith" else texts.endswith(part)
 
-    def _named(self, name: str) -> Any:
+    def _operand(self, name: str) -> Any:
         try:
             return self.source.read(name)
         except UnknownColumnError as error:
             return _WORDS[name.lower()] if name.lower() in _WORDS else _Word(name, error)
 
     def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
-        for side, other in ((left, right), (right, left)):
+        for side, opposite in ((left, right), (right, left)):
             if self._is_none(side):
-                if not isinstance(other, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
+                if not isinstance(opposite, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
                     raise SchemaError(
                         f"the condition {self.condition!r}: null is compared by == and != only, and with a column: "
                         "'column is None'."
                     )
-                missing = self.source.missing(other.id)
+                missing = self.source.missing(opposite.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing
         if type(op) not in _COMPARE:
             raise SchemaError(f"the condition {self.condition!r}: 'is' is for None; write ==. {_EXAMPLE}")
@@ -394,10 +398,10 @@ class _Expression:
         if isinstance(node, _Written):
             return str(node.value).lower() in ("null", "none")
         if isinstance(node, ast.Name):
-            return node.id.lower() in ("null", "none") and self._named(node.id) is None
+            return node.id.lower() in ("null", "none") and self._operand(node.id) is None
         return isinstance(node, ast.Constant) and node.value is None
 
-    def _called(self, node: ast.expr, function: str, argument: ast.expr) -> Any:
+    def _call(self, node: ast.expr, function: str, argument: ast.expr) -> Any:
         if function == "isnan":
             return arithmetic.is_nan(_of_numbers(self.value(argument)))
         if function not in ("len", *_FIGURES) or not isinstance(argument, ast.Name):
@@ -407,11 +411,11 @@ class _Expression:
         return _FIGURES[function](self.source.ragged(argument.id))
 
     def _boolean(self, node: ast.expr) -> npt.NDArray[np.bool_]:
-        found: Any = np.asarray(_plain(self.value(node)))
-        if found.dtype != np.bool_:
+        mask: Any = np.asarray(_plain(self.value(node)))
+        if mask.dtype != np.bool_:
             part = ast.get_source_segment(self.condition, node) or self.condition
             raise SchemaError(f"{part!r} in the condition {self.condition!r} is a value, not a comparison. {_EXAMPLE}")
-        return found
+        return mask
 
     def _not_allowed(self, node: ast.expr) -> SchemaError:
         part = ast.get_source_segment(self.condition, node) or self.condition

@@ -64,7 +64,7 @@ def _from_url(url: str) -> Any:
 class _Parallel(Bucket):
     """Requests that take a while, several at a time."""
 
-    _asked: ClassVar[list[int]] = []
+    _first_process: ClassVar[list[int]] = []
     """The process that first used an object store, if any: it has the clients' threads, and a fork does not."""
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class _Parallel(Bucket):
 
     def _check_process(self) -> None:
         """Refuse a request that would wait for ever for threads that this fork does not have."""
-        if os.getpid() not in self._asked:
-            if self._asked:
+        if os.getpid() not in self._first_process:
+            if self._first_process:
                 raise StoreError(
-                    f"process {os.getpid()} was forked from process {self._asked[0]} after that had used an object "
-                    f"store, so it cannot use one itself ({self.where}). Start processes that do with "
+                    f"process {os.getpid()} was forked from process {self._first_process[0]} after that had used an "
+                    f"object store, so it cannot use one itself ({self.where}). Start processes that do with "
                     "multiprocessing.get_context('spawn'), or fork before the first store is opened."
                 )
-            self._asked.append(os.getpid())
+            self._first_process.append(os.getpid())
 
     def _each(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         self._check_process()
@@ -92,9 +92,9 @@ class _Parallel(Bucket):
     def beside(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Make two kinds of requests at the same time."""
         with ThreadPoolExecutor(1, thread_name_prefix="trajectory-catalog") as pool:
-            other = pool.submit(first)
+            first_reply = pool.submit(first)
             second()
-        other.result()
+        first_reply.result()
 
     def _again(self, call: Callable[[], R], what: str) -> R:
         """Make a request, and repeat it while it fails; it must be safe to repeat."""
@@ -125,13 +125,13 @@ class ObstoreBucket(_Parallel):
         except self._errors.NotFoundError as error:
             raise FileNotFoundError(str(error)) from None
         except (self._errors.BaseError, OSError) as error:
-            said = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
             refused = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
-            if refused or _NO_BUCKET in said:
+            if refused or _NO_BUCKET in message:
                 raise WriteFailedError(
-                    None, f"the object store refuses: {said}. Check the address, and the credentials", self.where
+                    None, f"the object store refuses: {message}. Check the address, and the credentials", self.where
                 ) from error
-            raise Transient(said) from error
+            raise Transient(message) from error
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put an object unless one with this key exists; a client that repeats may find its own."""
@@ -153,15 +153,15 @@ class ObstoreBucket(_Parallel):
 
         self._again(once, f"putting {key}")
 
-    def tagged(self, key: str, known: str | None = None) -> Tagged | None:
+    def tagged(self, key: str, tag: str | None = None) -> Tagged | None:
         """Get an object with its tag."""
-        options = {} if known is None else {"if_none_match": known}
+        options = {} if tag is None else {"if_none_match": tag}
 
         def once() -> Tagged | None:
             self._count(gets=1)
             try:
-                found = self._obs.get(self.store, key, options=options)
-                return Tagged(self._received(bytes(found.bytes())), str(found.meta["e_tag"]))
+                reply = self._obs.get(self.store, key, options=options)
+                return Tagged(self._received(bytes(reply.bytes())), str(reply.meta["e_tag"]))
             except self._errors.NotModifiedError:
                 return None
 
@@ -184,10 +184,10 @@ class ObstoreBucket(_Parallel):
                 done = self._call(lambda: self._obs.put(self.store, key, data, mode=mode, use_multipart=False))
                 return str(done["e_tag"])
             except (Transient, FileNotFoundError) as error:
-                found = self.tagged(key)
-                if found is not None and found.data == data:
-                    return found.tag
-                if (None if found is None else found.tag) != tag:
+                stored = self.tagged(key)
+                if stored is not None and stored.data == data:
+                    return stored.tag
+                if (None if stored is None else stored.tag) != tag:
                     return None
                 raise Transient(str(error).partition("\n")[0]) from error
 
@@ -204,8 +204,8 @@ class ObstoreBucket(_Parallel):
         def once() -> list[bytes]:
             self._count(gets=len(spans))
             starts, ends = ([span[at] for span in spans] for at in (0, 1))
-            found = self._obs.get_ranges(self.store, key, starts=starts, ends=ends, coalesce=0)
-            return [self._received(bytes(part)) for part in found]
+            parts = self._obs.get_ranges(self.store, key, starts=starts, ends=ends, coalesce=0)
+            return [self._received(bytes(part)) for part in parts]
 
         return self._again(lambda: self._call(once), f"reading {key}")
 
@@ -216,11 +216,11 @@ class ObstoreBucket(_Parallel):
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         self._count(gets=1)
 
-        def both() -> tuple[bytes, int]:
-            found = self._obs.get(self.store, key, options={"range": {"suffix": size}})
-            return bytes(found.bytes()), int(found.meta["size"])
+        def get_with_size() -> tuple[bytes, int]:
+            reply = self._obs.get(self.store, key, options={"range": {"suffix": size}})
+            return bytes(reply.bytes()), int(reply.meta["size"])
 
-        data, whole = self._call(both)
+        data, whole = self._call(get_with_size)
         return self._received(data), whole
 
     def _count(self, **more: int) -> None:
@@ -244,12 +244,12 @@ class ObstoreBucket(_Parallel):
         def all_pages() -> dict[str, str]:
             self._count(lists=1)
             pages = self._obs.list(self.store, prefix.rpartition("/")[0] or None, offset=after or None)
-            found = {str(item["path"]): str(item["e_tag"]) for page in pages for item in page}
-            self._count(lists=len(found) // KEYS_PER_REQUEST)
-            return found
+            tags = {str(item["path"]): str(item["e_tag"]) for page in pages for item in page}
+            self._count(lists=len(tags) // KEYS_PER_REQUEST)
+            return tags
 
-        found = self._again(lambda: self._call(all_pages), f"listing {prefix}")
-        return {key: tag for key, tag in found.items() if key.startswith(prefix) and key > after}
+        tags = self._again(lambda: self._call(all_pages), f"listing {prefix}")
+        return {key: tag for key, tag in tags.items() if key.startswith(prefix) and key > after}
 
     def size(self) -> int:
         """Return the total size of all objects in bytes."""
@@ -257,21 +257,21 @@ class ObstoreBucket(_Parallel):
         def all_pages() -> list[int]:
             return [int(item["size"]) for page in self._obs.list(self.store) for item in page]
 
-        found = self._again(lambda: self._call(all_pages), "listing all objects")
-        self._count(lists=1 + len(found) // KEYS_PER_REQUEST)
-        return sum(found)
+        sizes = self._again(lambda: self._call(all_pages), "listing all objects")
+        self._count(lists=1 + len(sizes) // KEYS_PER_REQUEST)
+        return sum(sizes)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; a missing one is not an error."""
 
-        def one(key: str) -> None:
+        def delete_key(key: str) -> None:
             self._count(deletes=1)
             try:
                 self._again(lambda: self._call(lambda: self._obs.delete(self.store, key)), f"deleting {key}")
             except (FileNotFoundError, ReadFailedError):
                 return
 
-        self._each(one, list(keys))
+        self._each(delete_key, list(keys))
 
 
 def _prototype() -> Any:
@@ -312,10 +312,10 @@ class ZarrBucket(_Parallel):
         self._again(lambda: self._run(self.store.set(key, self._buffer(data))), f"putting {key}")
 
     def _get(self, key: str) -> bytes:
-        found = self._run(self.store.get(key, _prototype()))
-        if found is None:
+        buffer = self._run(self.store.get(key, _prototype()))
+        if buffer is None:
             raise FileNotFoundError(key)
-        return found.to_bytes()
+        return buffer.to_bytes()
 
     def _tail(self, key: str, size: int) -> tuple[bytes, int]:
         whole = self._get(key)
@@ -334,8 +334,8 @@ class ZarrBucket(_Parallel):
         async def every() -> list[str]:
             return [key async for key in self.store.list_prefix(prefix)]
 
-        found = self._again(lambda: self._run(every()), f"listing {prefix}")
-        return sorted(key for key in found if key > after)
+        keys = self._again(lambda: self._run(every()), f"listing {prefix}")
+        return sorted(key for key in keys if key > after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects."""
