@@ -83,6 +83,7 @@ MOST_OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """How far loss and gradient norm of a path may be from those of the first, as a share of them: rounding."""
 NOT_INSTALLED = "not installed"
 NOT_RUN = "does not run here"
+NOT_DONE = "it was not ready when the time was over"
 """Of a peer: it is installed, and raises."""
 GOAL_GRPO = 2.0
 REPS = 3
@@ -483,11 +484,12 @@ def _run_variant(
         if kind == "Liger loss":
             make = partial(steps_with_liger, padding_free=bool(option))
         return measure(make(policy, rows, config, device), sizes.reps, device) | {"cost": cost}
-    layout = option.removesuffix(", recomputed activations")
+    layout, *more = option.split(", ")
     config = dataclasses.replace(
         config,
         layout=layout,  # pyright: ignore[reportArgumentType]
-        activation_checkpointing=layout != option,
+        activation_checkpointing="recomputed activations" in more,
+        compile="off" if "not compiled" in more else "auto",
     )
     buffer = TrajectoryReplayBuffer(storage=folder / "store", transform=MCAdvantage(sizes.group))
     try:
@@ -541,55 +543,62 @@ def decode_section(
     print(f"  {'engine':28} {'lengths':>8} {'slots':>6} {'tokens/s':>10} {'whole call':>11}")
     found: dict[str, Any] = {}
     rng = torch.Generator().manual_seed(2)
+    drawn: dict[int, tuple[list[list[int]], list[int]]] = {}
     for number in slots:
         prompts = [torch.randint(5, shape.vocab, (context,), generator=rng).tolist() for _ in range(number)]
         spread = (new * (0.8 * torch.randn(number, generator=rng)).exp()).long().clamp(1, 4 * new).tolist()
+        drawn[number] = prompts, spread
+
+    def sampled(engine: Engine, prompts: list[list[int]], limits: list[int]) -> int:
+        return len(engine.generate(Request(prompts=prompts, max_new_tokens=limits)).token_ids)
+
+    def static(model: Any, prompts: list[list[int]], limits: list[int]) -> int:
+        ids, most = torch.tensor(prompts, device=device), limits[0]
+        options = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+        return int(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, context:].numel())
+
+    def timed(engine: str, number: int, call: Callable[[list[int]], int]) -> None:
+        for lengths, limits in (("equal", [new] * number), ("ragged", drawn[number][1])):
+            if lengths == "ragged" and engine.startswith("transformers"):
+                continue  # it has one limit for all
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            tokens = call(limits)
+            for _ in range(REPS):
+                for whole in (True, False):
+                    _free(device)
+                    started = time.perf_counter()
+                    call(limits if whole else [1] * number)
+                    seconds[whole].append(time.perf_counter() - started)
+            both, prompts_alone = (statistics.median(seconds[whole]) for whole in (True, False))
+            rate, of_call = (tokens - number) / (both - prompts_alone), tokens / both
+            found[f"{engine}, {lengths}, {number}"] = rate
+            found[f"{engine}, {lengths}, {number}, whole call"] = of_call
+            print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f} {of_call:11,.0f}", flush=True)
+            keep(found)
+
+    for number, (prompts, _) in drawn.items():
         policy.num_slots = number
-
-        def sampled(engine: Engine, limits: list[int], prompts: list[list[int]] = prompts) -> int:
-            return len(engine.generate(Request(prompts=prompts, max_new_tokens=limits)).token_ids)
-
-        def static(model: Any, limits: list[int], prompts: list[list[int]] = prompts) -> int:
-            ids, most = torch.tensor(prompts, device=device), limits[0]
-            options = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "top_k": 0, "pad_token_id": 0}
-            return int(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, context:].numel())
-
-        with contextlib.ExitStack() as stack:
-            calls: dict[str, Callable[[list[int]], int]] = {
-                "ours: slots": partial(sampled, policy.engine),
-                "transformers generate": partial(static, policy.model),
-            }
-            makers: dict[str, Callable[[], Callable[[list[int]], int] | None]] = {
-                "transformers generate_batch": partial(_continuous, shape, device, prompts, new, stack),
-                "vLLM": partial(_vllm_call, policy, number, context + 4 * new, stack, sampled),
-            }
-            for engine, make in makers.items():
-                try:
-                    made = make()
-                except Exception as error:  # noqa: BLE001 - a peer may not run here
-                    found[f"{engine}, {number}"] = _not_run(error, ours=False)
-                    print(f"  {engine:28} {_in_words(found[f'{engine}, {number}'])}")
-                    continue
-                if made is not None:
-                    calls[engine] = made
-            for lengths, limits in (("equal", [new] * number), ("ragged", spread)):
-                for engine, call in calls.items():
-                    keep(found)
-                    if lengths == "ragged" and engine.startswith("transformers"):
-                        continue  # it has one limit for all
-                    seconds: dict[bool, list[float]] = {True: [], False: []}
-                    tokens = call(limits)
-                    for _ in range(REPS):
-                        for whole in (True, False):
-                            _free(device)
-                            started = time.perf_counter()
-                            call(limits if whole else [1] * number)
-                            seconds[whole].append(time.perf_counter() - started)
-                    both, prompts_alone = (statistics.median(seconds[whole]) for whole in (True, False))
-                    rate, of_call = (tokens - number) / (both - prompts_alone), tokens / both
-                    found[f"{engine}, {lengths}, {number}"] = rate
-                    found[f"{engine}, {lengths}, {number}, whole call"] = of_call
-                    print(f"  {engine:28} {lengths:>8} {number:6} {rate:10,.0f} {of_call:11,.0f}", flush=True)
+        timed("ours: slots", number, partial(sampled, policy.engine, prompts))
+        timed("transformers generate", number, partial(static, policy.model, prompts))
+    # What has to be prepared comes last: a peer that compiles for too long costs its own line.
+    for number, (prompts, _) in drawn.items():
+        makers: dict[str, Callable[[contextlib.ExitStack], Callable[[list[int]], int] | None]] = {
+            "transformers generate_batch": partial(_continuous, shape, device, prompts, new),
+            "vLLM": partial(_vllm_call, policy, number, context + 4 * new, prompts, sampled),
+        }
+        for engine, make in makers.items():
+            line = f"{engine}, {number}"
+            found[line] = {NOT_RUN: NOT_DONE}
+            keep(found)
+            try:
+                with contextlib.ExitStack() as stack:
+                    made = make(stack)
+                    if made is not None:
+                        timed(engine, number, made)
+                del found[line]
+            except Exception as error:  # noqa: BLE001 - a peer may not run here
+                found[line] = _not_run(error, ours=False)
+                print(f"  {engine:28} {_in_words(found[line])}")
     keep(found)
     best, peer = (found.get(f"{engine}, equal, 256") for engine in ("ours: slots", "vLLM"))
     if best is not None and name == "0.5b":
@@ -719,10 +728,15 @@ def _continuous(
 
 
 def _vllm_call(
-    policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack, sampled: Callable[..., int]
+    policy: CausalLMPolicy,
+    slots: int,
+    positions: int,
+    prompts: list[list[int]],
+    sampled: Callable[..., int],
+    stack: contextlib.ExitStack,
 ) -> Callable[[list[int]], int] | None:
     engine = _vllm(policy, slots, positions, stack)
-    return None if engine is None else partial(sampled, engine)
+    return None if engine is None else partial(sampled, engine, prompts)
 
 
 def _vllm(policy: CausalLMPolicy, slots: int, positions: int, stack: contextlib.ExitStack) -> Any:
@@ -811,7 +825,7 @@ def main() -> int:
         sizes = Sizes(prompts=4, group=4, prompt_median=20, completion_median=24, completion_most=96, token_budget=512)
         of_grpo, slots, context, new, models = sizes, [4], 16, 8, ["tiny"]
     variants = [f"ours, {layout}" for layout in LAYOUTS]
-    variants += ["ours, packed, recomputed activations", "full logits", "TRL layout"]
+    variants += ["ours, auto, not compiled", "ours, packed, recomputed activations", "full logits", "TRL layout"]
     variants += ["Liger loss", "Liger loss, padding-free"]
     libraries = ("torch", "transformers", "torchrl", "trl", "vllm", "liger-kernel", "flash-attn")
     results: dict[str, Any] = {

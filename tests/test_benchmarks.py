@@ -130,6 +130,25 @@ def test_a_peer_that_does_not_run_is_one_line_and_no_failure(monkeypatch, tmp_pa
     assert "Traceback" not in capsys.readouterr().out
 
 
+def test_a_peer_that_is_not_ready_in_time_costs_its_own_line(monkeypatch, tmp_path):
+    """The section has not failed: what the slots reached is there. Without a peer at work, its end is a failure."""
+    monkeypatch.syspath_prepend(str(HERE))
+    check, bench = importlib.import_module("gpu_check"), importlib.import_module("bench_learner_h200")
+    ours = {"ours: slots, equal, 64": 20_000.0}
+    waiting = {"transformers generate_batch, 64": {bench.NOT_RUN: bench.NOT_DONE}}
+
+    def ends(found: dict[str, object]) -> dict[str, object]:
+        monkeypatch.setattr(check, "_figures", lambda file, section: found)
+        limit = check.Limit(0.05)
+        monkeypatch.setattr(check, "HERE", tmp_path)
+        (tmp_path / "bench_learner_h200.py").write_text("import time; time.sleep(60)")
+        return check.decode(tmp_path, limit, tiny=True, device="cpu")
+
+    assert ends(ours | waiting) == ours | waiting
+    with pytest.raises(check.SectionError, match=r"not done after 0.05 s"):
+        ends(ours)
+
+
 def test_the_wheels_for_a_gpu_machine_are_those_of_the_metadata(monkeypatch):
     """What a requirement needs is there too (zarr: msgspec), what torch brings is not, nor another platform's."""
     monkeypatch.syspath_prepend(str(HERE))

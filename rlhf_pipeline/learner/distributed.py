@@ -96,6 +96,7 @@ class Shards:
         """Refuse options that do not work with shards."""
         refused = {
             f"learn.layout={config.layout}": config.layout not in ("auto", "padded"),
+            "learn.compile=on": config.compile == "on",
             f"learn.optimizer={config.optimizer}": config.optimizer != "adamw",
             "learn.offload_optimizer=true": config.offload_optimizer,
             f"learn.reference_every={config.reference_every}": config.reference_every > 0,

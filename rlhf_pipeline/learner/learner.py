@@ -156,7 +156,7 @@ class Learner:
         self.shards = shards
         if shards is not None:
             shards.check(config)
-            config = dataclasses.replace(config, layout="padded")
+            config = dataclasses.replace(config, layout="padded", compile="off")
             if self.sample.min_ess is not None:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
             if config.keep_token_figures:
@@ -176,14 +176,14 @@ class Learner:
         check_metrics(config.metrics)
         if config.activation_checkpointing:
             policy.checkpoint_activations()
-        policy.scoring_layout = config.layout
+        eager = policy.set_scoring(layout=config.layout, compiled=config.compile)
         self.optimizer = PolicyOptimizer(policy.model, config)
         self._meter = StepMeter(
             policy, peak_flops=config.peak_flops, processes=1 if shards is None else shards.world_size
         )
         self._allowed_gap = rounding(policy.head_weight, fine=1e-5, coarse=5e-3) if check_sampler else None
         """The difference of sampled and scored log-probs that rounding explains; None if it is not checked any more."""
-        self._notices: list[str] = []
+        self._notices: list[str] = [] if eager is None else [eager]
         self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()
         self._copies = HostCopies()

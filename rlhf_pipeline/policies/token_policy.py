@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.head import Head, token_log_probs
 from rlhf_pipeline.policies._scoring import ScoringRows, token_states
 from rlhf_pipeline.policies.attention import same_attention_when_recomputed
+from rlhf_pipeline.policies.compiled_modules import INDUCTOR, compiled_as_now, compiled_by, prepare_modules
 from rlhf_pipeline.policies.engines.protocol import (
     Completion,
     Ended,
@@ -114,6 +116,7 @@ class TokenPolicy(nn.Module):
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
         self.pad_token_id = padding_id(self.model, self.tokenizer, given=pad_token_id, ends=self.eos_token_ids)
         self._checkpointing = False
+        self._compiler: str | None = None
         self._scorer = LayoutScorer(scoring_layout)
         self._found: list[Any] = []
         self._slots: SlotEngine | None = None
@@ -229,7 +232,8 @@ class TokenPolicy(nn.Module):
             batches: `input_ids`, `attention_mask` and `score_mask` of each, as for `log_probs`.
             token_budget: the most positions of a batch that is scored for a check.
         """
-        return self._scorer.positions(self._parts, batches, token_budget)
+        with compiled_by(self._compiler):
+            return self._scorer.positions(self._parts, batches, token_budget)
 
     def layout_notices(self) -> list[str]:
         """Return the reasons why rows were padded in spite of `scoring_layout`, each once; usually empty."""
@@ -238,12 +242,13 @@ class TokenPolicy(nn.Module):
     def take_computed(self) -> dict[str, str]:
         """Return what has determined the last bits of scored rows since the last call, and clear it.
 
-        `layout`, `attention` (its kernel) and `dtype`; several of a kind are joined by `+`.
+        `layout`, `attention` (its kernel), `dtype` and `compiled`; several of a kind are joined by `+`.
         """
         computed = sorted(self._scorer.take_computed())
         layouts, kernels = (dict.fromkeys(names) for names in zip(*computed, strict=True)) if computed else ({}, {})
         dtype = str(self.head_weight.dtype).removeprefix("torch.")
-        return {"layout": "+".join(layouts), "attention": "+".join(kernels), "dtype": dtype}
+        compiled = "none" if self._compiler is None else "norms+mlps"
+        return {"layout": "+".join(layouts), "attention": "+".join(kernels), "dtype": dtype, "compiled": compiled}
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the policy; the model inside stays in eval mode, so dropout stays off."""
@@ -265,10 +270,40 @@ class TokenPolicy(nn.Module):
             DefinitionError: the model does not support it.
         """
         config = getattr(self._parts.trunk, "config", None)
-        context = partial(same_attention_when_recomputed, config)
+        context = partial(_same_when_recomputed, config)
         switch_recomputation(self.model, enabled, {"use_reentrant": False, "context_fn": context})
         self._checkpointing = enabled
         self._recompute(enabled)
+
+    def set_scoring(
+        self, *, layout: str, compiled: Literal["auto", "on", "off"], backend: str = INDUCTOR
+    ) -> str | None:
+        """Choose how tokens are scored; a policy and its reference differ in their weights only if this is equal.
+
+        Args:
+            layout: as `scoring_layout`.
+            compiled: whether `torch.compile` fuses the kernels of norms and MLPs, after a check; `auto`: on CUDA.
+                Log-probs and gradients are the same up to rounding, the state dict does not change, and sampling stays
+                eager.
+            backend: of `torch.compile`.
+
+        Returns:
+            Why modules run eagerly that `auto` would compile, or None.
+
+        Raises:
+            DefinitionError: there is no such layout; or `compiled` is "on", and the modules fail the check.
+        """
+        self.scoring_layout = layout
+        self._compiler = None
+        if compiled == "off" or (compiled == "auto" and self.device.type != "cuda"):
+            return None
+        problem = prepare_modules(self.model, backend=backend)
+        if problem is None:
+            self._compiler = backend
+            return None
+        if compiled == "on":
+            raise DefinitionError(f"learn.compile is on, and {problem}. Set learn.compile=off.")
+        return f"learn.compile: norms and MLPs run eagerly, because {problem}."
 
     def _recompute(self, on: bool) -> None:
         set_recomputation(self.model, on)
@@ -283,14 +318,16 @@ class TokenPolicy(nn.Module):
             input_ids: int64 `[B, T]`; ids at padding are ignored.
             attention_mask: bool `[B, T]`, True at tokens.
         """
-        return token_states(self._parts, input_ids, attention_mask)
+        with compiled_by(self._compiler):
+            return token_states(self._parts, input_ids, attention_mask)
 
     def scoring_rows(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor | None = None) -> ScoringRows:
         """Return the hidden states that predict the scored tokens, and no others.
 
         For losses that apply the head themselves. Arguments as in `log_probs`.
         """
-        return self._scorer.rows(self._parts, input_ids, attention_mask, score_mask)
+        with compiled_by(self._compiler):
+            return self._scorer.rows(self._parts, input_ids, attention_mask, score_mask)
 
     def log_probs(
         self,
@@ -424,3 +461,15 @@ class TokenPolicy(nn.Module):
 
 def _cut_at(stops: StopStrings, ended: Ended) -> Ended:
     return lambda index, token_ids: ended(index, token_ids[: stops.length(token_ids)])
+
+
+def _same_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a checkpointed layer: recomputation uses attention and modules of the forward pass."""
+    forward, attention = same_attention_when_recomputed(config)
+    return forward, _both(attention, compiled_as_now())
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield

@@ -104,7 +104,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
             reference = _policy(pipeline, seed, device)
             reference.requires_grad_(False)
             # Scored by the code path of the update, so that the two differ in nothing but their weights.
-            reference.scoring_layout = pipeline.learn.layout
+            reference.set_scoring(layout=pipeline.learn.layout, compiled=pipeline.learn.compile)
     return Models(policy=policy, reference=reference, trained=trained, shards=shards)
 
 

@@ -26,7 +26,7 @@ _SILENT: Final = frozenset(
 learned."""
 
 _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("learn.token_budget", "learn.layout", "learn.offload_optimizer"), LAST_BITS),
+    **dict.fromkeys(("learn.token_budget", "learn.layout", "learn.compile", "learn.offload_optimizer"), LAST_BITS),
     "collect.reward_timeout_s": "reward calls from here on fail after that time",
     "collect.step_timeout_s": "answers of an environment from here on fail after that time",
     "collect.retries": "calls and conversations that fail from here on are tried again that often",
@@ -50,7 +50,7 @@ _LEARNING: Final = frozenset(
 """Fields that a person changes while watching a run; what is learned from then on changes with them."""
 
 
-_OF_A_STEP: Final = _SCHEDULE | _LEARNING | {"learn.token_budget", "learn.layout"}
+_OF_A_STEP: Final = _SCHEDULE | _LEARNING | {"learn.token_budget", "learn.layout", "learn.compile"}
 """Fields that may change and that a step on given trajectories depends on."""
 
 _STAYS: Final = frozenset(

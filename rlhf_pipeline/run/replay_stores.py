@@ -34,7 +34,8 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
     """
     started, folder, pipeline, seed = time.perf_counter(), RunFolder(job.run_dir), job.pipeline, job.seed
     policy = build_policy(pipeline, seed=seed, device=job.device)
-    policy.scoring_layout = pipeline.learn.layout  # scored by the code path of the update
+    # Scored by the code path of the update.
+    policy.set_scoring(layout=pipeline.learn.layout, compiled=pipeline.learn.compile)
     limits = limits_of(policy)
     choice = Choice.load(folder) or choose(replay, limits)
     if Choice.load(folder) is None:

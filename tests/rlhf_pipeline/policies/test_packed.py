@@ -308,11 +308,16 @@ def test_rounding_does_not_decide_which_layout_a_process_uses(initializer_range)
     with torch.no_grad():
         policy.log_probs(ids, attention, scored)
         assert policy.layout_notices() == []
-        assert policy.take_computed() == {"layout": "prefix_shared", "attention": "sdpa", "dtype": "bfloat16"}
+        assert policy.take_computed() == {
+            "layout": "prefix_shared",
+            "attention": "sdpa",
+            "dtype": "bfloat16",
+            "compiled": "none",
+        }
         policy.log_probs(ids[:1], attention[:1], scored[:1])
         policy.scoring_layout = "padded"
         policy.log_probs(ids, attention, scored)
-    assert policy.take_computed() == {"layout": "padded", "attention": "sdpa", "dtype": "bfloat16"}
+    assert policy.take_computed() == {"layout": "padded", "attention": "sdpa", "dtype": "bfloat16", "compiled": "none"}
 
 
 def test_auto_reports_a_layout_that_fails_its_check(make_model):

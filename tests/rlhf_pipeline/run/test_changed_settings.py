@@ -20,6 +20,7 @@ from rlhf_pipeline.definitions import apply_overrides
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError
 from rlhf_pipeline.learner import learner as learners
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run import build
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.config_diff import carries_over, is_allowed
@@ -85,7 +86,7 @@ ELSEWHERE = {
 """What is seen elsewhere; see `test_what_is_no_matter_of_the_weights_acts_where_it_shows`."""
 
 LOGGED = {f"learn.logger_{name}" for name in ("project", "name", "tags", "samples")}
-BY_ITSELF = {"collect.engine", "learn.metrics"} | LOGGED
+BY_ITSELF = {"collect.engine", "learn.metrics", "learn.compile"} | LOGGED
 """Tested below, each alone; what a logger is told, in `learner/test_metrics.py`."""
 
 
@@ -186,6 +187,29 @@ def test_what_is_no_matter_of_the_weights_acts_where_it_shows(tmp_path):
     with TrajectoryStore.open(tmp_path / "store") as store:
         rows = store.read(store.ids()[-3:], columns=["entropy", "input_ids"])
     assert all(len(entropy) == len(ids) for entropy, ids in zip(rows["entropy"], rows["input_ids"], strict=True))
+
+
+def test_compilation_is_chosen_again_when_a_run_goes_on(tmp_path, monkeypatch):
+    """By the definition alone; the weights are those of the eager run up to rounding, and the notice says so."""
+    made: list[TokenPolicy] = []
+    choose = TokenPolicy.set_scoring
+
+    def quickly(policy: TokenPolicy, **options: Any) -> str | None:
+        made.append(policy)
+        return choose(policy, backend="aot_eager", **options)
+
+    monkeypatch.setattr(TokenPolicy, "set_scoring", quickly)
+    run(changed(BEFORE, learn__steps="4"), run_dir=tmp_path / "eager")
+    run(BEFORE, run_dir=tmp_path / "run")
+    heard: list[Event] = []
+    fused = changed(BEFORE, learn__steps="3", learn__compile="on")
+    run(fused, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
+    assert made[-1].take_computed()["compiled"] == "norms+mlps"
+    assert any("learn.compile was 'auto', is 'on'" in event.message for event in heard if isinstance(event, Notice))
+    run(changed(fused, learn__steps="4"), run_dir=tmp_path / "run", resume=True)
+    assert made[-1].take_computed()["compiled"] == "norms+mlps"
+    one, other = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("run", "eager"))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 class Flaky:

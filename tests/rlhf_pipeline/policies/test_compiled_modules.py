@@ -1,0 +1,159 @@
+"""Norms and MLPs that are compiled where tokens are scored."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from rlhf_pipeline import scratch_policy
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.learner.lora import add_adapters
+from rlhf_pipeline.policies import compiled_modules
+from rlhf_pipeline.policies.compiled_modules import compiled_by, prepare_modules
+from rlhf_pipeline.policies.token_policy import TokenPolicy
+
+EAGER = "aot_eager"
+"""Traces and differentiates as inductor does, and then runs torch's own kernels."""
+
+
+def policy() -> TokenPolicy:
+    """A tiny model with RMS norms and gated MLPs."""
+    return scratch_policy("0123456789=", hidden_size=16, num_layers=2, num_heads=2, seed=0)
+
+
+def scored(policy: TokenPolicy, rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of random rows of different lengths, and the gradients of a weighted sum of them."""
+    drawn = torch.Generator().manual_seed(rows * columns)
+    ids = torch.randint(0, 10, (rows, columns), generator=drawn)
+    present = torch.arange(columns) < torch.randint(2, columns + 1, (rows, 1), generator=drawn)
+    found = policy.log_probs(ids, present)
+    weights = [weight for weight in policy.model.parameters() if weight.requires_grad]
+    return found.detach(), list(torch.autograd.grad((found * torch.linspace(0, 1, columns)).sum(), weights))
+
+
+def assert_same(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+    """Equal up to the rounding of float32."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_scores_and_gradients_are_the_same_for_all_lengths(layout):
+    """Other lengths, and another layout, compile nothing again; the state dict has the same names."""
+    eager, fused = policy(), policy()
+    names = list(fused.model.state_dict())
+    eager.set_scoring(layout=layout, compiled="off")
+    assert fused.set_scoring(layout=layout, compiled="on", backend=EAGER) is None
+    assert_same(scored(fused, 3, 9), scored(eager, 3, 9))
+    with torch.no_grad():
+        fused.log_probs(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool))
+    graphs = counters["stats"]["unique_graphs"]
+    for rows, columns in ((2, 17), (5, 8), (4, 33), (3, 5)):
+        assert_same(scored(fused, rows, columns), scored(eager, rows, columns))
+    fused.scoring_layout = "packed" if layout == "padded" else "padded"
+    scored(fused, 4, 7)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    assert list(fused.model.state_dict()) == names
+    assert (fused.take_computed()["compiled"], eager.take_computed()["compiled"]) == ("norms+mlps", "none")
+
+
+def test_sampling_stays_eager(monkeypatch):
+    """Completions and log-probs have the same bits, and nothing compiled runs."""
+    eager, fused = policy(), policy()
+    fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
+    monkeypatch.setattr(compiled_modules, "_compiled", lambda *arguments: pytest.fail("a compiled module was called"))
+    prompt = eager.tokenizer.encode("12=")
+    one, other = (each.generate_groups([prompt], group_size=3, seed=1) for each in (eager, fused))
+    for a, b in zip(one, other, strict=True):
+        assert (a.token_ids, a.log_probs.tolist()) == (b.token_ids, b.log_probs.tolist())
+
+
+def test_a_recomputed_layer_runs_the_modules_of_the_forward_pass(monkeypatch):
+    """The backward pass, outside of the context, runs the compiled modules again, with the same gradients."""
+    eager, fused = policy(), policy()
+    fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
+    expected, calls, compile_ = scored(eager, 3, 9), list[str](), compiled_modules._compiled
+
+    def noted(forward: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+        calls.append(backend)
+        return compile_(forward, backend)
+
+    monkeypatch.setattr(compiled_modules, "_compiled", noted)
+    assert_same(scored(fused, 3, 9), expected)
+    once = len(calls)
+    fused.checkpoint_activations()
+    fused.train()
+    assert_same(scored(fused, 3, 9), expected)
+    assert len(calls) == 3 * once - 1  # the norm behind the layers is not recomputed
+
+
+def test_a_copy_of_the_model_runs_its_own_weights():
+    """Also where the model it was copied from is compiled."""
+    fused = policy()
+    fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
+    other = copy.deepcopy(fused.model)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), compiled_by(EAGER):
+        before = fused.model(input_ids=ids).logits
+        for weight in other.parameters():
+            weight.mul_(1.5)
+        assert torch.equal(fused.model(input_ids=ids).logits, before)
+        assert not torch.allclose(other(input_ids=ids).logits, before)
+
+
+def times(factor: float) -> Callable[..., Any]:
+    """A compiler whose code is wrong by a factor."""
+    return lambda forward, backend: lambda module, hidden: forward(module, hidden) * factor
+
+
+def test_modules_that_fail_the_check_are_not_compiled(monkeypatch):
+    """`on` is an error with the figures, and the modules stay as they were."""
+    fused = policy()
+    with pytest.raises(
+        DefinitionError, match=r"learn.compile is on, and \w+: it cannot be compiled .*no_such_compiler"
+    ):
+        fused.set_scoring(layout="padded", compiled="on", backend="no_such_compiler")
+    monkeypatch.setattr(compiled_modules, "_compiled", times(1.001))
+    with pytest.raises(DefinitionError, match=r"compiled output differs by 1.0e-03, and 1.0e-05 is rounding.*=off"):
+        fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
+    assert not any("forward" in vars(module) for module in fused.model.modules())
+    assert fused.take_computed()["compiled"] == "none"
+    monkeypatch.setattr(TokenPolicy, "device", torch.device("cuda"))
+    assert "norms and MLPs run eagerly, because" in str(fused.set_scoring(layout="padded", compiled="auto"))
+    monkeypatch.setattr(TokenPolicy, "device", torch.device("cpu"))
+    assert fused.set_scoring(layout="padded", compiled="auto") is None
+
+
+def test_a_model_without_such_modules_is_not_compiled():
+    """Torch's own layers are left alone."""
+    assert "no norms" in str(prepare_modules(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), backend=EAGER))
+
+
+def test_adapters_stay_eager():
+    """An MLP with adapters has a forward that may change; the norms around it are compiled."""
+    pytest.importorskip("peft")
+    one, other = policy(), policy()
+    for each in (one, other):
+        add_adapters(each, rank=2, alpha=4.0, targets="all-linear", seed=0)
+    other.set_scoring(layout="padded", compiled="on", backend=EAGER)
+    found = {type(module).__name__ for module in other.model.modules() if "forward" in vars(module)}
+    assert found == {"LlamaRMSNorm"}
+    assert_same(scored(other, 3, 9), scored(one, 3, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_passes_the_check(dtype):
+    """The compiler that a run uses; it takes a minute on two cores."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    fused = policy()
+    fused.model.to(dtype)
+    assert fused.set_scoring(layout="padded", compiled="on") is None
