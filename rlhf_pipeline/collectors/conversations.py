@@ -38,6 +38,7 @@ from rlhf_pipeline.environments.histories import Histories, canonical
 from rlhf_pipeline.environments.makers import Environments, Maker, maker_of
 from rlhf_pipeline.environments.outcomes import CALLS, FAILED, LENGTH, STOP, TURNS, failure_kind
 from rlhf_pipeline.errors import DataError, DefinitionError, EngineError
+from rlhf_pipeline.policies.call_formats import call_format_of, call_id, name_of, refused_calls, with_call_ids
 from rlhf_pipeline.policies.chat import (
     continued_text,
     cut_text,
@@ -45,6 +46,7 @@ from rlhf_pipeline.policies.chat import (
     encode_prompt,
     encode_reply,
     encode_text,
+    end_texts,
     known_text,
 )
 from rlhf_pipeline.policies.engines.protocol import Request, WeightRefresh
@@ -53,7 +55,7 @@ from rlhf_pipeline.policies.engines.turn_requests import converse
 from rlhf_pipeline.policies.engines.turn_rows import Answer, Answers, EndedTurn, TurnRow
 from rlhf_pipeline.policies.stop_strings import StopStrings
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of, with_ids
+from rlhf_pipeline.policies.tool_calls import ParsedTurn, TurnParser, schema_of
 from rlhf_pipeline.user_code.arguments import own_copy
 from rlhf_pipeline.user_code.outputs import checked_info, checked_messages, checked_rewards, plain_json
 from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
@@ -144,6 +146,7 @@ class Conversation:
         retried: the failures of earlier tries.
         call_errors: calls of the policy that could not be made.
         cut_replies: replies that were cut.
+        fallback_replies: replies of tools to malformed calls that were sent as messages of the user.
         whole_turn: whether the newest turn ended by itself.
         prompt_text: what the model read before it, if a reward function asks for that.
         closing: what the environment replied to the last turn, which the policy was not shown.
@@ -166,6 +169,7 @@ class Conversation:
     retried: tuple[str, ...] = ()
     call_errors: int = 0
     cut_replies: int = 0
+    fallback_replies: int = 0
     whole_turn: bool = True
     prompt_text: str | None = None
     closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -272,6 +276,7 @@ class Conversations:
         self.as_chat = as_chat and self.has_template
         self._parsers: dict[str, TurnParser] = {}
         """By the tools that they read calls of."""
+        self.ends = end_texts(policy.tokenizer, policy.eos_token_ids)
         makers = self.make.makers if isinstance(self.make, Environments) else {"": self.make}
         self.kinds = {name: self._kind(make) for name, make in makers.items()}
         self.names = tuple(names)
@@ -309,7 +314,8 @@ class Conversations:
         name = json.dumps(schemas, sort_keys=True)
         if name not in self._parsers:
             model_type = getattr(getattr(self.policy.model, "config", None), "model_type", None)
-            self._parsers[name] = TurnParser(self.policy.tokenizer, model_type, schemas)
+            call_format = call_format_of(self.policy.tokenizer, schemas, template=self.template, ends=self.ends)
+            self._parsers[name] = TurnParser(self.policy.tokenizer, model_type, schemas, call_format)
         return ShownTools(schemas, self._parsers[name])
 
     def _kind_of(self, prompt: Prompt) -> _Kind:
@@ -629,8 +635,10 @@ class Conversations:
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
         if conversation.failure is None and (parser := conversation.at.tools.parser) is not None:
             before = ended.row.ids[max(0, ended.row.began - _PREFIX_TOKENS) : ended.row.began]
-            parsed = parser.parse(tokens, self.policy.tokenizer.decode(before), text)
-            parsed = with_ids(parsed, f"{self.seed}/{conversation.num_turns}")
+            id_of = functools.partial(call_id, self.seed, conversation.num_turns)
+            parsed = parser.parse(tokens, self.policy.tokenizer.decode(before), text, id_of)
+            if parsed.calls and (refusal := self._refused_calls(conversation, parsed.message)) is not None:
+                parsed = ParsedTurn(message={"role": "assistant", "content": text}, error=refusal)
         conversation.messages.append(parsed.message)
         at, row = conversation.at, ended.row
         at.exchanged.append(parsed.message)
@@ -650,6 +658,20 @@ class Conversations:
             token_ids=tuple(tokens),
         )
         return functools.partial(conversation.environment.step, turn)
+
+    def _refused_calls(self, conversation: Conversation, turn: Mapping[str, Any]) -> str | None:
+        """Return why the chat template cannot show the calls of a turn: it is then a turn with a malformed call."""
+        shown = conversation.at.tools
+        assert shown.parser is not None
+        return refused_calls(
+            shown.parser.call_format,
+            self.policy.tokenizer,
+            conversation.messages[: conversation.at.num_asked],
+            turn,
+            tools=shown.schemas,
+            template=self.template,
+            ends=self.ends,
+        )
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return a turn as environments and rewards see it."""
@@ -799,7 +821,8 @@ class Conversations:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         may_begin, codec = self.config.history == "rewritten", self.policy.tokenizer
         room = ended.row.most if may_begin else ended.row.room
-        exchanged = replies = _messages_of(step.reply)
+        exchanged = _messages_of(step.reply)
+        replies = with_call_ids(exchanged, conversation.messages[-1])
         if not replies and conversation.as_chat and isinstance(step.reply, str):
             replies = [{"role": "user", "content": ""}]
         if self.config.max_reply_tokens is not None:
@@ -866,28 +889,30 @@ class Conversations:
     def _encoded(
         self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
     ) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the tokens of a reply by the chat template, and its messages as they were told.
+        """Return the tokens of a reply by the chat template, and its messages as they were sent.
 
-        Some templates refuse to show a tool's answer where they saw no call of theirs, several calls at once, or an
-        earlier turn with the words that they are made of. All of that the policy can write. The reply is then said by
-        the user, and the policy's turns are taken as text, or left out of what the template sees: its tokens stay in
-        the row, and no template decides what a conversation is worth.
+        Some templates refuse an earlier turn with the words that they are made of: the earlier turns are then left out
+        of what the template sees. Some refuse a tool's result after a turn without a call that they can show: only
+        then it is sent as a message of the user. The policy's tokens stay in the row in any case, and what it writes
+        ends no conversation.
         """
         messages, turn = conversation.messages, conversation.messages[-1]
+        asked = messages[: conversation.at.num_asked]
         text: dict[str, Any] = {"role": "assistant", "content": conversation.at.last_text}
         by_user = [{"role": "user", "content": "\n".join(one["content"] for one in replies)}]
+        attempts = [(messages[:-1], turn, replies), (asked, turn, replies)]
+        if "tool_calls" not in turn:
+            attempts = [attempts[0], (messages[:-1], text, by_user), (asked, text, by_user)]
+        elif all(one["role"] == "user" for one in replies):
+            attempts += [(messages[:-1], text, replies), (asked, text, replies)]
         refusal: DataError | DefinitionError | None = None
-        for before, said, told in (
-            (messages[:-1], turn, replies),
-            (messages[:-1], text, by_user),
-            (messages[: conversation.at.num_asked], text, by_user),
-        ):
+        for before, said, sent in attempts:
             try:
                 ids = encode_reply(
                     self.policy.tokenizer,
                     before,
                     ended.tokens,
-                    told,
+                    sent,
                     turn=said,
                     tools=conversation.at.tools.schemas or None,
                     template=self.template,
@@ -897,7 +922,14 @@ class Conversations:
                 refusal = refusal or error
                 continue
             conversation.messages[-1] = said
-            return ids, told
+            if sent is by_user and any(one["role"] != "user" for one in replies):
+                conversation.fallback_replies += 1
+                process_runtime().notice(
+                    f"{name_of(self.policy.tokenizer)} has no place for a tool's reply to a malformed call: such "
+                    f"replies are sent as messages of the user, and counted as fallback_replies in `meta` ({refusal}).",
+                    once="fallback replies",
+                )
+            return ids, sent
         assert refusal is not None
         raise refusal
 

@@ -177,6 +177,7 @@ def _meta(conversation: Conversation, one: ConversationRow) -> dict[str, Any]:
         "call_errors": conversation.call_errors,
         "cut_replies": conversation.cut_replies,
         "edited_histories": conversation.edited_histories,
+        "fallback_replies": conversation.fallback_replies,
     }
     return known | {"graded": graded} | {name: value for name, value in beside.items() if value}
 

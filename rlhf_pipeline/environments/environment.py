@@ -43,7 +43,7 @@ class Turn:
     content: str = ""
     """The text without what a tool call or thinking takes of it; `text` where nothing was parsed."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """The calls that transformers' parser found: a name and `arguments` each. Only with `tools`."""
+    """The calls that transformers' parser found: `id`, `name` and `arguments` each. Only with `tools`."""
     call_error: str | None = None
     """Why a call could not be read, in one line, or None."""
     token_ids: Sequence[int] = ()

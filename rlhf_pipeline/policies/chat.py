@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
-
-from jinja2 import TemplateError
 
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.data.store_errors import as_ours
@@ -72,6 +70,11 @@ def decode_prompt(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
     return codec.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def end_texts(tokenizer: Any | None, end_token_ids: Iterable[int]) -> list[str]:
+    """Return the texts of the tokens that end a turn; none without a tokenizer."""
+    return [] if tokenizer is None else [tokenizer.decode([token]) for token in end_token_ids]
+
+
 def encode_reply(
     tokenizer: Any | None,
     messages: Sequence[Message],
@@ -92,43 +95,71 @@ def encode_reply(
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
         raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
-    given = dict(template or {})
+    ends = set(codec.all_special_ids) if end_token_ids is None else set(end_token_ids)
+    ended = [int(completion_ids[-1])] if len(completion_ids) and int(completion_ids[-1]) in ends else []
+    texts = end_texts(codec, [*ended, *sorted(ends.difference(ended))])
+    head, tail = reply_text(codec, messages, replies, turn=turn, tools=tools, template=template, ends=texts)
+    ids = _encode_after(codec, head, tail)
+    # If the turn's end token was sampled, the template's first token is the same one.
+    return ids[1:] if ended and ids[:1] == ended else ids
 
-    def rendered(*parts: Sequence[Message], **options: Any) -> str:
-        """Return the template's text of a conversation."""
-        said = [dict(message) for part in parts for message in part]
-        try:
-            return codec.apply_chat_template(said, tokenize=False, tools=tools, **given, **options)
-        except Exception as error:  # templates are programs, and fail in any way on what they did not expect
-            roles = [message.get("role") for message in said]
-            raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
+
+def reply_text(
+    codec: Any,
+    messages: Sequence[Message],
+    replies: Sequence[Message],
+    *,
+    turn: Message | None = None,
+    tools: Sequence[Any] | None = None,
+    template: Mapping[str, Any] | None = None,
+    ends: Sequence[str] = (),
+) -> tuple[str, str]:
+    """Return the chat template's text up to the end of an assistant's turn, and from there to the next turn.
+
+    Args:
+        codec: a tokenizer with a chat template.
+        messages: those before the turn.
+        replies: those after it.
+        turn: the turn; its text does not count, its calls do. None is a turn without calls.
+        tools: as for `encode_prompt`.
+        template: likewise.
+        ends: texts that may end a turn, in the order in which they are looked for after its calls.
+
+    Raises:
+        DataError: the template refuses the messages.
+        DefinitionError: it writes other messages after the turn than these replies.
+    """
+
+    def rendered(*parts: Sequence[Message], going_on: bool = True) -> str:
+        joined = [message for part in parts for message in part]
+        return rendered_prompt(codec, joined, tools=tools, template=template, going_on=going_on)
 
     before, after = messages_of(messages), messages_of(replies)
     marked, first = _marked([*before, *after]), len(before)
-    calls = (turn or {}).get("tool_calls")
-    ends = set(codec.all_special_ids) if end_token_ids is None else set(end_token_ids)
-    ended = [int(completion_ids[-1])] if len(completion_ids) and int(completion_ids[-1]) in ends else []
-    if calls:
+    if (turn or {}).get("tool_calls"):
         said: dict[str, Any] = {"content": "", **(turn or {}), "role": "assistant"}
         # What stands before the reply's own text does not depend on it.
-        shown = rendered(marked[:first], [said], marked[first:], add_generation_prompt=True)
-        start = _common(rendered(marked[:first], add_generation_prompt=True), shown)
+        shown = rendered(marked[:first], [said], marked[first:])
+        start = _common(rendered(marked[:first]), shown)
         stop = found.start() if (found := _MARKS.search(shown, start)) else len(shown)
-        cut = max((shown.rfind(codec.decode([token]), start, stop) for token in ended or sorted(ends)), default=-1)
+        cut = next((at for end in ends if (at := shown.rfind(end, start, stop)) >= 0), -1)
+        if cut < 0:  # the model that the template is for ends its turns in another way
+            closed = rendered(marked[:first], [said], going_on=False)
+            cut = len(closed) if start < len(closed) <= stop and shown.startswith(closed) else -1
         if cut < 0:
             raise DataError(
                 "the chat template writes none of the tokens that may end a turn between a tool call and its reply, so "
                 "the reply cannot be cut off after the call."
             )
         tail = shown[cut:]
-        whole = rendered(before, [said], after, add_generation_prompt=True)
+        whole = rendered(before, [said], after)
         at = whole.rfind(shown[start:stop])
         if at < 0:
             raise DataError("the chat template writes a tool call in another way before another reply.")
         parts = [whole[: at + cut - start], whole[at + cut - start :]]
     else:
         texts = [
-            rendered(part[:first], [{"role": "assistant", "content": _MARK}], part[first:], add_generation_prompt=True)
+            rendered(part[:first], [{"role": "assistant", "content": _MARK}], part[first:])
             for part in (marked, [*before, *after])
         ]
         for text in texts:
@@ -139,9 +170,7 @@ def encode_reply(
                 )
         tail, parts = texts[0].split(_MARK)[1], texts[1].split(_MARK)
     _check_order(tail, marked, first)
-    ids = _encode_after(codec, parts[0], parts[1])
-    # If the turn's end token was sampled, the template's first token is the same one.
-    return ids[1:] if ended and ids[:1] == ended else ids
+    return parts[0], parts[1]
 
 
 def continued_text(
@@ -191,13 +220,14 @@ def rendered_prompt(
     *,
     tools: Sequence[Any] | None = None,
     template: Mapping[str, Any] | None = None,
+    going_on: bool = True,
 ) -> str:
-    """Return the text that the policy is to continue, as the chat template writes it.
+    """Return the text that the policy is to continue, as the chat template writes it; or without the next turn's head.
 
     Raises:
         DataError: the template refuses the messages.
     """
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **(template or {})}
+    options = {"tokenize": False, "add_generation_prompt": going_on, "tools": tools, **(template or {})}
     try:
         return tokenizer.apply_chat_template(messages_of(messages), **options)
     except Exception as error:  # templates are programs, and fail in any way on what they did not expect
@@ -223,34 +253,6 @@ def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
         )
 
 
-def rewrites_history(
-    tokenizer: Any | None, *, template: Mapping[str, Any] | None = None, tools: Sequence[Any] | None = None
-) -> str | None:
-    """Return how a chat template rewrites earlier turns once later ones follow, in a sentence; None if it does not.
-
-    A row keeps the turns as they were sampled, so with such a template the policy is trained on conversations that
-    the template alone would show otherwise.
-    """
-    codec = _need_tokenizer(tokenizer)
-    asked = {"role": "user", "content": "What is 6 x 7?"}
-    turns = {"turns": "It is 42.", "the thinking of turns": "<think>\nSix sevens.\n</think>\n\nIt is 42."}
-    for what, text in turns.items():
-        said, more = {"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools, **(template or {})}
-        try:
-            first = codec.apply_chat_template([asked], **options)
-            whole = codec.apply_chat_template([asked, said, more], **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            return f"the chat template refuses a conversation of several turns: {error}"
-        if not whole.startswith(first + text):
-            return (
-                f"the chat template rewrites {what} once a later one follows. Rows keep every turn as it was sampled, "
-                "so the policy reads its own tokens, which that template would not show it; serve it the same way, or "
-                "take a template that keeps earlier turns."
-            )
-    return None
-
-
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose texts are marks, to see where a template puts them."""
     return [
@@ -262,7 +264,8 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _encode_after(codec: Any, head: str, tail: str) -> list[int]:
     """Return the token ids of a text that follows another one; by itself, it may begin with an extra space token."""
     for before in (head, head.rstrip()):
-        before = before[_last_split(codec, before, tail) :]
+        # The template may write a call with characters that a small vocabulary lacks; the policy's own are tokens.
+        before = known_text(codec, before[_last_split(codec, before, tail) :])
         known = encode_text(codec, before, add_special_tokens=False)
         both = encode_text(codec, before + tail, add_special_tokens=False)
         if both[: len(known)] == known:

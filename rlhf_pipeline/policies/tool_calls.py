@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.policies.call_formats import CallFormat
 from rlhf_pipeline.user_code.outputs import clean_text, plain_json, text_of
-
-_LETTERS: Final = string.ascii_letters + string.digits
-_ID_LETTERS: Final = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +36,24 @@ def schema_of(tool: Any) -> dict[str, Any]:
 
 
 class TurnParser:
-    """Reads turns in the form of one model."""
+    """Reads turns in the form of one model.
 
-    def __init__(self, tokenizer: Any, model_type: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    Args:
+        tokenizer: with a response template, unless transformers has one for the type of model.
+        model_type: of the model's config.
+        tools: the JSON schemas that the run shows.
+        call_format: how the chat template takes calls.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model_type: str | None,
+        tools: Sequence[Mapping[str, Any]],
+        call_format: CallFormat | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.call_format = call_format or CallFormat()
         self.tools = [dict(tool) for tool in tools]
         self.template: Any = getattr(tokenizer, "response_template", None)
         if self.template is None:
@@ -58,8 +68,15 @@ class TurnParser:
                 "the tokenizer (trl.chat_template_utils.add_response_schema knows more types)."
             )
 
-    def parse(self, turn_ids: Sequence[int], before: str, text: str) -> ParsedTurn:
-        """Read a turn."""
+    def parse(self, turn_ids: Sequence[int], before: str, text: str, id_of: Callable[[int], str]) -> ParsedTurn:
+        """Read a turn.
+
+        Args:
+            turn_ids: its tokens.
+            before: the text before it, which may decide how it is read.
+            text: the turn as environments see it.
+            id_of: returns the id of the call at a position of the turn, where the policy wrote none.
+        """
         whole = self.tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         plain = {"role": "assistant", "content": text}
         try:
@@ -70,34 +87,22 @@ class TurnParser:
         except Exception as error:  # noqa: BLE001 - parsers of several formats read what a policy sampled: anything
             line = " ".join(clean_text(str(error)).split()) or type(error).__name__
             return ParsedTurn(message=plain, error=line[:200])
+        calls = [{"id": id_of(position), **call} for position, call in enumerate(calls)]
         if calls:
             # Templates read a name and arguments of each call, whatever the policy left out.
-            message["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
-        return ParsedTurn(message=message, calls=tuple(calls))
-
-
-def with_ids(turn: ParsedTurn, name: str) -> ParsedTurn:
-    """Return a turn whose calls have ids: nine letters and digits each, which the strictest templates accept.
-
-    Args:
-        turn: the turn.
-        name: of the turn; the ids follow from it and from the places of the calls.
-    """
-    if not turn.calls:
-        return turn
-    ids = [_call_id(f"{name}/{place}") for place in range(len(turn.calls))]
-    calls = tuple({"id": number, **call} for number, call in zip(ids, turn.calls, strict=True))
-    written = [{**call, "id": number} for number, call in zip(ids, turn.message["tool_calls"], strict=True)]
-    return replace(turn, message={**turn.message, "tool_calls": written}, calls=calls)
-
-
-def _call_id(name: str) -> str:
-    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    return "".join(_LETTERS[number // len(_LETTERS) ** power % len(_LETTERS)] for power in range(_ID_LETTERS))
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for call in calls
+            ]
+        return ParsedTurn(message=self.call_format.message(message), calls=tuple(calls))
 
 
 def _call(item: Any) -> Mapping[str, Any]:
-    """Return name and arguments of a call.
+    """Return name and arguments of a call, and its id if the policy wrote one.
 
     Raises:
         ValueError: it lacks a name, or its arguments are none.
@@ -110,4 +115,6 @@ def _call(item: Any) -> Mapping[str, Any]:
     arguments = arguments or {}
     if not isinstance(given.get("name"), str) or not isinstance(arguments, Mapping):
         raise ValueError(f"a call is {call!a:.100}; it must have a name and arguments")
-    return {"name": given["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}
+    read = {"name": given["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}
+    sampled_id = item.get("id")
+    return {"id": sampled_id, **read} if isinstance(sampled_id, str) and sampled_id else read

@@ -47,6 +47,7 @@ from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder, Setup
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
+from rlhf_pipeline.run.template_check import template_notices
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -112,6 +113,7 @@ def checked_models(setup: Setup, run: RunFolder, on_event: EventHandler) -> Mode
     """Build the models of a run that samples; before its first rollout, check that they have room for its prompts."""
     models = build_models(setup.pipeline, seed=setup.seed, device=setup.device)
     if run.is_free:  # later, the prompts are those of its record
+        template_notices(setup.pipeline, models.policy)  # given later; what the template cannot show is raised here
         check_prompts(setup.pipeline, models.policy, setup.seed, on_event)
     return models
 

@@ -32,9 +32,10 @@ from rlhf_pipeline.data.prompts import (
 from rlhf_pipeline.environments.environment import tools_of
 from rlhf_pipeline.environments.makers import maker_of
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.chat import encode_any, encode_text, rewrites_history
+from rlhf_pipeline.policies.chat import encode_any, encode_text
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, Notice, ignore_events
+from rlhf_pipeline.run.template_check import template_notices
 
 _CHARACTERS_A_TOKEN: Final = 16
 """A prompt with more characters per position of the context is first encoded in part: encoding is not linear."""
@@ -123,11 +124,7 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
             f"{pipeline.collect.max_new_tokens}. Set eos_token in the model folder's tokenizer_config.json."
         )
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    keeps_turns = pipeline.environment is not None and pipeline.collect.history == "sampled"
-    if keeps_turns and through_template(pipeline.prompts) and has_template:
-        notice = rewrites_history(tokenizer, template=template_options(pipeline.prompts))
-        if notice is not None:
-            yield notice
+    yield from template_notices(pipeline, policy)
     for part in _parts(pipeline.prompts):
         if getattr(part, "as_chat", False) and not has_template:  # a source that says nothing takes what there is
             advice = (

@@ -26,7 +26,8 @@ from rlhf_pipeline.buffer.trajectory_schema import FAILURES, TURNS
 from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.policies.chat import encode_prompt, encode_reply, rewrites_history
+from rlhf_pipeline.policies.call_formats import rewritten_history
+from rlhf_pipeline.policies.chat import encode_prompt, encode_reply
 from rlhf_pipeline.policies.engines.turn_rows import LONG_REPLY
 
 FAMILIES: dict[str, tuple[str, tuple[str, str]]] = {
@@ -82,7 +83,7 @@ def test_a_row_is_what_the_template_renders(name, answered_by):
     ends = tokenizer.convert_tokens_to_ids([*FAMILIES[name][1]])
     after = encode_reply(tokenizer, ASKED, sampled, [reply], turn=turn, tools=tools, end_token_ids=ends)
     row = tokenizer.decode(encode_prompt(tokenizer, ASKED, tools=tools) + sampled + after)
-    assert row == whole or "rewrites" in str(rewrites_history(tokenizer))
+    assert row == whole or "rewrites" in str(rewritten_history(tokenizer))
     if by_tool:
         assert row == whole
 

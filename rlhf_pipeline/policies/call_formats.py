@@ -1,0 +1,311 @@
+"""How a chat template takes tool calls and their results, determined by rendering some before anything is sampled.
+
+Templates differ: arguments are an object or text; calls and results have ids or none; a turn has one call or several.
+The form is found with calls of the tools that the run shows, and their results. What the template cannot show is
+reported before sampling, so a conversation meets no template error that its own turns did not cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.chat import Message, rendered_prompt, reply_text
+
+_LETTERS: Final = string.ascii_letters + string.digits
+_ID_LENGTH: Final = 9
+"""Mistral's templates accept no other length."""
+_QUESTION: Final = {"role": "user", "content": "What is 6 x 7?"}
+_RESULTS: Final = ("result-of-the-first-call", "result-of-the-second-call")
+_FORMS: Final = tuple(itertools.product(("", None), (False, True)))
+"""The content of a turn without text, and whether arguments are text, in the order of preference."""
+
+
+def call_id(seed: int, turn: int, position: int) -> str:
+    """Return the id of a call whose format has none: nine letters and digits.
+
+    Args:
+        seed: of the run.
+        turn: the number of the turn, from 1.
+        position: of the call in the turn, from 0.
+
+    >>> call_id(0, 1, 0), call_id(0, 1, 0) == call_id(0, 1, 0), call_id(0, 1, 1) == call_id(0, 2, 0)
+    ('QoYvVAt5I', True, False)
+    """
+    number = int.from_bytes(hashlib.blake2b(f"call {seed} {turn} {position}".encode(), digest_size=8).digest(), "big")
+    return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(_ID_LENGTH))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFormat:
+    """The form in which a chat template takes calls.
+
+    Attributes:
+        has_text_arguments: arguments are JSON text; otherwise an object.
+        empty_content: the content of a turn that has calls and no text.
+        most_calls: the most calls of a turn; None sets no limit.
+    """
+
+    has_text_arguments: bool = False
+    empty_content: str | None = ""
+    most_calls: int | None = None
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """Return a message in this form; one without calls is unchanged."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return dict(message)
+        content = message.get("content") or self.empty_content
+        return {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if self.has_text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+def with_call_ids(replies: Sequence[dict[str, Any]], turn: Message) -> list[dict[str, Any]]:
+    """Return replies in which each result names the call that it answers, by order.
+
+    >>> turn = {"role": "assistant", "tool_calls": [{"id": "a"}, {"id": "b"}]}
+    >>> with_call_ids([{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}], turn)[1]["tool_call_id"]
+    'b'
+    """
+    names = iter([call.get("id") for call in turn.get("tool_calls") or ()])
+    joined: list[dict[str, Any]] = []
+    for reply in replies:
+        name = next(names, None) if reply["role"] == "tool" else None
+        joined.append({"tool_call_id": name, **reply} if name is not None else reply)
+    return joined
+
+
+def refused_calls(
+    call_format: CallFormat,
+    codec: Any,
+    messages: Sequence[Message],
+    turn: Message,
+    *,
+    tools: Sequence[Any],
+    template: Mapping[str, Any],
+    ends: Sequence[str],
+) -> str | None:
+    """Return why the chat template cannot show the calls of a turn, in a sentence; None if it can."""
+    calls = turn["tool_calls"]
+    if call_format.most_calls is not None and len(calls) > call_format.most_calls:
+        return f"the turn has {len(calls)} calls; the chat template shows {call_format.most_calls} in a turn"
+    results = [
+        {"role": "tool", "name": call["function"]["name"], "content": result}
+        for call, result in zip(calls, itertools.cycle(_RESULTS), strict=False)
+    ]
+    try:
+        reply_text(codec, messages, with_call_ids(results, turn), turn=turn, tools=tools, template=template, ends=ends)
+    except (DataError, DefinitionError) as error:
+        return " ".join(str(error).split())[:200]
+    return None
+
+
+def call_format_of(
+    codec: Any, tools: Sequence[Mapping[str, Any]], *, template: Mapping[str, Any] | None = None, ends: Sequence[str]
+) -> CallFormat:
+    """Return how a chat template takes calls of these tools.
+
+    Args:
+        codec: a tokenizer with a chat template.
+        tools: the JSON schemas that the run shows.
+        template: arguments of the template.
+        ends: texts that end a turn of the policy.
+
+    Raises:
+        DefinitionError: the template shows no call with its result, no result after a turn without a call, or no reply
+            of a user.
+    """
+    probe = _Probe(codec, tools, template or {}, ends)
+    rated = [(probe.flaws(form, 1), place, form) for place, form in enumerate(_FORMS)]
+    flaws, _, (empty_content, has_text_arguments) = min(rated)
+    form = (empty_content, has_text_arguments)
+    if flaws >= _REFUSED:
+        raise DefinitionError(
+            f"{name_of(codec)} cannot show a tool's call and its result ({probe.refusal}); use the template of a model "
+            "that calls tools."
+        )
+    if flaws >= _ESCAPED:
+        raise DefinitionError(
+            f"{name_of(codec)} quotes the arguments of a call twice, as an object and as text; correct the template."
+        )
+    probe.check_malformed()
+    several = probe.flaws(form, 2)
+    return CallFormat(
+        has_text_arguments=has_text_arguments,
+        empty_content=empty_content,
+        most_calls=1 if several > flaws else None,
+    )
+
+
+def name_of(codec: Any) -> str:
+    """Return what a message calls a chat template."""
+    name = getattr(codec, "name_or_path", "")
+    return f"the chat template of {name}" if name else "the chat template"
+
+
+_UNSEEN, _PYTHON, _ESCAPED, _REFUSED = 1, 2, 4, 8
+"""Flaws of a form of calls, by weight: calls are not written; arguments are written as Python does; they are quoted
+twice; the template refuses them."""
+
+
+class _Probe:
+    """Renders calls of a run's tools, to see which form the template takes."""
+
+    def __init__(
+        self, codec: Any, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any], ends: Sequence[str]
+    ) -> None:
+        self._codec, self._tools, self._template, self._ends = codec, tools, template, ends
+        functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
+        self._calls = [
+            {"name": one["name"], "arguments": _arguments(one, number)}
+            for number, one in enumerate((functions[0], functions[1 % len(functions)]))
+        ]
+        self.refusal: Exception | None = None
+        """Why the template refused what it was shown first."""
+
+    def flaws(self, form: tuple[str | None, bool], count: int) -> int:
+        """Return what is wrong with so many calls in a form, as a sum of flaws."""
+        turn = self._turn(form, count)
+        try:
+            head, tail = self._reply(turn, self._results(turn))
+        except (DataError, DefinitionError) as error:
+            self.refusal = self.refusal or error
+            return _REFUSED
+        asked = rendered_prompt(self._codec, [_QUESTION], tools=self._tools, template=self._template)
+        shown = (head + tail)[len(asked) if head.startswith(asked) else 0 :]
+        found = 0
+        for call in self._calls[:count]:
+            names = [*call["arguments"]]
+            found |= _UNSEEN * any(mark not in shown for mark in _marks(call["arguments"]))
+            found |= _PYTHON * any(f"{{'{name}':" in shown for name in names[:1])
+            found |= _ESCAPED * any(f'\\"{name}\\"' in shown for name in names)
+        return found
+
+    def check_malformed(self) -> None:
+        """Check that a turn without a readable call can be answered, by the tool or at least by the user."""
+        turn = {"role": "assistant", "content": "It is 42."}
+        try:
+            self._reply(turn, [{"role": "user", "content": _RESULTS[0]}])
+        except (DataError, DefinitionError) as error:
+            raise DefinitionError(
+                f"{name_of(self._codec)} cannot show a reply to a turn without a call, so nothing could answer a "
+                f"malformed call ({error})."
+            ) from error
+
+    def answered_call(self, call_format: CallFormat) -> list[dict[str, Any]]:
+        """Return a turn with a call, and its result."""
+        form = (call_format.empty_content, call_format.has_text_arguments)
+        turn = self._turn(form, 1)
+        return [turn, *self._results(turn)]
+
+    def _turn(self, form: tuple[str | None, bool], count: int) -> dict[str, Any]:
+        empty_content, has_text_arguments = form
+        calls = [
+            {"id": call_id(0, 1, position), "type": "function", "function": call}
+            for position, call in enumerate(self._calls[:count])
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return CallFormat(has_text_arguments=has_text_arguments, empty_content=empty_content).message(turn)
+
+    def _results(self, turn: Message) -> list[dict[str, Any]]:
+        results = [
+            {"role": "tool", "name": call["name"], "content": result}
+            for call, result in zip(self._calls, _RESULTS, strict=True)
+        ]
+        return with_call_ids(results[: len(turn["tool_calls"])], turn)
+
+    def _reply(self, turn: Message, replies: Sequence[Message]) -> tuple[str, str]:
+        return reply_text(
+            self._codec,
+            [_QUESTION],
+            replies,
+            turn=turn,
+            tools=self._tools,
+            template=self._template,
+            ends=self._ends,
+        )
+
+
+def _arguments(function: Mapping[str, Any], call: int) -> dict[str, Any]:
+    """Return arguments that a tool's schema allows, those of each call different where that is possible."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return {name: _argument(schema, name, call) for name, schema in properties.items()}
+
+
+def _argument(schema: Any, name: str, call: int) -> Any:
+    """Return a value for one argument."""
+    schema = cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
+    if schema.get("enum"):
+        return schema["enum"][call % len(schema["enum"])]
+    kind: Any = schema.get("type", "string")
+    kinds = cast("list[Any]", kind) if isinstance(kind, list) else [kind]
+    number = 70_001 + 1_000 * call + sum(map(ord, name)) % 1_000
+    values: dict[Any, Any] = {"integer": number, "number": number, "boolean": True, "array": [], "object": {}}
+    return values.get(next(iter(kinds), "string"), f"{name}-{number}")
+
+
+def _marks(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is to be seen of arguments, however a template writes them."""
+    for value in arguments.values():
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            yield str(value)
+
+
+def rewritten_history(
+    codec: Any,
+    *,
+    template: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    call_format: CallFormat | None = None,
+    ends: Sequence[str] = (),
+) -> str | None:
+    """Return how a chat template rewrites earlier turns once later ones follow, in a sentence; None if it does not.
+
+    A row keeps the turns as they were sampled, so with such a template the policy is trained on conversations that
+    the template alone would show otherwise.
+
+    Args:
+        codec: a tokenizer with a chat template.
+        template: arguments of the template.
+        tools: the JSON schemas that the run shows.
+        call_format: how the template takes calls of these tools; None if there are none.
+        ends: texts that end a turn of the policy.
+    """
+    shown, more = list(tools) or None, {"role": "user", "content": "Sure?"}
+    texts = {"turns": "It is 42.", "the thinking of turns": "<think>\nSix sevens.\n</think>\n\nIt is 42."}
+    with_tools = " where tools are shown" if tools else ""
+    try:
+        first = rendered_prompt(codec, [_QUESTION], tools=shown, template=template)
+        for what, text in texts.items():
+            said = [_QUESTION, {"role": "assistant", "content": text}, more]
+            if not rendered_prompt(codec, said, tools=shown, template=template).startswith(first + text):
+                return _rewrites(codec, what, with_tools)
+        if call_format is not None:
+            called = [_QUESTION, *_Probe(codec, tools, template or {}, ends).answered_call(call_format)]
+            before = rendered_prompt(codec, called, tools=shown, template=template)
+            said = [*called, {"role": "assistant", "content": "It is 42."}, more]
+            if not rendered_prompt(codec, said, tools=shown, template=template).startswith(before):
+                return _rewrites(codec, "turns with calls", with_tools)
+    except DataError as error:
+        return f"a conversation of several turns is impossible{with_tools}: {error}"
+    return None
+
+
+def _rewrites(codec: Any, what: str, where: str) -> str:
+    return (
+        f"{name_of(codec)} rewrites {what} once a later one follows{where}. Rows keep every turn as it was sampled, so "
+        "the policy reads its own tokens, which that template would not show it; serve it the same way, or take a "
+        "template that keeps earlier turns."
+    )
