@@ -266,9 +266,9 @@ def test_an_ending_counts_as_the_table_says(outcome: Outcome, tmp_path, monkeypa
     if outcome.name == "tool refused":
         said = "error: ValueError: invalid literal for int() with base 10: 'x'"
         known = "".join(one for one in said if one in "abcdefg=")  # the alphabet has no other
-        assert any(
-            {"role": "tool", "name": "look", "content": known} in json.loads(one)["messages"] for one in rows["meta"]
-        )
+        sent = [message for one in rows["meta"] for message in json.loads(one)["messages"] if message["role"] == "tool"]
+        assert ("look", known) in [(message["name"], message["content"]) for message in sent]
+        assert all(len(message["tool_call_id"]) == 9 for message in sent)
     if outcome.finish_reason == CALLS:
         assert {json.loads(meta)["call_errors"] for meta, one in zip(rows["meta"], these, strict=True) if one} == {2}
 
