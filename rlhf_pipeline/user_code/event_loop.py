@@ -82,6 +82,8 @@ class EventLoop:
             if self.running is not call or blocked_s < SLOW_S:
                 return
             self.running = None
+            self.blocked_s += blocked_s  # nobody else's deadline
+            call.blocking_s += blocked_s
             task = asyncio.current_task(self.loop)
             if task is not None:
                 with contextlib.suppress(RuntimeError):  # from Python 3.14 on each thread has a current task of its own

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,3 +170,146 @@ def test_rows_equal_those_of_an_environment():
     assert {len(one.sampled_rows) for one in asked} == {3}
     assert any(row.messages[1].get("tool_calls") for one in asked for row in one.sampled_rows)
     assert [one.edited_histories for one in asked] == [1] * 4
+
+
+# One program among others
+
+
+async def turns(base_url: str, api_key: str, prompt: Prompt) -> float:
+    """Three turns; the reward is the number of letters."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "5"}]
+        return float(sum(len(message["content"]) for message in messages))
+
+
+def turns_in_a_thread(base_url: str, api_key: str, prompt: Prompt) -> float:
+    """The same, without a coroutine."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        for _ in range(3):
+            answer = client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "5"}]
+        return float(sum(len(message["content"]) for message in messages))
+
+
+COMMAND = """
+import json, os, sys
+import openai
+
+prompt = json.loads(sys.stdin.readline())
+client = openai.OpenAI()
+messages = [{"role": "user", "content": prompt["text"]}]
+for _ in range(3):
+    answer = client.chat.completions.create(model="policy", messages=messages)
+    messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "5"}]
+print("so many letters:")
+print(json.dumps({"reward": sum(len(message["content"]) for message in messages)}))
+"""
+
+
+@pytest.mark.parametrize("program", [turns_in_a_thread, [sys.executable, "-c", COMMAND]], ids=["def", "command"])
+def test_a_function_and_a_command_have_the_same_rows(program):
+    """A `def` runs in a thread, a command in a process; the last line of its output is the reward."""
+    found = run(AgentProgram(program), "1+2", "3")
+    assert [one.failure for one in found] == [None] * 4
+    assert rows_of(found) == rows_of(run(AgentProgram(turns), "1+2", "3"))
+    assert all(one.rewards["reward"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("print('no reward')", "ends with 'no reward'; the last line must be the reward"),
+        ("import sys; sys.exit('no key')", "ended with status 1: no key"),
+        ("print(1.0)", "ended before its first request"),
+    ],
+)
+def test_a_command_without_a_reward_fails_its_conversations(code, error):
+    """Its error is recorded, as one of an environment is."""
+    (one, _) = run(AgentProgram([sys.executable, "-c", code]), "1+2")
+    assert one.failure is not None
+    assert (one.failure.kind, one.finish_reason) == ("tool_error", "failed")
+    assert error in one.failure.error
+
+
+def test_a_program_at_the_limit_of_turns():
+    """Its next request is rejected; what it returns then counts, and an error is a reward of 0."""
+
+    async def goes_on(base_url: str, api_key: str, prompt: Prompt) -> Mapping[str, float]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked = 0
+            while True:
+                try:
+                    messages: Any = [{"role": "user", "content": str(asked)}]
+                    await client.chat.completions.create(model="policy", messages=messages)
+                except openai.BadRequestError as error:
+                    if prompt.text == "0":
+                        raise
+                    return {"asked": asked, "ended": float(error.code == "conversation_ended")}
+                asked += 1
+
+    returned, _, raised, _ = run(AgentProgram(goes_on), "1", "0", max_turns=3)
+    assert (returned.rewards, returned.finish_reason) == ({"asked": 3.0, "ended": 1.0}, "turns")
+    assert (raised.rewards, raised.finish_reason, raised.failure) == ({}, "turns", None)
+
+
+ROGUES = ("1", "2", "3", "4", "5")
+
+
+async def some_are_rogues(base_url: str, api_key: str, prompt: Prompt) -> float:
+    """A program that waits forever, one that blocks the loop, a flood, a foreign conversation, a foreign key."""
+    if prompt.text not in ROGUES:
+        return await turns(base_url, api_key, prompt)
+    key = "sk-of-another" if prompt.text == "5" else api_key
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        await client.chat.completions.create(model="policy", messages=messages)
+        if prompt.text == "1":
+            await asyncio.sleep(3600)
+        if prompt.text == "2":
+            time.sleep(12)
+        if prompt.text == "2":
+            await client.close()
+            time.sleep(30)
+        if prompt.text == "3":
+            create = client.chat.completions.create
+            flood = [create(model="policy", messages=messages, seed=seed) for seed in range(80)]
+            await asyncio.gather(*flood, return_exceptions=True)
+        others = [{"role": "user", "content": "10"}, {"role": "assistant", "content": "7"}]
+        await client.chat.completions.create(model="policy", messages=[*others, *messages])
+    return 0.0
+
+
+@pytest.mark.slow
+def test_programs_run_at_the_same_time_and_apart():
+    """64 programs, of which ten go wrong: the others have the rows that they have alone."""
+    texts = [str(number) for number in range(1, 33)]
+    active: list[int] = [0, 0]
+
+    async def counted(base_url: str, api_key: str, prompt: Prompt) -> float:
+        active[0] += 1
+        active[1] = max(active)
+        try:
+            return await some_are_rogues(base_url, api_key, prompt)
+        finally:
+            active[0] -= 1
+
+    began = time.monotonic()
+    found = run(AgentProgram(counted), *texts, step_timeout_s=8.0)
+    assert time.monotonic() - began < 60
+    assert active[1] == 64
+    kinds = [None if one.failure is None else one.failure.kind for one in found]
+    assert kinds[:10] == ["timeout"] * 4 + [None] * 4 + ["tool_error"] * 2
+    assert [one.finish_reason for one in found[4:6]] == ["turns"] * 2
+    assert [len(one.sampled_rows) for one in found[6:8]] == [2, 2]
+    assert kinds[10:] == [None] * 54
+    alone = run(AgentProgram(turns), *texts)
+    for one, other in zip(found[10:], alone[10:], strict=True):
+        assert one.rewards == other.rewards
+        assert one.row is not None
+        assert other.row is not None
+        assert one.row.ids == other.row.ids
+        np.testing.assert_allclose(one.row.log_probs, other.row.log_probs, atol=1e-5)
